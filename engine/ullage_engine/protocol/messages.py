@@ -56,6 +56,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request as the worker gets it, for the first time or again after a restart."""
 
     request_id: str
+    client_id: str = ""
+    """What the request's client calls it, for logs; the same for all of its samples."""
+    traceparent: str = ""
+    """Parent of the spans of what a worker does for it; empty: it is not traced."""
     token_ids: list[int]
     """Prompt, followed by the output already sent when the request is resumed."""
     num_prompt_tokens: int
@@ -89,6 +93,18 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     def session_key(self) -> str:
         """The session's name among those of all salts; empty: no session."""
         return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
+
+    def is_complete(self, longest: int, resumed: bool) -> bool:
+        """Whether nothing is left to produce, of a request that was admitted before.
+
+        Args:
+            longest: tokens that a sequence of it may have.
+            resumed: whether a former worker had admitted it.
+        """
+        num_produced = len(self.token_ids) - self.num_prompt_tokens
+        if self.embed or not (resumed or num_produced > 0):
+            return False
+        return num_produced >= self.max_tokens or len(self.token_ids) >= longest
 
     def charged_tokens(self, expected_output: int, limit: int) -> int:
         """Returns the tokens it is charged for: its prompt and the output it is expected to have.

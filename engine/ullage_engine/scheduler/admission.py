@@ -179,10 +179,7 @@ class AdmissionControl:
 
     def is_complete(self, request: EngineRequest, resumed: bool) -> bool:
         """Whether nothing is left to produce of a request that was admitted before."""
-        num_produced = len(request.token_ids) - request.num_prompt_tokens
-        was_admitted = resumed or num_produced > 0
-        is_full = len(request.token_ids) >= self.longest(request)
-        return was_admitted and (num_produced >= request.max_tokens or is_full)
+        return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, priority: int, arrival: int) -> Sequence:
         """Creates a sequence that ranks by `priority`, then by `arrival`."""

@@ -17,6 +17,7 @@ from ullage_engine.protocol.messages import (
     SchedulerStats,
     TokenOutput,
 )
+from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 from ullage_engine.scheduler.admission import AdmissionControl
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
@@ -89,6 +90,7 @@ class Scheduler:
         self._max_running = limits.max_sequences
         self._max_read_bytes = limits.decode_tokens * profile.decode_read_bytes(1)
         self.figures = Figures()
+        self.events = RequestEvents()
         self._num_steps = 0
         self._num_preemptions = 0
         self._prefix_lookup_tokens = 0
@@ -148,8 +150,7 @@ class Scheduler:
         )
 
     def releases(self) -> list[ReleaseState]:
-        """Lists predicted releases of memory, soonest first; the last entry sums up all the
-        rest."""
+        """Lists predicted releases of memory, soonest first; the last sums up all the rest."""
         return self._admission.releases()
 
     def check_integrity(self) -> None:
@@ -259,15 +260,13 @@ class Scheduler:
 
         This, `preempt_newest` and `replan` are for the only plan in flight.
         """
-        victim = self._sequences.newest_running
-        if victim:
+        if victim := self._sequences.newest_running:
             self._remove(victim)
         return victim.request_id if victim else None
 
     def preempt_newest(self) -> bool:
         """Preempts the least important running sequence; False where none runs."""
-        victim = self._sequences.newest_running
-        if victim:
+        if victim := self._sequences.newest_running:
             self._preempt(victim)
         return victim is not None
 
@@ -372,6 +371,7 @@ class Scheduler:
         # Before the blocks are freed: what to copy to the host is read from them.
         if not (self.tiers and self.tiers.forget(sequence)):
             self._swap.swap_out(sequence)
+        self.events.on_preempted(sequence.request, "swap" if sequence.swapped else "recompute")
         self._conv_states.release_next(sequence)
         self._sequences.stop(sequence)
         sequence.num_preemptions += 1
@@ -483,12 +483,13 @@ class Scheduler:
         # Cached blocks first: what the cache has need not be copied in from the host.
         self._reservations.add_cached(sequence)
         if sequence.cached_prompt_tokens is None:
-            num_hits, num_prompt = sequence.num_computed, sequence.request.num_prompt_tokens
-            sequence.cached_prompt_tokens = min(num_hits, num_prompt)
+            num_hits = sequence.num_computed
+            sequence.cached_prompt_tokens = min(num_hits, sequence.request.num_prompt_tokens)
             self.figures.observe_start(sequence.request.accepted_at)
             if self._cache.has_cache:
                 self._prefix_lookup_tokens += len(sequence.token_ids)
                 self._prefix_hit_tokens += num_hits
+        self.events.on_started(sequence.request, sequence.num_computed)
         if self.tiers and not sequence.swapped:
             self.tiers.ask(sequence)
         self._swap.swap_in(sequence, self._reservations)

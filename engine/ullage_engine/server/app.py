@@ -24,6 +24,7 @@ from ullage_common.config.engine import EngineConfig, default_host_tier
 from ullage_common.process.config_file import ConfigError
 from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import free_bytes, trim_heap
+from ullage_common.process.tracing import start_tracing
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates, Material
@@ -98,6 +99,8 @@ class EngineApp:
             policy=policy,
         )
         self._ticket_verifier = _make_ticket_verifier(config)
+        identity = {"service.instance.id": config.server.engine_id, "ullage.process": "server"}
+        self._tracer = start_tracing(config.tracing, "ullage-engine", identity)
         self._inference = InferenceService(
             config,
             self._engine_status,
@@ -105,6 +108,7 @@ class EngineApp:
             self._supervisor,
             self._metrics,
             self._ticket_verifier,
+            self._tracer,
         )
         self._certificates: Certificates | None = None
         self._kv = self._make_tiers()
@@ -268,6 +272,8 @@ class EngineApp:
             await self._ticket_verifier.close()
             await grpc_server.stop(grace=_LAST_MESSAGES_S)
             await asyncio.to_thread(stop_metrics)
+            if self._tracer:
+                await asyncio.to_thread(self._tracer.close)
 
     @contextlib.asynccontextmanager
     async def _credentials(self) -> AsyncIterator[grpc.ServerCredentials | None]:

@@ -148,6 +148,9 @@ class JournalEntry:
         """Notes where KV of the prompt was found before the sample was first computed."""
         if not self.output_ids and not self.resumes:
             self.tier_hits = hits
+            if served := self.job.served:
+                for hit in hits:
+                    served.loaded(hit.tier, hit.num_tokens, hit.seconds)
 
     def resume(self) -> None:
         """Prepares the sample for the next worker, as new if no worker ever admitted it."""

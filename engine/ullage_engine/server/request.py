@@ -31,6 +31,7 @@ from ullage_common.wire.validation import (
 )
 from ullage_engine.memory.pressure import level_at
 from ullage_engine.protocol.messages import BeamParams, EngineRequest, SamplingParams, WorkerState
+from ullage_engine.protocol.request_events import ServedRequest
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 64
@@ -132,6 +133,8 @@ class ValidatedRequest:
     """Limits that were lowered because memory is short, as `name=value`."""
     delta_token_ids: bool = False
     """Whether deltas have token ids."""
+    served: ServedRequest | None = None
+    """Its lines in the log and its span; None where nobody reads them."""
     received: tuple[PartialAnswer, ...] = ()
     """What its client has of each answer already; empty of a request that begins here."""
 

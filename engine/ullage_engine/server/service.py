@@ -9,10 +9,11 @@ import itertools
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
+from msgspec import structs
 
 from ullage.admin.v1 import admin_pb2 as admin_pb
 from ullage.admin.v1 import admin_pb2_grpc as admin_rpc
@@ -22,10 +23,12 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError, make_turns, read_arguments
 from ullage_common.config.engine import EngineConfig
+from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks
 from ullage_common.wire.errors import ServiceError, abort, invalid
 from ullage_common.wire.multiplex import serve_multiplex
 from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.protocol.request_events import ServedRequest
 from ullage_engine.server import responses
 from ullage_engine.server.grammar import GrammarCheck
 from ullage_engine.server.health import EngineStatus
@@ -82,7 +85,9 @@ class InferenceService(rpc.InferenceServiceServicer):
         supervisor: WorkerSupervisor,
         metrics: EngineMetrics,
         ticket_verifier: TicketVerifier,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._config = config
         self._engine_status = engine_status
         self._journal = journal
@@ -114,13 +119,19 @@ class InferenceService(rpc.InferenceServiceServicer):
             await abort(context, error)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        key = f"{self._config.server.engine_id}-{self._engine_status.epoch:x}-{next(self._keys)}"
+        served = self._served(request, key, context)
         try:
             self._ticket_verifier.admit(request, context.invocation_metadata())
             tokenizer_bundle = self._accepting()
-            job = await self._job(request, tokenizer_bundle)
+            job = await self._job(request, key, served, tokenizer_bundle)
         except ServiceError as error:
             self._metrics.refused(error.reason)
+            served.end("refused", error=error.reason)
             await abort(context, error)
+        except BaseException as error:
+            served.end("refused", error=type(error).__name__)
+            raise
         prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
         group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix)
         outcome, failure = "cancelled", None
@@ -135,8 +146,14 @@ class InferenceService(rpc.InferenceServiceServicer):
             outcome, failure = error.reason, error
         finally:
             self._close(group, outcome)
+            _log_end(served, group, outcome, failure)
         if failure is not None:  # last, for it waits for a client that does not read
             await abort(context, failure)
+
+    def _served(self, request: pb.GenerateRequest, key: str, context: Context) -> ServedRequest:
+        engine = {"ullage.engine": self._config.server.engine_id}
+        metadata = context.invocation_metadata() or ()
+        return ServedRequest(self._tracer, request.request_id or key, tuple(metadata), engine)
 
     async def Multiplex(self, requests: object, context: Context) -> None:
         await serve_multiplex(self.Generate, context)
@@ -191,14 +208,25 @@ class InferenceService(rpc.InferenceServiceServicer):
         )
 
     async def _job(
-        self, request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle
+        self,
+        request: pb.GenerateRequest,
+        key: str,
+        served: ServedRequest,
+        tokenizer_bundle: TokenizerBundle,
     ) -> ValidatedRequest:
         limits = self._limits(tokenizer_bundle)
         check_request(request, limits)
         grammar = await self._grammars.text(request)
         prompt_ids = await _prompt_ids(request, tokenizer_bundle)
-        key = f"{self._config.server.engine_id}-{self._engine_status.epoch:x}-{next(self._keys)}"
-        job = validated_request(request, prompt_ids, key, limits, self._config.limits, grammar)
+        checked = validated_request(request, prompt_ids, key, limits, self._config.limits, grammar)
+        served.happened("received", prompt_tokens=len(prompt_ids))
+        job = replace(
+            checked,
+            served=served,
+            request=structs.replace(
+                checked.request, client_id=served.client_id, traceparent=served.traceparent
+            ),
+        )
         if request.HasField("continuation"):  # it keeps what was granted
             return keep_degraded(job, request.continuation.degraded)
         if request.embed:
@@ -218,8 +246,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         ):
             raise _no_token_in_time()
         accepted = self._accepted(group)
-        if accepted.accepted.cached_by_tier:
-            _log_tiers(accepted.accepted)
+        if served := group.job.served:
+            served.happened("first_token", seconds=served.seconds)
         await context.write(accepted)
         while True:
             for update in updates:
@@ -282,16 +310,24 @@ class InferenceService(rpc.InferenceServiceServicer):
         return responses.accepted(group, self._config.server.engine_id, charged)
 
 
-def _log_tiers(accepted: pb.Accepted) -> None:
-    tokens = {each.tier: each.tokens for each in accepted.cached_by_tier}
-    seconds = {each.tier: round(each.seconds, 4) for each in accepted.cached_by_tier}
-    extra: dict[str, object] = {
-        "request_id": accepted.request_id,
-        "prompt_tokens": accepted.prompt_tokens,
-        "cached_tokens": tokens,
-        "cached_s": seconds,
-    }
-    log.info("prompt loaded from tiers", extra=extra)
+def _log_end(
+    served: ServedRequest, group: SampleGroup, outcome: str, failure: ServiceError | None
+) -> None:
+    hits = {hit.tier: hit.num_tokens for entry in group.entries for hit in entry.tier_hits}
+    seconds = {hit.tier: round(hit.seconds, 4) for e in group.entries for hit in e.tier_hits}
+    is_refused = failure is not None and not group.num_output_tokens
+    served.end(
+        "refused" if is_refused else "finished",
+        error=outcome if failure is not None or outcome == "cancelled" else "",
+        outcome=outcome,
+        output_tokens=group.num_output_tokens,
+        cached_tokens=hits,
+        cached_s=seconds,
+        preemptions=group.preemptions,
+        resumes=group.resumes,
+        seconds=served.seconds,
+        **(failure.metadata if failure is not None else {}),
+    )
 
 
 async def _prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:

@@ -423,6 +423,8 @@ class WorkerSupervisor:
             if not entry.submitted:
                 continue
             entry.resume()
+            if served := entry.job.served:
+                served.happened("resumed", reason="worker", output_tokens=len(entry.output_ids))
             if entry.stalled_resumes > self._policy.max_stalled_resumes:
                 entry.fail(_worker_lost(entry.stalled_resumes))
 

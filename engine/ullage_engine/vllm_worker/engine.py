@@ -22,6 +22,7 @@ from ullage_engine.protocol.messages import (
     SchedulerStats,
     TokenOutput,
 )
+from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.scheduler.admission import (
     refuse_duplicates,
     refuse_never_fits,
@@ -79,6 +80,7 @@ class VllmEngine:
         self._faults: list[int] = []
         self._num_submitted = 0
         self._figures = Figures()
+        self.events = RequestEvents()
         self._num_steps = 0
         self._num_preemptions = 0
         self._prefix_lookup_tokens = 0
@@ -157,7 +159,7 @@ class VllmEngine:
         if requests[0].beam is not None:
             self._failed += [no_beams(request) for request in requests]
             return []
-        complete = [request for request in requests if self._is_complete(request, resumed)]
+        complete = [r for r in requests if r.is_complete(self._longest(r, 1), resumed)]
         remaining = [request for request in requests if request not in complete]
         if remaining and (refusal := self._admit(remaining, resumed)):
             return refusal
@@ -277,8 +279,8 @@ class VllmEngine:
                 num_decodes += len(output.token_ids)
             elif sequence is not None:
                 done = max(sequence.num_computed, output.num_reused_tokens)
-                if sequence.is_new:
-                    self._figures.observe_start(sequence.request.accepted_at, seconds)
+                self._note_start(sequence, seconds)
+                self.events.on_prefilled(sequence.request_id)
                 num_prompts += len(sequence.token_ids) - done
                 sequence.num_computed = len(sequence.token_ids)
         for each in self._by_id.values():
@@ -286,8 +288,7 @@ class VllmEngine:
                 num_computed = self._core.blocks.num_computed(each.request_id)
                 if num_computed > each.num_computed:
                     is_advanced = True
-                    if each.is_new:
-                        self._figures.observe_start(each.request.accepted_at, seconds)
+                    self._note_start(each, seconds)
                     num_parts += 1
                     num_prompts += num_computed - each.num_computed
                     each.num_computed = num_computed
@@ -295,6 +296,13 @@ class VllmEngine:
         if is_advanced:
             self._figures.observe_step(seconds, num_decodes + num_prompts, num_parts)
         return is_advanced
+
+    def _note_start(self, sequence: Sequence, seconds: float) -> None:
+        """Notes the start of a sequence whose first part took so many seconds, with a step."""
+        if sequence.is_new:
+            self._figures.observe_start(sequence.request.accepted_at, seconds)
+        if not sequence.num_computed:
+            self.events.on_started(sequence.request, sequence.num_cached_tokens or 0)
 
     # admission -----------------------------------------------------------------------------------
 
@@ -557,8 +565,7 @@ class VllmEngine:
                 self._growing.pop(sequence.request_id, None)
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Reserves what a sequence is charged for, preempting less important ones, or itself if it
-        is the least important."""
+        """Reserves what a sequence is charged for, preempting the least important, maybe itself."""
         num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
         while not self.reservations.extend(sequence.request_id, num_blocks):
             holders = (each for each in self._by_id.values() if each.is_running or each.parent)
@@ -570,6 +577,7 @@ class VllmEngine:
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks, to go on when they can be had again."""
         if sequence.is_running:
+            self.events.on_preempted(sequence.request, "recompute")
             sequence.num_preemptions += 1
             self._num_preemptions += 1
         self._stop(sequence)
@@ -579,15 +587,6 @@ class VllmEngine:
         key = sequence.session_key
         if key:
             self.reservations.keep_session(key, sequence.request_id)
-
-    def _is_complete(self, request: EngineRequest, resumed: bool) -> bool:
-        """Whether nothing is left to produce of a request that was admitted before."""
-        if request.embed:
-            return False
-        num_produced = len(request.token_ids) - request.num_prompt_tokens
-        was_admitted = resumed or num_produced > 0
-        is_full = len(request.token_ids) >= self._longest(request, 1)
-        return was_admitted and (num_produced >= request.max_tokens or is_full)
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
         """Yields for each sequence in how many seconds it is expected to release how many bytes."""

@@ -48,6 +48,7 @@ import torch
 
 from ullage_engine.protocol.errors import GroupLostError
 from ullage_engine.protocol.messages import EngineRequest, Rejected, RequestFailed, TokenOutput
+from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.scheduler.beam_search import BeamSearches
 from ullage_engine.scheduler.estimates import ThroughputEstimator
@@ -153,6 +154,11 @@ class EngineCore:
     def tiers(self) -> TierTransfers | None:
         """KV outside the device; None: there is none."""
         return self.scheduler.tiers
+
+    @property
+    def events(self) -> RequestEvents:
+        """What becomes of requests, in the log and in spans."""
+        return self.scheduler.events
 
     def is_compiled(self, request: EngineRequest) -> bool:
         """Whether a request's grammar is compiled; if not, begins to compile it."""
@@ -291,6 +297,8 @@ class EngineCore:
         """Counts the time of a step, in which these plans were computed, and ends the first."""
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
+            if self.events.wants_steps:
+                self.events.on_step(plans[0], seconds)
         prompt_tokens = sum(_num_prompt_tokens(plan) for plan in plans)
         self._throughput.observe(
             seconds,

@@ -27,6 +27,7 @@ import zmq
 from ullage_common.config.engine import BatchingSection, EngineConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
+from ullage_common.process.tracing import start_tracing
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import PressureController
 from ullage_engine.protocol.errors import (
@@ -61,8 +62,12 @@ from ullage_engine.protocol.messages import (
     ToWorker,
     WorkerState,
 )
+from ullage_engine.protocol.request_events import RequestEvents
 
 log = logging.getLogger("ullage.engine.worker")
+
+TRACES_WITHIN_S = 1.0
+"""Longest time that the last spans may take to leave: the server waits for the worker's end."""
 
 _SEND_TIMEOUT_MS = 30_000
 _MAX_UNSENT = 10_000
@@ -127,6 +132,10 @@ class WorkerEngine(Protocol):
     @property
     def tiers(self) -> KvTransfers | None:
         """KV outside the device; None: there is none."""
+
+    @property
+    def events(self) -> RequestEvents:
+        """What becomes of requests, in the log and in spans."""
 
     @property
     def has_work(self) -> bool:
@@ -228,7 +237,7 @@ class Worker:
         # Before the tokens: an answer says from its beginning on where its KV was.
         self._send_kv()
         if outputs:
-            self._link.send(_step_done(outputs))
+            self._send_outputs(outputs)
         self._send_failed()
         self._is_changed = True
         if self._engine.num_steps == num_steps:
@@ -239,9 +248,17 @@ class Worker:
             for message in self._engine.tiers.take_messages():
                 self._link.send(message)
 
+    def _send_outputs(self, outputs: Sequence[TokenOutput | Embedding]) -> None:
+        done = _step_done(outputs)
+        self._link.send(done)
+        self._engine.events.on_outputs(done.outputs)
+        for embedding in done.embeddings:
+            self._engine.events.forget(embedding.request_id, "stop")
+
     def _send_failed(self) -> None:
         for failed in self._engine.take_failed():
             self._link.send(failed)
+            self._engine.events.forget(failed.request_id, "failed")
 
     def _take_messages(self) -> None:
         """Takes all messages there are; waits for one only when there is nothing to compute.
@@ -280,6 +297,7 @@ class Worker:
             case Cancel(request_id=request_id, is_answered=is_answered):
                 self._compiling = [each for m in self._compiling for each in _left(m, request_id)]
                 self._engine.cancel(request_id, is_answered=is_answered)
+                self._engine.events.forget(request_id, "stop" if is_answered else "cancelled")
                 self._send_failed()
             case KvGranted(slots=slots) if self._engine.tiers is not None:
                 self._engine.tiers.on_granted(slots)
@@ -312,8 +330,9 @@ class Worker:
             return
         for request in message.requests:
             self._link.send(Admitted(request_id=request.request_id))
+            self._engine.events.on_admitted(request)
         if answer:
-            self._link.send(StepDone(outputs=answer))
+            self._send_outputs(answer)
         self._send_failed()
 
     def _until_report(self) -> float:
@@ -414,6 +433,10 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
     started.log_start()
     for line in started.ledger.table():
         log.info(line)
+    identity = {"service.instance.id": config.server.engine_id, "ullage.process": "worker"}
+    tracer = start_tracing(config.tracing, "ullage-engine", identity)
+    if tracer:
+        started.engine.events.trace_to(tracer)
     try:
         Worker(started, config.batching, link, PressureController(config.degrade)).run()
     except GroupLostError:
@@ -421,6 +444,8 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
         return GROUP_LOST
     finally:
         started.stop()
+        if tracer:
+            tracer.close(TRACES_WITHIN_S)
     return 0
 
 

@@ -188,12 +188,12 @@ class Tracer:
         headers = {"traceparent": parent} if isinstance(parent, str) else dict(parent)
         return self._extract(headers, self._no_parent)
 
-    def close(self) -> None:
-        """Sends what is waiting, for at most `CLOSE_TIMEOUT_S`; blocks meanwhile."""
+    def close(self, within_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Sends what is waiting, and blocks for at most so long."""
         # Both of the SDK's calls may wait for a collector for longer than they are told.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
-        closing.join(CLOSE_TIMEOUT_S)
+        closing.join(within_s)
 
 
 def start_tracing(

@@ -1,0 +1,224 @@
+"""What becomes of each request in an engine's two processes: lines of their logs, and spans.
+
+Both processes write the client's request id, so that their lines and the router's can be joined.
+The server has a span for each call of its service; the worker, which knows when things are
+computed, makes those inside of it: queue, prefill and decode, each when it is over. A worker that
+is killed takes the part with it that it was at, and the server's span says that the request went
+on. What is computed is never in a line or a span.
+
+A worker has a tracer of its own, as that is one thread that sends spans. Times by way of the
+server would be a message for each, and one that nobody reads where nothing is traced.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ullage_common.process import tracing
+from ullage_common.process.logs import MORE_FIELDS
+from ullage_common.process.tracing import Span, Tracer, Value
+from ullage_engine.protocol.messages import EngineRequest, TokenOutput
+from ullage_engine.protocol.step_plan import StepPlan
+
+MAX_CHUNKS = 64
+"""Chunks of a prompt that are events of its span; of more, the last ones are not."""
+
+log = logging.getLogger("ullage.engine.requests")
+
+
+def _line(request_id: str, event: str, fields: Mapping[str, object]) -> None:
+    own = {"request_id": request_id, "event": event}
+    log.info(event, extra={MORE_FIELDS: {**own, **fields}})
+
+
+def _values(fields: Mapping[str, object]) -> dict[str, Value]:
+    """Returns the fields that OpenTelemetry takes."""
+    return {k: v for k, v in fields.items() if isinstance(v, str | bool | int | float | list)}
+
+
+class ServedRequest:
+    """One call of the engine's service, in the log and as a span.
+
+    Args:
+        tracer: of the server; None: nothing is traced.
+        client_id: the request's name in the logs.
+        metadata: of the call, with the trace that it continues.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer | None,
+        client_id: str,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+        attributes: Mapping[str, Value] | None = None,
+    ) -> None:
+        self.client_id = client_id
+        self._span: Span | None = None
+        self._began = time.monotonic()
+        if tracer:
+            trace = [(k, v) for k, v in metadata if isinstance(v, str) and k.startswith("trace")]
+            self._span = tracer.span("generate", parent=trace, kind="server", attributes=attributes)
+            self._span.set({tracing.REQUEST_ID: client_id})
+
+    @property
+    def traceparent(self) -> str:
+        """The parent of the worker's spans; empty where nothing is traced."""
+        return self._span.traceparent if self._span and self._span.is_recording else ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the call began, rounded for people."""
+        return round(time.monotonic() - self._began, 4)
+
+    def happened(self, event: str, **fields: object) -> None:
+        """Says something of the request in the log, and as an event of its span."""
+        if log.isEnabledFor(logging.INFO):
+            _line(self.client_id, event, fields)
+        if self._span:
+            self._span.event(event, _values(fields))
+
+    def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
+        """Adds a span of KV that was loaded from a tier until now."""
+        if self._span and self._span.is_recording:
+            attributes: dict[str, Value] = {"ullage.kv.tier": tier, "ullage.kv.tokens": num_tokens}
+            now = time.time()
+            child = self._span.child("kv load", start_unix_s=now - seconds, attributes=attributes)
+            child.end(now)
+
+    def end(self, event: str, *, error: str = "", **fields: object) -> None:
+        """Says how the request ended; `error` is the kind of failure, if it was one."""
+        if log.isEnabledFor(logging.INFO):
+            _line(self.client_id, event, {"reason": error, **fields} if error else fields)
+        if self._span:
+            self._span.set(_values(fields))
+            self._span.end(error=error)
+
+
+@dataclass(slots=True)
+class _Computed:
+    """A request in the worker's hands, in one of its phases."""
+
+    request: EngineRequest
+    since: float
+    """Unix time at which the phase began."""
+    phase: str = "queue"
+    is_again: bool = False
+    """Whether the phase is computed anew after a preemption."""
+    chunks: list[tuple[float, int]] = field(default_factory=list)
+    """Unix time and tokens of each chunk of the prompt."""
+
+
+class RequestEvents:
+    """The requests that a worker computes, in the log and as spans.
+
+    Schedulers and engines of both kinds tell it what they do with a request. `requests` are those
+    that have neither ended nor been dropped.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[str, _Computed] = {}
+        self._tracer: Tracer | None = None
+        self._num_preemptions = 0
+        self._is_debugging = log.isEnabledFor(logging.DEBUG)
+        self.wants_steps = self._is_debugging
+
+    def trace_to(self, tracer: Tracer) -> None:
+        """Makes spans from now on."""
+        self._tracer = tracer
+        self.wants_steps = True
+
+    def on_admitted(self, request: EngineRequest) -> None:
+        """A request was admitted, and waits."""
+        since = time.time()
+        if request.accepted_at:
+            since -= time.monotonic() - request.accepted_at
+        self.requests[request.request_id] = _Computed(request, since)
+        self._say(request, "admitted", prompt_tokens=request.num_prompt_tokens)
+
+    def on_started(self, request: EngineRequest, num_cached: int) -> None:
+        """The first chunk of a prompt, or of what a preempted request lacks, is planned."""
+        computed = self.requests.get(request.request_id)
+        is_again = computed is not None and computed.is_again
+        event = "resumed" if is_again else "first_chunk"
+        self._say(request, event, cached_tokens=num_cached, tokens=len(request.token_ids))
+        self._enter(request.request_id, "prefill", is_again=is_again)
+
+    def on_preempted(self, request: EngineRequest, mode: str) -> None:
+        """A running request gave its memory to another: swapped, or recomputed later."""
+        self._num_preemptions += 1
+        self._say(request, "preempted", mode=mode, preemptions=self._num_preemptions)
+        self._enter(request.request_id, "queue", is_again=True, ended="preempted")
+
+    def on_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step was computed. Call it only where `wants_steps`."""
+        now, num_prompt_tokens = time.time(), 0
+        for chunk in plan.chunks:
+            computed = self.requests.get(chunk.request_id)
+            if computed is None or computed.phase != "prefill":
+                continue
+            num_prompt_tokens += len(chunk.token_ids)
+            if len(computed.chunks) < MAX_CHUNKS:
+                computed.chunks.append((now, len(chunk.token_ids)))
+            if chunk.sampling is not None:
+                self.on_prefilled(chunk.request_id)
+        if self._is_debugging:
+            fields = {
+                "sequences": len(plan.chunks),
+                "tokens": plan.num_tokens,
+                "prompt_tokens": num_prompt_tokens,
+                "seconds": round(seconds, 5),
+                "request_ids": [self._client_id(chunk.request_id) for chunk in plan.chunks],
+            }
+            log.debug("step", extra={MORE_FIELDS: fields})
+
+    def on_prefilled(self, request_id: str) -> None:
+        """The last chunk of a prompt was computed."""
+        self._enter(request_id, "decode")
+
+    def on_outputs(self, outputs: Sequence[TokenOutput]) -> None:
+        """A step gave tokens, with which some requests may have ended."""
+        for output in outputs:
+            if output.finish and (computed := self.requests.get(output.request_id)):
+                preemptions = output.num_preemptions
+                self._say(
+                    computed.request, "finished", finish=output.finish, preemptions=preemptions
+                )
+                self.forget(output.request_id, output.finish)
+
+    def forget(self, request_id: str, ended: str = "cancelled") -> None:
+        """Drops a request that ended in another way, or that nobody waits for."""
+        self._enter(request_id, "", ended=ended)
+        self.requests.pop(request_id, None)
+
+    def _say(self, request: EngineRequest, event: str, **fields: object) -> None:
+        if log.isEnabledFor(logging.INFO):
+            _line(request.client_id or request.request_id, event, fields)
+
+    def _client_id(self, request_id: str) -> str:
+        computed = self.requests.get(request_id)
+        return (computed and computed.request.client_id) or request_id
+
+    def _enter(
+        self, request_id: str, phase: str, *, is_again: bool = False, ended: str = ""
+    ) -> None:
+        """Ends the phase that a request is in, with its span, and begins the next."""
+        computed = self.requests.get(request_id)
+        if computed is None:
+            return
+        now, request = time.time(), computed.request
+        if self._tracer and request.traceparent:
+            attributes: dict[str, Value] = {"ullage.again": True} if computed.is_again else {}
+            if ended:
+                attributes["ullage.ended"] = ended
+            span = self._tracer.span(
+                computed.phase,
+                parent=request.traceparent,
+                start_unix_s=computed.since,
+                attributes=attributes,
+            )
+            for at, num_tokens in computed.chunks:
+                span.event("chunk", {"tokens": num_tokens}, at)
+            span.end(now)
+        computed.phase, computed.since, computed.is_again = phase, now, is_again
+        computed.chunks.clear()

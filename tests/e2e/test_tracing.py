@@ -1,0 +1,65 @@
+"""One request of a running service is one trace, and one story in the logs of its processes."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+if TYPE_CHECKING:
+    from ullage_testing.otlp import OtlpReceiver
+
+    Service = Any
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
+NAMES = {
+    *("tokenise", "decide", "engine", "generate", "queue", "prefill", "decode"),
+    "chat smollm2-135m",
+}
+EVENTS = ("decided", "received", "admitted", "first_chunk", "first_token", "finished")
+
+
+def test_a_request_is_one_trace_through_all_processes(
+    service: "Service", collector: "OtlpReceiver"
+) -> None:
+    body = {
+        "model": "smollm2-135m",
+        "messages": [{"role": "user", "content": "Name three rivers."}],
+        "max_tokens": 8,
+    }
+    answer = httpx.post(
+        f"{service.http_url}/v1/chat/completions",
+        json=body,
+        headers={"traceparent": PARENT, "x-request-id": "rivers"},
+        timeout=120,
+        trust_env=False,
+    )
+    assert answer.status_code == 200
+    assert answer.headers["x-request-id"] == "rivers"
+    spans = collector.wait(
+        lambda spans: {span.name for span in spans if span.trace_id == TRACE} >= NAMES
+    )
+    own = {span.name: span for span in spans if span.trace_id == TRACE}
+    by_id = {span.span_id: span for span in own.values()}
+    root = own["chat smollm2-135m"]
+    assert (root.service, root.parent_id) == ("ullage-router", "00f067aa0ba902b7")
+    assert root.attributes["admission_action"] == "accept"
+    assert root.attributes["route"] == "single"
+    assert root.attributes["pred_kv_mb"] > 0
+    assert root.attributes["needed_bytes"] <= root.attributes["available_bytes"]
+    assert by_id[own["engine"].parent_id] is root
+    assert by_id[own["generate"].parent_id] is own["engine"]
+    for name in ("queue", "prefill", "decode"):
+        assert by_id[own[name].parent_id] is own["generate"]
+        assert own[name].service == "ullage-engine"
+    assert "river" not in str([span.attributes for span in own.values()]).replace("rivers", "")
+
+    told = [
+        json.loads(line)
+        for path in Path(service.state["run_dir"]).rglob("*.log")
+        for line in path.read_text().splitlines()
+        if '"request_id":"rivers"' in line
+    ]
+    assert {line.get("event") for line in told} >= set(EVENTS)
+    assert "Name three" not in str(told)
