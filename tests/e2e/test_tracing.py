@@ -1,6 +1,8 @@
 """One request of a running service is one trace, and one story in the logs of its processes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,3 +65,12 @@ def test_a_request_is_one_trace_through_all_processes(
     ]
     assert {line.get("event") for line in told} >= set(EVENTS)
     assert "Name three" not in str(told)
+
+    command = [sys.executable, "-m", "ullage_operator.cli.main", "trace", "rivers", "-o", "json"]
+    command += ["--logs", service.state["run_dir"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [steps[0]["event"], steps[-1]["event"]] == ["arrived", "finished"]
+    assert {step["process"] for step in steps} == {"router", "engine", "worker"}
+    times = [step["time"][:23] for step in steps]  # milliseconds
+    assert times == sorted(times)

@@ -24,12 +24,16 @@ from ullage_engine.protocol.step_plan import StepPlan
 MAX_CHUNKS = 64
 """Chunks of a prompt that are events of its span; of more, the last ones are not."""
 
-log = logging.getLogger("ullage.engine.requests")
+server_log = logging.getLogger("ullage.engine.requests")
+log = logging.getLogger("ullage.engine.worker.requests")
 
 
-def _line(request_id: str, event: str, fields: Mapping[str, object]) -> None:
-    own = {"request_id": request_id, "event": event}
-    log.info(event, extra={MORE_FIELDS: {**own, **fields}})
+def _tell(
+    logger: logging.Logger, request_id: str, event: str, fields: Mapping[str, object]
+) -> None:
+    if logger.isEnabledFor(logging.INFO):
+        own = {"request_id": request_id, "event": event}
+        logger.info(event, extra={MORE_FIELDS: {**own, **fields}})
 
 
 def _values(fields: Mapping[str, object]) -> dict[str, Value]:
@@ -73,8 +77,7 @@ class ServedRequest:
 
     def happened(self, event: str, **fields: object) -> None:
         """Says something of the request in the log, and as an event of its span."""
-        if log.isEnabledFor(logging.INFO):
-            _line(self.client_id, event, fields)
+        _tell(server_log, self.client_id, event, fields)
         if self._span:
             self._span.event(event, _values(fields))
 
@@ -88,8 +91,7 @@ class ServedRequest:
 
     def end(self, event: str, *, error: str = "", **fields: object) -> None:
         """Says how the request ended; `error` is the kind of failure, if it was one."""
-        if log.isEnabledFor(logging.INFO):
-            _line(self.client_id, event, {"reason": error, **fields} if error else fields)
+        _tell(server_log, self.client_id, event, {"reason": error, **fields} if error else fields)
         if self._span:
             self._span.set(_values(fields))
             self._span.end(error=error)
@@ -192,8 +194,7 @@ class RequestEvents:
         self.requests.pop(request_id, None)
 
     def _say(self, request: EngineRequest, event: str, **fields: object) -> None:
-        if log.isEnabledFor(logging.INFO):
-            _line(request.client_id or request.request_id, event, fields)
+        _tell(log, request.client_id or request.request_id, event, fields)
 
     def _client_id(self, request_id: str) -> str:
         computed = self.requests.get(request_id)

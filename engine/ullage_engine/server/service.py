@@ -247,7 +247,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             raise _no_token_in_time()
         accepted = self._accepted(group)
         if served := group.job.served:
-            served.happened("first_token", seconds=served.seconds)
+            served.happened("first_token", seconds=served.seconds, **_tiers(accepted.accepted))
         await context.write(accepted)
         while True:
             for update in updates:
@@ -310,19 +310,26 @@ class InferenceService(rpc.InferenceServiceServicer):
         return responses.accepted(group, self._config.server.engine_id, charged)
 
 
+def _tiers(accepted: pb.Accepted) -> dict[str, object]:
+    """Returns where the KV of a prompt was, for its line in the log; empty where it was nowhere."""
+    if not accepted.cached_by_tier:
+        return {}
+    return {
+        "prompt_tokens": accepted.prompt_tokens,
+        "cached_tokens": {each.tier: each.tokens for each in accepted.cached_by_tier},
+        "cached_s": {each.tier: round(each.seconds, 4) for each in accepted.cached_by_tier},
+    }
+
+
 def _log_end(
     served: ServedRequest, group: SampleGroup, outcome: str, failure: ServiceError | None
 ) -> None:
-    hits = {hit.tier: hit.num_tokens for entry in group.entries for hit in entry.tier_hits}
-    seconds = {hit.tier: round(hit.seconds, 4) for e in group.entries for hit in e.tier_hits}
     is_refused = failure is not None and not group.num_output_tokens
     served.end(
         "refused" if is_refused else "finished",
         error=outcome if failure is not None or outcome == "cancelled" else "",
         outcome=outcome,
         output_tokens=group.num_output_tokens,
-        cached_tokens=hits,
-        cached_s=seconds,
         preemptions=group.preemptions,
         resumes=group.resumes,
         seconds=served.seconds,

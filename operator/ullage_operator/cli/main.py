@@ -15,7 +15,7 @@ import yaml
 from ullage_common.process.config_file import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure, OperatorError
 from ullage_operator.api.spec import VERSION, Service, Settings
-from ullage_operator.cli import top, up
+from ullage_operator.cli import top, trace, up
 from ullage_operator.cli.up import read_service
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Manifest, Observed, plan
@@ -26,6 +26,7 @@ HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
   ullage top                                 watch it live
   ullage plan -f examples/smollm2.yaml       print what the operator would apply
+  ullage trace REQUEST_ID                    print one request's way from all logs
   ullage key new alice                       make an API key
   ullage quantize --model file:///m --format int8 --output ./m-int8
 """
@@ -42,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up.add_parser(commands)
     top.add_parser(commands)
+    trace.add_parser(commands)
     add_plan_parser(commands)
     add_quantize_parser(commands)
     add_key_parser(commands)

@@ -50,7 +50,7 @@ def test_each_line_has_the_clients_id(make_rig: MakeRig, caplog: pytest.LogCaptu
             rig.step()
         assert rig.scheduler.preempt_newest()
         run(rig)
-    told = [line for line in lines(caplog) if line["logger"] == "ullage.engine.requests"]
+    told = [line for line in lines(caplog) if line["logger"] == "ullage.engine.worker.requests"]
     assert {line["request_id"] for line in told} == {"client-a"}
     assert [line["event"] for line in told] == [
         *("admitted", "first_chunk", "preempted", "resumed", "finished")

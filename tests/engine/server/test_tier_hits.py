@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.process.logs import MORE_FIELDS
 from ullage_engine.server.journal import Journal, JournalEntry, TierHit
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -74,8 +75,8 @@ def test_the_first_message_and_the_last_name_every_tier(
                 assert message.cached_tokens == sum(tier.tokens for tier in tiers)
 
     asyncio.run(scenario())
-    [line] = [each for each in caplog.records if each.message == "prompt loaded from tiers"]
-    fields = vars(line)
+    [line] = [each for each in caplog.records if each.message == "first_token"]
+    fields = vars(line)[MORE_FIELDS]
     assert (fields["request_id"], fields["prompt_tokens"]) == ("mine", 3)
     assert fields["cached_tokens"] == {tier.tier: tier.tokens for tier in tiers}
     assert fields["cached_s"] == {tier.tier: tier.seconds for tier in tiers}
@@ -105,4 +106,5 @@ def test_what_no_tier_had_names_none(
                 assert not message.cached_by_tier
 
     asyncio.run(scenario())
-    assert "prompt loaded from tiers" not in caplog.messages
+    [line] = [each for each in caplog.records if each.message == "first_token"]
+    assert "cached_tokens" not in vars(line)[MORE_FIELDS]

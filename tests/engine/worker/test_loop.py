@@ -14,6 +14,7 @@ from ullage_engine.protocol.messages import (
     Submit,
     ToWorker,
 )
+from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.worker.loop import Link, StartedEngine, Worker
 
 
@@ -21,6 +22,7 @@ class FakeEngine:
     """Takes requests and computes nothing."""
 
     def __init__(self, has_work: bool, has_decodes: bool) -> None:
+        self.events = RequestEvents()
         self.has_work = has_work
         self.has_decodes = has_decodes
 

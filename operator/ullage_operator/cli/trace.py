@@ -1,0 +1,310 @@
+"""`ullage trace`: one request's way, from the logs of all processes that had to do with it."""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ullage_operator.api.errors import LocalFailure
+
+HELP = """examples:
+  ullage trace 8f14e45fceea167a5a36dedd4bea2543          of ullage up on this machine
+  ullage trace my-id --logs ./run                       of ullage up --run-dir ./run
+  ullage trace my-id --namespace prod                   of a cluster, through kubectl logs
+  ullage trace my-id --namespace prod --service chat --since 15m
+  ullage trace my-id -o json | jq 'select(.event == "decided")'
+
+Every answer and every error has the id in its header x-request-id; clients may choose it.
+"""
+PART_OF = "app.kubernetes.io/part-of=ullage"
+INSTANCE = "app.kubernetes.io/instance"
+KUBECTL_S = 60.0
+READERS = 8
+"""Logs that are read at a time."""
+
+# What everybody knows, or what the line begins with.
+_HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
+_PROCESSES = (
+    ("ullage_router", "router"),
+    ("ullage.engine.worker", "worker"),
+    ("ullage.engine.group", "worker"),
+    ("ullage.engine", "engine"),
+)
+# Lines have milliseconds; of one millisecond, what comes first.
+_ORDER = (
+    *(("router", "arrived"), ("router", "tokenised"), ("router", "decided"), ("router", "queued")),
+    *(
+        ("router", "sent"),
+        ("engine", "received"),
+        ("worker", "admitted"),
+        ("worker", "first_chunk"),
+    ),
+    *(("router", "admitted"), ("worker", "preempted"), ("worker", "resumed")),
+    *(("engine", "resumed"), ("engine", "first_token"), ("router", "first_token")),
+    *(("worker", "finished"), ("engine", "finished"), ("router", "finished")),
+)
+_PLACES = {key: place for place, key in enumerate(_ORDER)}
+_TOLD_AT_THE_END = frozenset({"decided", "resumed", "lost"})
+"""Events of a router's own lines that the timeline in its last line has, too."""
+
+
+class Step(NamedTuple):
+    """Something that one process did for the request."""
+
+    at: datetime
+    process: str
+    """router, engine (its server), worker; or the logger's name."""
+    pod: str
+    event: str
+    fields: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as a line of `-o json`."""
+        at = self.at.isoformat(timespec="microseconds").replace("+00:00", "Z")
+        own = {"time": at, "process": self.process, "pod": self.pod, "event": self.event}
+        return own | self.fields
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="print one request's way from all logs",
+        description="Prints what router, engine and worker did for one request, and when.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="header x-request-id")
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="folder of logs (that of a running ullage up)"
+    )
+    parser.add_argument("-n", "--namespace", help="read the pods' logs there, by kubectl")
+    parser.add_argument("--service", metavar="NAME", help="only pods of this LLMService")
+    parser.add_argument(
+        "--since", default="1h", metavar="TIME", help="how old a pod's lines may be, as 15m (1h)"
+    )
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="(text)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.logs and (options.namespace or options.service):
+        raise LocalFailure("--logs and --namespace: give the one or the other")
+    if options.namespace or options.service:
+        cluster = options.namespace or "default"
+        logs = list(of_pods(cluster, options.service, options.since))
+        where = f"the logs of {len(logs)} pods of namespace {cluster}, of the last {options.since}"
+    else:
+        folders = [options.logs] if options.logs else local_folders()
+        logs = [log for folder in folders for log in of_files(folder)]
+        where = f"{len(logs)} logs in {', '.join(map(str, folders))}"
+    steps = steps_of(options.request_id, logs)
+    if not steps:
+        raise LocalFailure(
+            f"request {options.request_id!r} is not in {where}; copy the id from the answer's "
+            "header x-request-id, and see that observability.logLevel is Info or Debug"
+        )
+    try:
+        if options.output == "json":
+            for step in steps:
+                print(json.dumps(step.as_json()))
+        else:
+            print("\n".join(render(options.request_id, steps)))
+    except BrokenPipeError:
+        pass
+    return 0
+
+
+class Log(NamedTuple):
+    """The lines that a pod's processes wrote."""
+
+    pod: str
+    lines: Iterable[str]
+
+
+def local_folders() -> list[Path]:
+    """Returns the folders of `ullage up` without --run-dir that are running, the newest first.
+
+    Raises:
+        LocalFailure: there is none.
+    """
+    states = Path(tempfile.gettempdir()).glob("ullage-*/state.json")
+    folders = [path.parent for path in sorted(states, key=_modified, reverse=True)]
+    if not folders:
+        raise LocalFailure(
+            "no ullage up runs here; name the folder that it prints as logs with --logs, or a "
+            "namespace of a cluster with --namespace"
+        )
+    return folders
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it has just ended
+        return 0.0
+
+
+def of_files(folder: Path) -> list[Log]:
+    """Reads the logs of a folder, one of each pod.
+
+    Raises:
+        LocalFailure: it is no folder, or has none.
+    """
+    paths = sorted(folder.glob("*.log"))
+    if not paths:
+        what = "has no *.log" if folder.is_dir() else "is no folder"
+        raise LocalFailure(f"--logs {folder}: {what}; ullage up prints its folder as logs")
+    return [Log(path.stem, _lines_of(path)) for path in paths]
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from file
+
+
+def of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
+    """Reads the logs of the pods of a namespace, and of the containers before a restart.
+
+    Raises:
+        LocalFailure: kubectl is not here or fails, or there is no pod.
+    """
+    if shutil.which("kubectl") is None:
+        raise LocalFailure("--namespace needs kubectl; install it, or give saved logs with --logs")
+    labels = f"{PART_OF},{INSTANCE}={service}" if service else PART_OF
+    listed = json.loads(_kubectl(namespace, "get", "pods", "-l", labels, "-o", "json"))
+    pods = [_restarts_of(pod) for pod in listed["items"]]
+    if not pods:
+        raise LocalFailure(
+            f"no pods with labels {labels} in namespace {namespace}; name the namespace of the "
+            "LLMService with --namespace"
+        )
+    parts = [[], ["--previous"]]
+    wanted = [(name, more) for name, restarts in pods for more in parts[: 1 + (restarts > 0)]]
+    print(f"reading the logs of {len(pods)} pods ...", file=sys.stderr)
+
+    def read(one: tuple[str, list[str]]) -> Log:
+        name, more = one
+        command = ["logs", name, "--all-containers", f"--since={since}", *more]
+        # What was before a restart may be gone, which is no reason to show nothing.
+        return Log(name, _kubectl(namespace, *command, may_fail=bool(more)).splitlines())
+
+    with ThreadPoolExecutor(READERS) as readers:
+        return list(readers.map(read, wanted))
+
+
+def _restarts_of(pod: Mapping[str, Any]) -> tuple[str, int]:
+    """Returns a pod's name, and how often its containers were started anew."""
+    statuses = pod.get("status", {}).get("containerStatuses", [])
+    return pod["metadata"]["name"], sum(status.get("restartCount", 0) for status in statuses)
+
+
+def _kubectl(namespace: str, *arguments: str, may_fail: bool = False) -> str:
+    command = ["kubectl", "--namespace", namespace, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_S)
+    except subprocess.TimeoutExpired:
+        raise LocalFailure(f"{' '.join(command)}: no end after {KUBECTL_S:.0f} s") from None
+    if done.returncode and not may_fail:
+        said = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise LocalFailure(f"{' '.join(command)}: {said}")
+    return done.stdout
+
+
+def steps_of(request_id: str, logs: Iterable[Log]) -> list[Step]:
+    """Finds what was done for a request, in the order in which it was."""
+    steps: list[Step] = []
+    for log in logs:
+        lines = [line for text in log.lines if (line := _parsed(text, request_id))]
+        is_whole = any("timeline" in line for line in lines)
+        for line in lines:
+            if "timeline" in line:
+                steps += _timeline(line, log.pod)
+            elif not (is_whole and _is_routers(line) and line.get("event") in _TOLD_AT_THE_END):
+                steps.append(_step(line, log.pod))
+    return sorted(steps, key=_order)
+
+
+def _order(step: Step) -> tuple[datetime, int]:
+    millisecond = step.at.replace(microsecond=step.at.microsecond // 1000 * 1000)
+    return millisecond, _PLACES.get((step.process, step.event), len(_ORDER))
+
+
+def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
+    """Returns a line of the request; None for others, and for what is no line of a process."""
+    if request_id not in text:
+        return None
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or line.get("request_id") != request_id:
+        return None
+    return line if isinstance(line.get("time"), str) else None
+
+
+def _is_routers(line: Mapping[str, Any]) -> bool:
+    return _process(line) == "router"
+
+
+def _process(line: Mapping[str, Any]) -> str:
+    logger = str(line.get("logger", ""))
+    return next((name for start, name in _PROCESSES if logger.startswith(start)), logger)
+
+
+def _step(line: dict[str, Any], pod: str) -> Step:
+    event = line.get("event") or line.get("message", "")
+    at = datetime.fromisoformat(line["time"])
+    fields = {name: value for name, value in line.items() if name not in _HIDDEN}
+    if "exception" in line or line.get("level") in ("warning", "error"):
+        fields = {"level": line["level"], "message": line["message"]} | fields
+    return Step(at, _process(line), pod, event, fields)
+
+
+# What the last line says of a request as a whole; its timeline has the rest.
+_WHOLE = (
+    *("status", "error", "finish", "model", "output_tokens", "cached_tokens", "ttft_s"),
+    *("duration_s", "degraded", "trail", "retry_after_s", "coalesced_with", "tenant"),
+)
+
+
+def _timeline(line: dict[str, Any], pod: str) -> Iterator[Step]:
+    """Yields what a router's last line of a request says."""
+    arrived = float(line["arrived"])
+
+    def at(seconds: float) -> datetime:
+        return datetime.fromtimestamp(arrived + seconds, UTC)
+
+    yield Step(at(0.0), "router", pod, "arrived", {})
+    for moment in line["timeline"]:
+        fields = {k: v for k, v in moment.items() if k not in ("event", "after_s")}
+        yield Step(at(moment["after_s"]), "router", pod, moment["event"], fields)
+    fields = {name: line[name] for name in _WHOLE if line.get(name) not in (None, "", [], {})}
+    yield Step(at(line["duration_s"]), "router", pod, line.get("event", "finished"), fields)
+
+
+def render(request_id: str, steps: list[Step]) -> Iterator[str]:
+    """Yields the lines that people read."""
+    first = steps[0].at
+    yield f"request {request_id}, {first.isoformat(timespec='milliseconds')}"
+    pods = max(len(step.pod) for step in steps)
+    events = max(len(step.event) for step in steps)
+    for step in steps:
+        after_ms = max(0.0, (step.at - first).total_seconds() * 1000)
+        told = "  ".join(f"{name}={_value(value)}" for name, value in step.fields.items())
+        head = f"{after_ms:+11.1f} ms  {step.process:6}  {step.pod:{pods}}  {step.event:{events}}"
+        yield f"{head}  {told}".rstrip()
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return value if value and " " not in value else json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
+    return json.dumps(value, separators=(",", ":"))
