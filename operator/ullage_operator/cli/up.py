@@ -279,6 +279,7 @@ def announce(
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"try: {command}", soft_wrap=True, markup=False)
+    console.print("tell an answer's story: ullage trace ID, the ID from its header x-request-id")
     console.print("Ctrl-C stops it.")
 
 
