@@ -34,7 +34,8 @@ Images and names that it gives to pods come from the environment: ULLAGE_ENGINE_
 ULLAGE_VLLM_ENGINE_IMAGE (of engines that are to be vLLM; unset: the same), ULLAGE_ROUTER_IMAGE,
 ULLAGE_IMAGE_PULL_POLICY, ULLAGE_IMAGE_PULL_SECRETS, ULLAGE_LOG_LEVEL, ULLAGE_MAX_ROLLOUTS (services
 that try a new engine image at once; 3), ULLAGE_DNS_LAG (seconds for which the cluster's DNS may
-answer what it knew; 30).
+answer what it knew; 30), ULLAGE_TRACING_ENDPOINT and ULLAGE_TRACING_PROTOCOL (the collector that
+gets spans of reconciliations, by grpc or http; unset: none).
 """
 
 

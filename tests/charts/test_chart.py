@@ -382,3 +382,20 @@ def test_an_operator_kept_to_its_peers_still_reaches_services_and_the_api(render
     for component in ("engine", "router"):
         labels = selector("s", component)
         assert peer["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_an_operator_kept_to_its_peers_still_reaches_its_collector(render):
+    reached = {
+        ("http://collector:4317", "grpc"): 4317,
+        ("https://traces.example.com/v1/traces", "http"): 443,
+        ("http://collector", "http"): 80,
+    }
+    for (endpoint, protocol), port in reached.items():
+        objects = render(
+            "networkPolicy.egress.enabled=true",
+            f"tracing.endpoint={endpoint}",
+            f"tracing.protocol={protocol}",
+        )
+        (policy,) = by_kind(objects, "NetworkPolicy")
+        _, _, collector, _ = policy["spec"]["egress"]
+        assert collector == {"ports": [{"port": port, "protocol": "TCP"}]}, endpoint

@@ -39,6 +39,8 @@ SAMPLES: dict[str, Any] = {
     "watch.namespaces": ["a"],
     "maxRollouts": 5,
     "logLevel": "debug",
+    "tracing.endpoint": "http://collector:4317",
+    "tracing.protocol": "http",
     "extraEnv": [
         {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
         {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
@@ -104,6 +106,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "crds.keep": {"crds.enabled": True},
     "vllmEngineImage.tag": {"vllmEngineImage.repository": "r"},
     "vllmEngineImage.digest": {"vllmEngineImage.repository": "r"},
+    "tracing.protocol": {"tracing.endpoint": "http://collector:4318"},
     "podDisruptionBudget.enabled": {"replicas": 2},
     "podDisruptionBudget.maxUnavailable": {"replicas": 2},
     "networkPolicy.egress.apiServerPorts": {"networkPolicy.egress.enabled": True},

@@ -525,6 +525,9 @@ class Settings:
     try a new `engine_image`, which nobody's edit asks for."""
     log_level: str = "info"
     """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator itself."""
+    tracing: TracingSection | None = None
+    """ULLAGE_TRACING_ENDPOINT, ULLAGE_TRACING_PROTOCOL (grpc or http; grpc): where spans of the
+    operator's own reconciliations go; without an endpoint there are none."""
     namespace: str = ""
     """ULLAGE_OPERATOR_NAMESPACE: where the operator's own pods are, which alone may ask for
     headroom and measures; empty: in any namespace."""
@@ -557,8 +560,20 @@ class Settings:
             metrics_namespace=environ.get("ULLAGE_METRICS_NAMESPACE", METRICS_NAMESPACE),
             max_rollouts=_count(environ, "ULLAGE_MAX_ROLLOUTS", MAX_ROLLOUTS),
             dns_lag_s=_seconds(environ, "ULLAGE_DNS_LAG", DNS_LAG_S),
+            tracing=_tracing(environ),
             image_pull_secrets=tuple(name for name in secrets if name),
         )
+
+
+def _tracing(environ: Mapping[str, str]) -> TracingSection | None:
+    endpoint = environ.get("ULLAGE_TRACING_ENDPOINT")
+    if not endpoint:
+        return None
+    protocol = environ.get("ULLAGE_TRACING_PROTOCOL") or "grpc"
+    try:
+        return msgspec.convert({"endpoint": endpoint, "protocol": protocol}, TracingSection)
+    except msgspec.ValidationError as error:
+        raise SystemExit(f"ULLAGE_TRACING_ENDPOINT, ULLAGE_TRACING_PROTOCOL: {error}") from error
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -9,12 +9,16 @@ afterwards.
 import asyncio
 import contextlib
 import logging
+import os
+import socket
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from ullage_common.process import tracing
 from ullage_operator.api.naming import WATCHED, Kind
 from ullage_operator.api.spec import Settings
 from ullage_operator.controller.apply import Applier
@@ -44,6 +48,7 @@ _AT_ONCE = 16
 _GAP_S = 0.2
 _BACKOFF_FIRST_S = 1.0
 _BACKOFF_MOST_S = 60.0
+_SUCCESSES = frozenset({"ok", "gone"})
 
 
 class WorkQueue(Generic[Key]):
@@ -150,6 +155,10 @@ class Controller:
         scopes = [Scope(kind, namespace) for namespace in names for kind in WATCHED]
         lead = Lead(Candidacy(own_identity(), options.election_times))
         self._left_s = lead.left_s if options.lease else unlimited
+        pod = os.environ.get("POD_NAME") or socket.gethostname()
+        self._tracer = tracing.start_tracing(
+            settings.tracing, "ullage-operator", {"service.instance.id": pod}
+        )
         self._metrics = OperatorMetrics(registry, self._left_s)
         self._cluster = Cluster(self._left_s, connection, self._on_missing)
         self.cache = Cache(scopes, self._wake)
@@ -194,6 +203,8 @@ class Controller:
         await self._recorder.close()
         if self._election:
             await self._election.close()  # last: until here all that was written had to be
+        if self._tracer:
+            await asyncio.to_thread(self._tracer.close)
 
     @property
     def silent_s(self) -> float:
@@ -203,11 +214,17 @@ class Controller:
     async def _reconcile(self, key: ServiceKey) -> float | None:
         """Reconciles a service, and returns after how many seconds to do it again."""
         result = "bug"
+        began = time.time()
         try:
             with self._metrics.seconds.time():
                 result, delay_s = await self._reconciler.reconcile(key)
         finally:
             self._metrics.total.labels(result=result).inc()
+            if self._tracer:
+                span = self._tracer.span("reconcile", start_unix_s=began)
+                names = {"k8s.namespace.name": key.namespace, "ullage.service": key.name}
+                span.set({**names, "ullage.result": result})
+                span.end(error="" if result in _SUCCESSES else result)
         return delay_s
 
     def _on_missing(self, kind: Kind, namespace: str) -> None:

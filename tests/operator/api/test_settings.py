@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.naming import operator_selector
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.plan import Observed, plan
@@ -29,6 +30,8 @@ def test_every_setting_can_be_given():
             "ULLAGE_DNS_LAG": "2.5",
             "ULLAGE_METRICS_NAMESPACE": "m",
             "ULLAGE_RUNBOOKS": "https://wiki.example.com/runbooks",
+            "ULLAGE_TRACING_ENDPOINT": "http://collector:4318",
+            "ULLAGE_TRACING_PROTOCOL": "http",
         }
     )
     assert given == Settings(
@@ -42,6 +45,7 @@ def test_every_setting_can_be_given():
         namespace="n",
         metrics_namespace="m",
         runbooks="https://wiki.example.com/runbooks",
+        tracing=TracingSection(endpoint="http://collector:4318", protocol="http"),
     )
 
 
@@ -58,6 +62,18 @@ def test_only_operators_of_the_own_namespace_are_let_in(manifest):
     inside = peers(Settings(namespace="ullage-system"))
     assert [peer["namespaceSelector"] for peer in inside] == [own, own]
     assert [peer["namespaceSelector"] for peer in peers(Settings())] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ULLAGE_TRACING_ENDPOINT": "collector:4317"},
+        {"ULLAGE_TRACING_ENDPOINT": "http://collector", "ULLAGE_TRACING_PROTOCOL": "udp"},
+    ],
+)
+def test_a_wrong_collector_is_named(given):
+    with pytest.raises(SystemExit, match=r"ULLAGE_TRACING_ENDPOINT.*(no URL|Invalid enum value)"):
+        Settings.from_env(given)
 
 
 @pytest.mark.parametrize("given", ["soon", "-1", "nan", "30s"])

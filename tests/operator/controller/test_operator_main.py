@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import pytest
+from ullage_kubeapi.trial import converged
+from ullage_testing.otlp import OtlpReceiver
 
 from ullage_operator.main import main
 
@@ -27,3 +29,20 @@ def test_without_an_api_server_it_says_what_to_set(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "KUBECONFIG" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_reconciliations_are_spans_where_a_collector_is_named(world, start, monkeypatch):
+    with OtlpReceiver() as collector:
+        monkeypatch.setenv("ULLAGE_TRACING_ENDPOINT", collector.http_endpoint)
+        monkeypatch.setenv("ULLAGE_TRACING_PROTOCOL", "http")
+        start("--no-leader-election")
+        world.create()
+        converged(world)
+        spans = collector.wait(lambda spans: len(spans) > 0)
+    span = spans[0]
+    assert (span.service, span.name, span.is_error) == ("ullage-operator", "reconcile", False)
+    assert span.attributes == {
+        "k8s.namespace.name": world.namespace,
+        "ullage.service": "s",
+        "ullage.result": "ok",
+    }
