@@ -2,7 +2,8 @@
 """Requests/s, added latency, streams and memory of the router, beside other routers in one run.
 
 usage: router.py [--quick] [--engines 1,8,64] [--rounds 3] [--seconds 3] [--requests 100000]
-                 [--interval-ms 5 --connections 256] [--peers DIR [--production-stack SOURCE]]
+                 [--interval-ms 5 --connections 256] [--traced]
+                 [--peers DIR [--production-stack SOURCE]]
 
 Every engine answers at once, so what is measured is the router: ours tokenises, predicts, admits
 and logs each request; the peers are plain proxies. Load, engines and routers are processes of this
@@ -14,6 +15,9 @@ proxy, which relays all of a stream's bytes in one piece. It takes more --connec
 
 With --engines all is measured once before each of these numbers of engines, a decision alone as
 well (router_decide.py).
+
+With --traced ours is measured with spans, too: of all requests and of a tenth of them, sent to a
+collector here that throws them away.
 
 --peers DIR measures vllm-router (Rust, from PyPI) and production-stack's router (Python) too; their
 virtual environments are made in DIR when they are not there. SOURCE is what pip installs the latter
@@ -32,10 +36,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 
 HERE = Path(__file__).resolve().parent
@@ -129,7 +135,23 @@ class Machine:
         ports, pid = self.start_listening(name, command)
         return ports, psutil.Process(pid)
 
-    def router(self, name: str, engine_ports: Sequence[int], processes: int = 1) -> Target:
+    def collector(self) -> str:
+        """Starts a thread that takes spans as an OpenTelemetry collector does; returns its URL."""
+        method = "opentelemetry.proto.collector.trace.v1.TraceService"
+        export = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+        server = grpc.server(ThreadPoolExecutor(2))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(method, {"Export": export}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        self._stack.callback(server.stop, None)
+        return f"http://127.0.0.1:{port}"
+
+    def router(
+        self, name: str, engine_ports: Sequence[int], processes: int = 1, **more: Any
+    ) -> Target:
+        """Starts ours; `more` are further parts of its configuration."""
         port = free_port()
         host = {"host": "127.0.0.1", "port": 0}
         config = {
@@ -139,6 +161,7 @@ class Machine:
             "grpc": host,
             "metrics": host,
             "pools": [{"name": "single", "targets": addresses(engine_ports)}],
+            **more,
         }
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(config))
@@ -298,6 +321,11 @@ def measure_before(machine: Machine, num_engines: int, options: argparse.Namespa
         machine.router("ullage", grpc_ports),
         machine.router("ullage x2", grpc_ports, processes=2),
     ]
+    if options.traced:
+        url = machine.collector()
+        for name, share in (("ullage, traced", 1.0), ("ullage, a tenth traced", 0.1)):
+            tracing = {"endpoint": url, "sample_ratio": share}
+            targets.append(machine.router(name, grpc_ports, tracing=tracing))
     if options.peers:
         targets += peers(machine, http_ports, options)
     rows = measure(targets, options)
@@ -332,6 +360,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=300.0)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--traced", action="store_true", help="also with spans")
     parser.add_argument("--peers", help="folder of the other routers' virtual environments")
     parser.add_argument("--production-stack", default=PRODUCTION_STACK)
     options = parser.parse_args()
