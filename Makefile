@@ -113,6 +113,7 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python scripts/api_reference.py --check
+	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
 
 check: lint test            ## the gate

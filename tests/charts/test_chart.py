@@ -1,7 +1,6 @@
 """The chart: lints, renders valid objects, refuses typos, and grants no more than is used."""
 
 import itertools
-import json
 import re
 import tomllib
 import warnings
@@ -11,13 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ullage_common.process.metrics import metric_names
-from ullage_engine import metric_names as engine_names
 from ullage_operator.api.naming import OWNED, operator_selector, selector
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.main import arguments_parser
-from ullage_router import metric_names as router_names
 
 with warnings.catch_warnings():
     # The library still reads its schemas through pkg_resources-like means that warn on import.
@@ -156,19 +152,18 @@ def test_helm_test_asks_the_operator_that_the_policy_lets_it_reach(render):
     assert container["image"] == template["spec"]["containers"][0]["image"]
 
 
-def test_dashboards_show_metrics_that_there_are_and_carry_the_sidecars_label(render):
+def test_dashboards_carry_what_the_sidecar_looks_for(render):
     assert not by_kind(render(), "ConfigMap")
-    (made,) = by_kind(render("dashboards.enabled=true"), "ConfigMap")
-    assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
-    ((name, text),) = made["data"].items()
-    assert name == "ullage-services.json"
-    named_metrics = [*metric_names(engine_names), *metric_names(router_names)]
-    known = {each.exposed + suffix for each in named_metrics for suffix in ("", "_bucket")}
-    panels = json.loads(text)["panels"]
-    assert len(panels) >= 6
-    for target in (target for panel in panels for target in panel["targets"]):
-        named = set(re.findall(r"ullage_\w+", target["expr"]))
-        assert named and named <= known, target["expr"]
+    made = by_kind(render("dashboards.enabled=true"), "ConfigMap")
+    files = {}
+    for each in made:
+        assert each["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert each["metadata"]["annotations"] == {"grafana_folder": "Ullage"}
+        files |= each["data"]
+    assert files == {
+        path.name: path.read_text() for path in (CHART / "files" / "dashboards").iterdir()
+    }
+    assert len(made) == len(files) == 6
 
 
 def test_named_namespaces_need_no_cluster_role(render):

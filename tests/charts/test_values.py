@@ -98,6 +98,7 @@ SAMPLES: dict[str, Any] = {
     "dashboards.enabled": True,
     "dashboards.label": "grafana",
     "dashboards.labelValue": "yes",
+    "dashboards.folder": "LLMs",
     "rbac.aggregate": False,
 }
 """Another value than the default, which for crds.enabled is the fixture's, for everything."""
@@ -118,6 +119,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "dcgmCounters.namespace": {"dcgmCounters.enabled": True},
     "dashboards.label": {"dashboards.enabled": True},
     "dashboards.labelValue": {"dashboards.enabled": True},
+    "dashboards.folder": {"dashboards.enabled": True},
 }
 """Values that matter only together with others."""
 

@@ -22,6 +22,11 @@ BURN = "ullage:slo_burn:rate"
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TAILS = (("e2e_p99", 2, 0.01), ("e2e_p999", 3, 0.001))
 """Objectives of the slowest requests: name, multiple of e2eP95, share that may be slower."""
+NAME_SERVICE = {
+    "sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"],
+    "targetLabel": "llmservice",
+}
+"""Gives every series its service's name, by which dashboards choose."""
 PAGE = ((14.4, "1h", "5m"), (6, "6h", "30m"))
 """Burn rates that spend 2 % of a month's budget in an hour, and 5 % in six hours."""
 PAGE_REQUESTS, TICKET_REQUESTS, TAIL_REQUESTS = 100, 500, 1000
@@ -60,9 +65,10 @@ def monitoring_objects(
 
 def pod_monitor(service: Service, component: str, name: str) -> Manifest:
     settings = service.spec.observability.pod_monitor
+    endpoint = {"port": "metrics", "interval": settings.interval, "relabelings": [NAME_SERVICE]}
     spec = {
         "selector": {"matchLabels": naming.selector(service.name, component)},
-        "podMetricsEndpoints": [{"port": "metrics", "interval": settings.interval}],
+        "podMetricsEndpoints": [endpoint],
     }
     manifest = Builder(service, component).object(MONITORING_API, "PodMonitor", name, spec)
     return labelled(manifest, settings.labels)

@@ -1,5 +1,6 @@
 """Monitors and who may scrape."""
 
+import re
 from datetime import UTC, datetime
 
 import pytest
@@ -45,6 +46,27 @@ def test_labels_of_people_stand_under_those_of_the_operator(make_plan):
         labels = obj["metadata"]["labels"]
         assert labels["release"] == "prometheus"
         assert labels["app.kubernetes.io/managed-by"] == "ullage-operator"
+
+
+def test_series_say_whose_they_are_as_dashboards_ask(make_plan):
+    made = make_plan(observed()).apply
+    pods = {
+        obj["metadata"]["name"]: obj for obj in made if obj["kind"] in ("Deployment", "StatefulSet")
+    }
+    monitors = [obj for obj in made if obj["kind"] == "PodMonitor"]
+    assert monitors and pods
+    for monitor in monitors:
+        [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+        [relabeling] = endpoint["relabelings"]
+        assert relabeling["targetLabel"] == "llmservice"
+        [label] = relabeling["sourceLabels"]
+        prefix = "__meta_kubernetes_pod_label_"
+        for pod in pods.values():
+            labels = pod["spec"]["template"]["metadata"]["labels"]
+            read = {
+                prefix + re.sub("[^a-zA-Z0-9]", "_", name): each for name, each in labels.items()
+            }
+            assert read[label] == "demo"
 
 
 def scraping(plan):

@@ -1,0 +1,39 @@
+"""Writes the chart's dashboards for Grafana from scripts/ullage_dashboards; --check only compares.
+
+python scripts/dashboards.py [--check]
+"""
+
+import sys
+from pathlib import Path
+
+from ullage_dashboards.engines import ENGINE, TIERS
+from ullage_dashboards.gpus import GPU
+from ullage_dashboards.grafana import render
+from ullage_dashboards.services import FLEET, OPERATOR, ROUTER
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "charts" / "ullage" / "files" / "dashboards"
+DASHBOARDS = (FLEET, ENGINE, ROUTER, GPU, TIERS, OPERATOR)
+
+
+def main() -> int:
+    made = {FOLDER / f"{each.uid}.json": render(each) for each in DASHBOARDS}
+    there = {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
+    if "--check" in sys.argv[1:]:
+        if made == there:
+            return 0
+        wrong = [path.name for path in {*made, *there} if made.get(path) != there.get(path)]
+        names = ", ".join(sorted(wrong))
+        print(
+            f"out of date in {FOLDER.relative_to(ROOT)}: {names}; run python scripts/dashboards.py"
+        )
+        return 1
+    for path in there.keys() - made.keys():
+        path.unlink()
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What a dashboard is, and how its queries are put together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+INTERVAL = "$__rate_interval"
+"""The window that Grafana makes from the scrape interval and the width of the screen."""
+SERVICE = 'namespace=~"$namespace",llmservice=~"$llmservice"'
+"""Matchers of a service's routers; a value "All" is .*, which matches an absent label, too."""
+ENGINES = f'{SERVICE},pod=~"$pod"'
+"""Matchers of a service's engines."""
+SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("p99.9", 0.999))
+"""Quantiles by which times are watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One query of a panel."""
+
+    legend: str
+    """Name of its series; {{label}} is replaced."""
+    text: str
+    """PromQL."""
+    needs: str = ""
+    """What a plain service on CPUs lacks, so that nothing is returned; empty: there is data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture."""
+
+    title: str
+    description: str
+    """What it shows and what to make of it; sentences."""
+    unit: str
+    """Grafana's name of it."""
+    queries: Sequence[Query]
+    kind: Literal["lines", "stack", "stat", "xy"] = "lines"
+    """`xy` draws the second query against the first."""
+    width: int = 8
+    """Of 24."""
+    lines: Sequence[float] = ()
+    """Values at which a threshold is drawn, ascending."""
+    most: float | None = None
+    """Upper end of the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under one heading."""
+
+    title: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A choice at the top of a dashboard."""
+
+    name: str
+    label: str
+    query: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """One page."""
+
+    uid: str
+    title: str
+    description: str
+    variables: Sequence[Variable]
+    rows: Sequence[Row]
+
+    def queries(self) -> list[tuple[str, Query]]:
+        """Lists all queries with the titles of their panels."""
+        panels = [panel for row in self.rows for panel in row.panels]
+        return [(panel.title, query) for panel in panels for query in panel.queries]
+
+
+NAMESPACE = Variable(
+    "namespace", "Namespace", "label_values(ullage_router_inflight_requests, namespace)"
+)
+LLMSERVICE = Variable(
+    "llmservice",
+    "LLMService",
+    'label_values(ullage_router_inflight_requests{namespace=~"$namespace"}, llmservice)',
+)
+POD = Variable("pod", "Engine", f"label_values(ullage_requests_running{{{SERVICE}}}, pod)")
+
+
+def rate(counter: str, by: str = "", where: str = SERVICE, needs: str = "") -> Query:
+    """Returns a counter's rate, summed by labels that are also its legend."""
+    legend = (
+        " ".join(f"{{{{{label}}}}}" for label in by.split(", ")) if by else counter_word(counter)
+    )
+    return Query(legend, summed_rate(counter, where, by), needs)
+
+
+def counter_word(counter: str) -> str:
+    """Returns a counter's name in words, without the prefix of its process."""
+    name = counter.removeprefix("ullage_").removeprefix("router_").removesuffix("_total")
+    return name.replace("_", " ")
+
+
+def summed_rate(counter: str, where: str = SERVICE, by: str = "") -> str:
+    """Returns PromQL of a counter's rate, summed by labels."""
+    grouping = f" by ({by})" if by else ""
+    return f"sum{grouping}(rate({counter}{{{where}}}[{INTERVAL}]))"
+
+
+def ratio(legend: str, part: str, whole: str, needs: str = "") -> Query:
+    """Returns a quotient of two expressions, which are grouped alike."""
+    return Query(legend, f"{part} / {whole}", needs)
+
+
+def gauge(
+    name: str, by: str = "", where: str = SERVICE, how: str = "sum", needs: str = ""
+) -> Query:
+    """Returns a gauge, summed (or `how`) by labels that are also its legend."""
+    grouping = f" by ({by})" if by else ""
+    legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", ")) if by else counter_word(name)
+    return Query(legend, f"{how}{grouping}({name}{{{where}}})", needs)
+
+
+def quantile(
+    legend: str, share: float, histogram: str, where: str = SERVICE, needs: str = ""
+) -> Query:
+    """Returns a quantile of a histogram over all its series."""
+    buckets = summed_rate(f"{histogram}_bucket", where, "le")
+    return Query(legend, f"histogram_quantile({share}, {buckets})", needs)
+
+
+def quantiles(histogram: str, where: str = SERVICE, needs: str = "") -> list[Query]:
+    """Returns the quantiles by which times are watched."""
+    return [quantile(name, share, histogram, where, needs) for name, share in SHARES]
+
+
+def mean(legend: str, histogram: str, where: str = SERVICE, by: str = "") -> Query:
+    """Returns the mean of a histogram."""
+    total, count = (summed_rate(f"{histogram}_{end}", where, by) for end in ("sum", "count"))
+    return ratio(legend, total, count)
