@@ -451,5 +451,3 @@ TIERS = Dashboard(
         ),
     ],
 )
-
-
