@@ -46,8 +46,8 @@ _ORDER = (
         ("worker", "admitted"),
         ("worker", "first_chunk"),
     ),
-    *(("router", "admitted"), ("worker", "preempted"), ("worker", "resumed")),
-    *(("engine", "resumed"), ("engine", "first_token"), ("router", "first_token")),
+    *(("worker", "preempted"), ("worker", "resumed"), ("engine", "resumed")),
+    *(("engine", "first_token"), ("router", "admitted"), ("router", "first_token")),
     *(("worker", "finished"), ("engine", "finished"), ("router", "finished")),
 )
 _PLACES = {key: place for place, key in enumerate(_ORDER)}

@@ -15,12 +15,15 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
 import yaml
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import InvalidManifest, LocalFailure
 from ullage_operator.api.spec import Service, parse
 from ullage_operator.local.plan import LOOPBACK, LocalPlan, plan_local
@@ -111,6 +114,7 @@ HELP = """examples:
   ullage up -f service.yaml --http-port 8080 --grpc-port 0     (0: any free port)
   ullage up -f service.yaml --secrets ./secrets               (./secrets/NAME/KEY for each Secret)
   ullage up -f service.yaml --run-dir ./run                    (keeps configuration and logs)
+  ullage up -f service.yaml --otlp-endpoint http://127.0.0.1:4318   (spans, such as to Jaeger)
 """
 
 
@@ -130,6 +134,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--run-dir", type=Path, help="configuration and logs, kept afterwards")
     parser.add_argument("--state-file", type=Path, help="also write state.json here when ready")
+    parser.add_argument(
+        "--otlp-endpoint",
+        type=collector,
+        metavar="URL",
+        help="send spans there instead of where the manifest says; over HTTP at port 4318 or with "
+        "a path, over gRPC otherwise",
+    )
     parser.add_argument("--verbose", action="store_true", help="log at debug level")
     parser.set_defaults(run=run)
 
@@ -142,8 +153,27 @@ def port(text: str) -> int:
     return number
 
 
+def collector(text: str) -> TracingSection:
+    """The collector of spans at a URL."""
+    try:
+        url = urlsplit(text)
+        is_http = url.port == 4318 or url.path.strip("/")
+        return TracingSection(endpoint=text, protocol="http" if is_http else "grpc")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def traced_to(service: Service, section: TracingSection) -> Service:
+    """Returns the service with its spans going there."""
+    replaced = msgspec.structs.replace
+    observability = replaced(service.spec.observability, tracing=section)
+    return replaced(service, spec=replaced(service.spec, observability=observability))
+
+
 def run(options: argparse.Namespace) -> int:
     service = read_service(options.file)
+    if options.otlp_endpoint:
+        service = traced_to(service, options.otlp_endpoint)
     if options.state_file and not options.state_file.parent.is_dir():
         raise LocalFailure(f"--state-file {options.state_file}: its folder does not exist; make it")
     with run_directory(options.run_dir) as run_dir:

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ullage_operator.cli.main import main
+from ullage_common.process.tracing import TracingSection
+from ullage_operator.api.spec import parse
+from ullage_operator.cli.main import main, make_parser
+from ullage_operator.cli.up import traced_to
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2.yaml"
 Make = Callable[..., dict[str, Any]]
@@ -228,3 +231,24 @@ def test_a_signal_during_the_start_stops_everything(number: signal.Signals) -> N
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.splitlines()[-1].startswith("stopping ...")
+
+
+def test_spans_go_where_the_command_line_says(manifest: Make) -> None:
+    asked = {
+        "http://127.0.0.1:4318": "http",
+        "http://127.0.0.1:4317": "grpc",
+        "https://traces.example.com/v1/traces": "http",
+    }
+    elsewhere = {"tracing": {"endpoint": "http://elsewhere:1", "sampleRatio": 0.5}}
+    service = parse(manifest(observability=elsewhere))
+    for url, protocol in asked.items():
+        options = make_parser().parse_args(["up", "-f", "x.yaml", "--otlp-endpoint", url])
+        tracing = traced_to(service, options.otlp_endpoint).spec.observability.tracing
+        assert tracing == TracingSection(endpoint=url, protocol=protocol), url
+
+
+def test_a_collector_is_a_url(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("collector:4317", "http://collector:many"):
+        with pytest.raises(SystemExit):
+            main(["up", "-f", str(EXAMPLE), "--otlp-endpoint", wrong])
+        assert "--otlp-endpoint" in capsys.readouterr().err
