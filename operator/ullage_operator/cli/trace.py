@@ -228,7 +228,16 @@ def steps_of(request_id: str, logs: Iterable[Log]) -> list[Step]:
                 steps += _timeline(line, log.pod)
             elif not (is_whole and _is_routers(line) and line.get("event") in _TOLD_AT_THE_END):
                 steps.append(_step(line, log.pod))
-    return sorted(steps, key=_order)
+    return list(_without_steps_back(sorted(steps, key=_order)))
+
+
+def _without_steps_back(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yields the steps with times that only grow: lines have whole milliseconds, and what a
+    router's timeline has of the same one may be later than what came of it."""
+    latest: datetime | None = None
+    for step in steps:
+        latest = max(step.at, latest or step.at)
+        yield step._replace(at=latest)
 
 
 def _order(step: Step) -> tuple[datetime, int]:

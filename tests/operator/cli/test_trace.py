@@ -23,7 +23,7 @@ def routers(name: str) -> list[str]:
     timeline = [
         {"event": "tokenised", "after_s": 0.001, "seconds": 0.001, "prompt_tokens": 9},
         {"event": "decided", "after_s": 0.0015, "admission_action": "accept", "route": "single"},
-        {"event": "sent", "after_s": 0.002, "engine": "chat-single-0"},
+        {"event": "sent", "after_s": 0.0024, "engine": "chat-single-0"},
         {"event": "first_token", "after_s": 0.25},
     ]
     whole = {"arrived": ARRIVED, "timeline": timeline, "duration_s": 0.5, "status": 200}
@@ -86,6 +86,8 @@ def test_files_are_joined_in_the_order_of_what_happened(
     assert [(step["process"], step["event"]) for step in steps] == ORDER
     assert steps[2]["admission_action"] == "accept"
     assert steps[4]["pod"] == "chat-single-0"
+    # Its line says 2 ms, as lines do.
+    assert steps[4]["time"] == steps[3]["time"] == "2026-09-21T14:13:20.002400Z"
     assert steps[-1]["status"] == 200
 
 
