@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -37,7 +38,7 @@ _PROCESSES = (
     ("ullage.engine.group", "worker"),
     ("ullage.engine", "engine"),
 )
-# Lines have milliseconds; of one millisecond, what comes first.
+# Lines have milliseconds; of one millisecond, which process's comes first.
 _ORDER = (
     *(("router", "arrived"), ("router", "tokenised"), ("router", "decided"), ("router", "queued")),
     *(
@@ -228,14 +229,24 @@ def steps_of(request_id: str, logs: Iterable[Log]) -> list[Step]:
                 steps += _timeline(line, log.pod)
             elif not (is_whole and _is_routers(line) and line.get("event") in _TOLD_AT_THE_END):
                 steps.append(_step(line, log.pod))
-    return list(_without_steps_back(sorted(steps, key=_order)))
+    return list(_merged(steps))
 
 
-def _without_steps_back(steps: Iterable[Step]) -> Iterator[Step]:
-    """Yields the steps with times that only grow: lines have whole milliseconds, and what a
-    router's timeline has of the same one may be later than what came of it."""
+def _merged(steps: list[Step]) -> Iterator[Step]:
+    """Yields the steps of all processes in one order, each process's in its own.
+
+    Times only grow: lines have whole milliseconds, and what a router's timeline has of the same one
+    may be later than what came of it.
+    """
+    waiting: dict[tuple[str, str], deque[Step]] = defaultdict(deque)
+    for step in sorted(steps, key=lambda step: step.at):
+        waiting[step.pod, step.process].append(step)
     latest: datetime | None = None
-    for step in steps:
+    while waiting:
+        process = min(waiting, key=lambda process: _order(waiting[process][0]))
+        step = waiting[process].popleft()
+        if not waiting[process]:
+            del waiting[process]
         latest = max(step.at, latest or step.at)
         yield step._replace(at=latest)
 

@@ -91,6 +91,22 @@ def test_files_are_joined_in_the_order_of_what_happened(
     assert steps[-1]["status"] == 200
 
 
+def test_a_router_decides_again_after_the_queue_also_within_a_millisecond(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeline = [
+        {"event": "decided", "after_s": 0.001, "admission_action": "queue"},
+        {"event": "queued", "after_s": 2.0001, "seconds": 1.999},
+        {"event": "decided", "after_s": 2.0002, "admission_action": "reject"},
+    ]
+    whole = {"arrived": ARRIVED, "timeline": timeline, "duration_s": 2.0003, "status": 429}
+    text = line(2000, "ullage_router.server", request_id="mine", event="refused", **whole)
+    (tmp_path / "chat-router-0.log").write_text(text)
+    assert main(["trace", "mine", "--logs", str(tmp_path), "-o", "json"]) == 0
+    events = [step["event"] for step in told(capsys)]
+    assert events == ["arrived", "decided", "queued", "decided", "refused"]
+
+
 def test_people_read_when_and_where(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "mine", "--logs", str(logs)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
