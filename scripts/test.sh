@@ -26,7 +26,7 @@ fast_rest=(
 )
 talking=(tests/router tests/common "$engine/server")
 operating=(tests/operator tests/kubeapi tests/charts)
-services=(tests/e2e tests/benchmarks)
+services=(tests/e2e tests/benchmarks tests/observability)
 unshared=(tests/e2e/test_{asleep,hybrid}.py)
 processes=("$engine/worker/process" "$engine/worker/ranks")
 elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${processes[@]}" tests/vllm)

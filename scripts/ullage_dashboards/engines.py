@@ -25,7 +25,7 @@ HITS, LOOKED_UP = (
     "ullage_prefix_cache_hits_tokens_total",
     "ullage_prefix_cache_queries_tokens_total",
 )
-FAILURE, PEERS = "a tier that fails", "memory.tiers.remote"
+FAILURE, FILES, PEERS = "a tier that fails", "memory.tiers.file", "memory.tiers.remote"
 
 
 def per_engine(name: str) -> Query:
@@ -391,9 +391,10 @@ TIERS = Dashboard(
                 Panel("Written", "Bytes a second.", "Bps", [tiers("written_bytes")]),
                 Panel(
                     "Bandwidth while reading",
-                    "Bytes over the time in which something was read.",
+                    "Bytes over the time in which something was read. The worker reads host memory, "
+                    "in no time of the server's.",
                     "Bps",
-                    [ratio("{{tier}}", by_tier("read_bytes"), by_tier("read_seconds"))],
+                    [ratio("{{tier}}", by_tier("read_bytes"), by_tier("read_seconds"), FILES)],
                 ),
                 Panel(
                     "Time spent",

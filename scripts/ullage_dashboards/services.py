@@ -26,7 +26,7 @@ DECISIONS = "ullage_router_decisions_total"
 FAILED = f'{SERVICE},code=~"5.."'
 READING = (4, 7, 13)
 """Tokens a second: what people read at least, comfortably, at most."""
-CANARY, TENANTS, CASCADE = "a canary", "tenants", "a cascade"
+TENANTS, CASCADE, KEPT = "tenants", "a cascade", "answers kept by key"
 LOST_ENGINE = "an engine lost in an answer"
 OPERATOR_PODS = 'namespace=~"$namespace",pod=~"$pod"'
 
@@ -342,7 +342,7 @@ PLACEMENT = Row(
             "reqps",
             [
                 rate("ullage_router_coalesced_requests_total"),
-                rate("ullage_router_repeated_total"),
+                rate("ullage_router_repeated_total", needs=KEPT),
                 rate("ullage_router_replaced_requests_total"),
             ],
         ),
@@ -439,7 +439,7 @@ OPTIONS = Row(
             "Requests by side of a rollout",
             "HTTP statuses of the stable side and of the canary.",
             "reqps",
-            [rate("ullage_router_revision_requests_total", "side, code", needs=CANARY)],
+            [rate("ullage_router_revision_requests_total", "side, code")],
         ),
         Panel(
             "Cascade",
@@ -485,7 +485,7 @@ PROCESS = Row(
                     f"sum by (pod) (process_resident_memory_bytes{{{SERVICE}}} "
                     f"and on (pod) ullage_router_engines_ready{{{SERVICE}}})",
                 ),
-                gauge("ullage_router_kept_answer_bytes"),
+                gauge("ullage_router_kept_answer_bytes", needs=KEPT),
             ],
             width=12,
         ),
@@ -555,7 +555,6 @@ OPERATOR = Dashboard(
                         "ullage_operator_watch_restarts_total",
                         "kind, reason",
                         OPERATOR_PODS,
-                        needs="a broken watch",
                     ),
                 ),
                 of_operator(

