@@ -391,8 +391,8 @@ TIERS = Dashboard(
                 Panel("Written", "Bytes a second.", "Bps", [tiers("written_bytes")]),
                 Panel(
                     "Bandwidth while reading",
-                    "Bytes over the time in which something was read. The worker reads host memory, "
-                    "in no time of the server's.",
+                    "Bytes over the time in which something was read. The worker reads host "
+                    "memory, in no time of the server's.",
                     "Bps",
                     [ratio("{{tier}}", by_tier("read_bytes"), by_tier("read_seconds"), FILES)],
                 ),
