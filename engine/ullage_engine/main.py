@@ -18,6 +18,7 @@ from ullage_common.config.engine import EngineConfig, choose_engine, refusal_by_
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.cores import pin
+from ullage_common.process.stacks import dump_loop_on_signal
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import gguf_model_type, read_model_config
 from ullage_engine.model_loader.source import ModelFiles
@@ -101,7 +102,9 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     policy = RestartPolicy(step_deadline_s=config.limits.step_deadline)
-    await EngineApp(config, _launch(config, config_path), policy).run(stop, hurry)
+    app = EngineApp(config, _launch(config, config_path), policy)
+    dump_loop_on_signal(app.worker_pids)
+    await app.run(stop, hurry)
 
 
 def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:

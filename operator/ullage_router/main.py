@@ -19,6 +19,7 @@ from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.config.router import GRPCSection, ProbesSection, RouterConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
+from ullage_common.process.stacks import dump_loop_on_signal
 from ullage_common.wire.channels import Health, bind, new_server
 from ullage_router.grpc import InferenceServicer
 from ullage_router.http.app import App
@@ -202,6 +203,7 @@ async def serve(config: RouterConfig, place: ProcessSlot | None = None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    dump_loop_on_signal()
     if place:
         watch_parent(stop)
     router = Router(config, place)

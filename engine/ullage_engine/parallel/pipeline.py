@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 from ullage_engine.kernels.kv_pool import shaped
+from ullage_engine.kernels.ranges import ranges
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
 
@@ -56,11 +57,13 @@ class RankGroup:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sums a tensor over the ranks that share a layer, in place."""
         if self.layout.tensor > 1:
-            distributed.all_reduce(tensor, group=self._tensor)
+            with ranges("collective"):
+                distributed.all_reduce(tensor, group=self._tensor)
 
     def send(self, tensor: torch.Tensor) -> distributed.Work:
         """Begins to send to the next stage; the tensor must not change until the work is done."""
-        work = distributed.isend(tensor, self.rank + self.layout.tensor, group=self._after)
+        with ranges("transfer"):
+            work = distributed.isend(tensor, self.rank + self.layout.tensor, group=self._after)
         assert work is not None, "a rank of the pair"
         return work
 

@@ -175,6 +175,21 @@ class LimitBatch(Message, frozen=True, kw_only=True):
     """From 0 to 1, which is no bound."""
 
 
+class StartProfile(Message, frozen=True, kw_only=True):
+    """Command: look at the coming steps, and answer with `ProfileDone`; there is no other look."""
+
+    kind: Literal["operations", "timeline"]
+    steps: int
+    seconds: float
+    """Longest time after which it ends, with fewer steps or none."""
+    path: str
+    """File that gets the trace, compressed with gzip."""
+
+
+class StopProfile(Message, frozen=True, kw_only=True):
+    """Command: end the look at steps now."""
+
+
 class KvGranted(Message, frozen=True, kw_only=True):
     """Slots for blocks that were offered; those without one are stored already, or not wanted."""
 
@@ -416,6 +431,13 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     """Field of the request that is at fault; empty: the engine is."""
 
 
+class ProfileDone(Message, frozen=True, kw_only=True):
+    """A look at steps has ended, and its file is there unless there was an error."""
+
+    num_steps: int
+    error: str = ""
+
+
 class StateReport(Message, frozen=True, kw_only=True):
     state: WorkerState
 
@@ -489,7 +511,17 @@ class KvDamaged(Message, frozen=True, kw_only=True):
     """Beginnings of their keys, `ullage_kv.keys.CHAIN_BYTES` each; None: all blocks."""
 
 
-ToWorker = Submit | Cancel | Fault | LimitBatch | KvGranted | KvFound | Shutdown
+ToWorker = (
+    Submit
+    | Cancel
+    | Fault
+    | LimitBatch
+    | StartProfile
+    | StopProfile
+    | KvGranted
+    | KvFound
+    | Shutdown
+)
 FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged
 """What the scheduler says of KV outside the device."""
 ToServer = (
@@ -501,5 +533,6 @@ ToServer = (
     | Rejected
     | RequestFailed
     | StateReport
+    | ProfileDone
     | FromKv
 )

@@ -20,6 +20,7 @@ from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.process.tracing import Span, Tracer, Value
 from ullage_engine.protocol.messages import EngineRequest, TokenOutput
 from ullage_engine.protocol.step_plan import StepPlan
+from ullage_engine.protocol.timeline import Timeline
 
 MAX_CHUNKS = 64
 """Chunks of a prompt that are events of its span; of more, the last ones are not."""
@@ -121,6 +122,7 @@ class RequestEvents:
     def __init__(self) -> None:
         self.requests: dict[str, _Computed] = {}
         self._tracer: Tracer | None = None
+        self._timeline: Timeline | None = None
         self._num_preemptions = 0
         self._is_debugging = log.isEnabledFor(logging.DEBUG)
         self.wants_steps = self._is_debugging
@@ -129,6 +131,15 @@ class RequestEvents:
         """Makes spans from now on."""
         self._tracer = tracer
         self.wants_steps = True
+
+    def record_to(self, timeline: Timeline | None) -> None:
+        """Adds steps and phases to a timeline from now on; None: no longer, and what has begun is
+        added as far as it is."""
+        if timeline is None:
+            for request_id, computed in self.requests.items():
+                self._record(request_id, computed, time.time(), {})
+        self._timeline = timeline
+        self.wants_steps = bool(timeline or self._tracer or self._is_debugging)
 
     def on_admitted(self, request: EngineRequest) -> None:
         """A request was admitted, and waits."""
@@ -154,25 +165,31 @@ class RequestEvents:
 
     def on_step(self, plan: StepPlan, seconds: float) -> None:
         """A step was computed. Call it only where `wants_steps`."""
-        now, num_prompt_tokens = time.time(), 0
+        now, prompts, num_prompt_tokens = time.time(), 0, 0
         for chunk in plan.chunks:
             computed = self.requests.get(chunk.request_id)
             if computed is None or computed.phase != "prefill":
                 continue
+            prompts += 1
             num_prompt_tokens += len(chunk.token_ids)
             if len(computed.chunks) < MAX_CHUNKS:
                 computed.chunks.append((now, len(chunk.token_ids)))
             if chunk.sampling is not None:
                 self.on_prefilled(chunk.request_id)
+        if self._timeline or self._is_debugging:
+            ids = [self._client_id(chunk.request_id) for chunk in plan.chunks]
+            more = {"decodes": len(plan.chunks) - prompts, "request_ids": ids}
+            self.note_step(seconds, len(plan.chunks), plan.num_tokens, num_prompt_tokens, **more)
+
+    def note_step(
+        self, seconds: float, sequences: int, tokens: int, prompt_tokens: int, **more: object
+    ) -> None:
+        """Tells whoever looks at steps of one that has ended."""
+        fields = {"sequences": sequences, "tokens": tokens, "prompt_tokens": prompt_tokens, **more}
+        if self._timeline:
+            self._timeline.add_step(time.time(), seconds, fields)
         if self._is_debugging:
-            fields = {
-                "sequences": len(plan.chunks),
-                "tokens": plan.num_tokens,
-                "prompt_tokens": num_prompt_tokens,
-                "seconds": round(seconds, 5),
-                "request_ids": [self._client_id(chunk.request_id) for chunk in plan.chunks],
-            }
-            log.debug("step", extra={MORE_FIELDS: fields})
+            log.debug("step", extra={MORE_FIELDS: fields | {"seconds": round(seconds, 5)}})
 
     def on_prefilled(self, request_id: str) -> None:
         """The last chunk of a prompt was computed."""
@@ -221,5 +238,16 @@ class RequestEvents:
             for at, num_tokens in computed.chunks:
                 span.event("chunk", {"tokens": num_tokens}, at)
             span.end(now)
+        self._record(request_id, computed, now, {"ended": ended} if ended else {})
         computed.phase, computed.since, computed.is_again = phase, now, is_again
         computed.chunks.clear()
+
+    def _record(
+        self, request_id: str, computed: _Computed, now: float, fields: dict[str, object]
+    ) -> None:
+        if self._timeline:
+            name, request = self._client_id(request_id), computed.request
+            chunks = [num_tokens for _, num_tokens in computed.chunks]
+            more = {"prompt_tokens": request.num_prompt_tokens, **fields}
+            own = more | {"chunks": chunks} if chunks else more
+            self._timeline.add_phase(name, computed.phase, computed.since, now, own)

@@ -27,6 +27,7 @@ from ullage_engine.kernels.kv_pool import (
     shaped,
     storage_bytes,
 )
+from ullage_engine.kernels.ranges import ranges
 from ullage_engine.layers.attention import (
     AttentionBackend,
     DefaultBackend,
@@ -340,12 +341,14 @@ class ModelRunner:
             self._finish_prefetch()
         try:
             parts = self.logits(plan)
-            tokens = [
-                token for chunks, logits in parts for token in sample(logits, chunks, self._counts)
-            ]
+            tokens = [token for part in parts for token in self._sample(*part)]
         finally:
             self._finish_prefetch()
         return in_plan_order(plan, tokens) if tokens else []
+
+    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[SampledToken]:
+        with ranges("sample"):
+            return sample(logits, chunks, self._counts)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
@@ -378,7 +381,8 @@ class ModelRunner:
         """
         assert self._host is not None, "allocate_kv comes first"
         self._finish_prefetch()
-        move(moves, self._kv, self._host)
+        with ranges("transfer"):
+            move(moves, self._kv, self._host)
         if moves.swap_out or moves.swap_in:
             self.sync()  # others read and write these slots as soon as the step is done
 
@@ -458,7 +462,8 @@ class ModelRunner:
         )
         caches, states = self._kv.layers, self._states.layers
         received = transfers.receive(index)
-        return batch, self.decoder.forward(batch, caches, states, received, layers)
+        with ranges("prefill" if plan.num_tokens > len(plan.chunks) else "decode"):
+            return batch, self.decoder.forward(batch, caches, states, received, layers)
 
     def _run(
         self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None

@@ -35,15 +35,10 @@ from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.server.health import EngineStatus, RestartPolicy
+from ullage_engine.server.health import EngineStatus, HeadroomService, RestartPolicy
 from ullage_engine.server.journal import Journal, TierHit
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_engine.server.service import (
-    AdminService,
-    HeadroomService,
-    InferenceService,
-    TokenizerBundle,
-)
+from ullage_engine.server.service import AdminService, InferenceService, TokenizerBundle
 from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerLaunch, WorkerSupervisor
 from ullage_engine.server.tickets import TicketVerifier
 from ullage_engine.server.worker_process import EndpointError
@@ -116,6 +111,10 @@ class EngineApp:
         """Port of the gRPC server, once `run` has bound it."""
         self.probe_port = 0
         self.listening = asyncio.Event()
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of a worker that serves and of its other ranks."""
+        return self._supervisor.serving_pids()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains; `hurry` cuts the draining short.

@@ -7,18 +7,16 @@ the engine's free memory, and AdminService drains the engine and injects real fa
 import asyncio
 import itertools
 import logging
-import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import grpc
 from msgspec import structs
 
 from ullage.admin.v1 import admin_pb2 as admin_pb
 from ullage.admin.v1 import admin_pb2_grpc as admin_rpc
-from ullage.headroom.v1 import headroom_pb2 as headroom_pb
-from ullage.headroom.v1 import headroom_pb2_grpc as headroom_rpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError, make_turns, read_arguments
@@ -27,7 +25,7 @@ from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks
 from ullage_common.wire.errors import ServiceError, abort, invalid
 from ullage_common.wire.multiplex import serve_multiplex
-from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.protocol.messages import Ready, StartProfile
 from ullage_engine.protocol.request_events import ServedRequest
 from ullage_engine.server import responses
 from ullage_engine.server.grammar import GrammarCheck
@@ -381,109 +379,20 @@ def _no_token_in_time() -> ServiceError:
     )
 
 
-HEARTBEAT_S = 1.0
-DEFAULT_INTERVAL_S = 0.1
-MAX_RELEASES = 32
-
-
-class HeadroomService(headroom_rpc.HeadroomServiceServicer):
-    """Streams the engine's free memory; every stream numbers its own pushes."""
-
-    def __init__(self, config: EngineConfig, engine_status: EngineStatus) -> None:
-        self._config = config
-        self._engine_status = engine_status
-
-    async def GetHeadroom(
-        self,
-        request: headroom_pb.GetHeadroomRequest,
-        context: "grpc.aio.ServicerContext[Any, Any]",
-    ) -> headroom_pb.GetHeadroomResponse:
-        return headroom_pb.GetHeadroomResponse(headroom=self._headroom(sequence=0))
-
-    async def WatchHeadroom(
-        self,
-        request: headroom_pb.WatchHeadroomRequest,
-        context: "grpc.aio.ServicerContext[Any, Any]",
-    ) -> None:
-        interval_s = request.min_interval_ms / 1000 or DEFAULT_INTERVAL_S
-        for sequence in itertools.count(1):
-            pushed_at = time.monotonic()
-            change = asyncio.ensure_future(self._engine_status.changed(HEARTBEAT_S))
-            try:
-                headroom = self._headroom(sequence)
-                await context.write(headroom_pb.WatchHeadroomResponse(headroom=headroom))
-                await change
-            finally:
-                change.cancel()
-            await asyncio.sleep(pushed_at + interval_s - time.monotonic())
-
-    def _headroom(self, sequence: int) -> headroom_pb.Headroom:
-        engine_status, server = self._engine_status, self._config.server
-        headroom = headroom_pb.Headroom(
-            engine=server.engine_id,
-            epoch=engine_status.epoch,
-            sequence=sequence,
-            model=self._config.model.name,
-            pool=server.pool,
-            ready=engine_status.serving,
-            draining=engine_status.draining,
-            health=engine_status.health,
-            worker_restarts=engine_status.worker_restarts,
-            headroom_bytes=engine_status.headroom_bytes,
-            max_sequences=self._config.batching.max_sequences,
-            batch_share=1.0,
-            throttle_reasons=sorted(engine_status.throttle_reasons),
-            kv_bytes_per_token=engine_status.profile.growing_bytes_per_token,
-            step_limit_s=engine_status.step_limits.shortest_s,
-        )
-        if engine_status.state is not None:
-            _fill(headroom, engine_status.state)
-        for tier in engine_status.tiers():
-            headroom.tiers.add(
-                name=tier.name,
-                backend=tier.backend,
-                capacity_bytes=tier.capacity_bytes,
-                used_bytes=tier.used_bytes,
-                blocks=tier.num_blocks,
-                hits=tier.hits,
-                misses=tier.misses,
-                queued=tier.queued,
-            )
-        return headroom
-
-
-def _fill(headroom: headroom_pb.Headroom, state: WorkerState) -> None:
-    headroom.total_bytes = state.total_bytes
-    headroom.threshold = state.threshold
-    headroom.kv_pool_bytes = state.kv_pool_bytes
-    headroom.kv_free_bytes = state.kv_free_bytes
-    headroom.kv_reclaimable_bytes = state.kv_reclaimable_bytes
-    headroom.kv_committed_bytes = state.kv_committed_bytes
-    headroom.requests_running = state.num_running
-    headroom.requests_waiting = state.num_waiting
-    headroom.expected_output_tokens = state.expected_output_tokens
-    headroom.decode_tokens_per_second = state.decode_tokens_per_second
-    headroom.prefill_backlog_tokens = state.prefill_backlog_tokens
-    headroom.prefill_tokens_per_second = state.prefill_tokens_per_second
-    headroom.step_seconds.extend(state.step_seconds)
-    headroom.pressure_level = state.pressure_level
-    headroom.batch_share = state.batch_share
-    headroom.max_sequences = max(1, int(headroom.max_sequences * state.batch_share))
-    soonest = sorted(state.releases, key=lambda release: release.after_s)[:MAX_RELEASES]
-    for release in soonest:
-        after_ms = max(0, round(release.after_s * 1000))
-        headroom.releases.add(after_ms=after_ms, bytes=release.num_bytes)
-    for line in state.ledger:
-        headroom.ledger.add(
-            name=line.name,
-            reserved_bytes=line.reserved_bytes,
-            allocated_bytes=line.allocated_bytes,
-        )
+PROFILE_STEPS, MAX_PROFILE_STEPS = 50, 1000
+PROFILE_MS, MAX_PROFILE_MS = 60_000, 300_000
+PROFILE_CHUNK_BYTES = 1 << 20
+PROGRESS_S = 1.0
+_PROFILE_KINDS: Mapping[int, Literal["operations", "timeline"]] = {
+    admin_pb.PROFILE_KIND_UNSPECIFIED: "operations",
+    admin_pb.PROFILE_KIND_OPERATIONS: "operations",
+    admin_pb.PROFILE_KIND_TIMELINE: "timeline",
+}
 
 
 class AdminService(admin_rpc.AdminServiceServicer):
-    """Drains this engine and injects faults. Whoever reaches the port may call it, so it is not
-    served where clients do (`tickets.required`)."""
+    """Drains this engine, injects faults and profiles it. Whoever reaches the port may call it, so
+    it is not served where clients do (`tickets.required`)."""
 
     def __init__(
         self,
@@ -496,6 +405,7 @@ class AdminService(admin_rpc.AdminServiceServicer):
         self._engine_status = engine_status
         self._journal = journal
         self._supervisor = supervisor
+        self._profiles = itertools.count(1)
 
     async def Drain(
         self, request: admin_pb.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -536,4 +446,69 @@ class AdminService(admin_rpc.AdminServiceServicer):
             return self._supervisor.inject_oom(request.after_steps)
         raise invalid(
             "kind", f"kind is {request.kind}; give FAULT_KIND_WORKER_KILL or FAULT_KIND_OOM"
+        )
+
+    async def Profile(
+        self, request: admin_pb.ProfileRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[admin_pb.ProfileResponse]:
+        path = Path(self._config.server.run_dir, f"profile-{next(self._profiles)}.json.gz")
+        try:
+            async for response in self._profile(request, path):
+                yield response
+        except ServiceError as error:
+            await abort(context, error)
+        finally:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    async def _profile(
+        self, request: admin_pb.ProfileRequest, path: Path
+    ) -> AsyncIterator[admin_pb.ProfileResponse]:
+        start = self._profile_start(request, path)
+        first_step = self._num_steps
+        done = self._supervisor.start_profile(start)
+        try:
+            while not done.done():
+                await asyncio.wait({done}, timeout=PROGRESS_S)
+                steps = max(0, min(start.steps, self._num_steps - first_step))
+                yield admin_pb.ProfileResponse(progress=admin_pb.ProfileProgress(steps=steps))
+            if error := done.result().error:
+                raise ServiceError(grpc.StatusCode.INTERNAL, "PROFILE_FAILED", error)
+            progress = admin_pb.ProfileProgress(steps=done.result().num_steps)
+            yield admin_pb.ProfileResponse(progress=progress)
+        finally:
+            if not done.done():
+                self._supervisor.stop_profile()
+                # The worker writes the file all the same; it goes when that is done.
+                done.add_done_callback(lambda _: path.unlink(missing_ok=True))
+        with path.open("rb") as file:
+            while chunk := await asyncio.to_thread(file.read, PROFILE_CHUNK_BYTES):
+                yield admin_pb.ProfileResponse(chunk=chunk)
+
+    @property
+    def _num_steps(self) -> int:
+        state = self._engine_status.state
+        return state.num_steps if state else 0
+
+    def _profile_start(self, request: admin_pb.ProfileRequest, path: Path) -> StartProfile:
+        if not self._config.profiling.enabled:
+            raise ServiceError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "PROFILING_NOT_ALLOWED",
+                "profiling is off; set observability.profiling.enabled to true",
+            )
+        if request.kind not in _PROFILE_KINDS:
+            raise invalid(
+                "kind", f"kind is {request.kind}; give PROFILE_KIND_OPERATIONS or TIMELINE"
+            )
+        if request.steps > MAX_PROFILE_STEPS:
+            raise invalid("steps", f"steps is {request.steps}; give at most {MAX_PROFILE_STEPS}")
+        if request.timeout_ms > MAX_PROFILE_MS:
+            raise invalid(
+                "timeout_ms", f"timeout_ms is {request.timeout_ms}; at most {MAX_PROFILE_MS}"
+            )
+        return StartProfile(
+            kind=_PROFILE_KINDS[request.kind],
+            steps=request.steps or PROFILE_STEPS,
+            seconds=(request.timeout_ms or PROFILE_MS) / 1000,
+            path=str(path.resolve()),
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import psutil
 import zmq.asyncio
 
 from ullage_common.wire.errors import ServiceError, invalid
@@ -31,13 +32,16 @@ from ullage_engine.protocol.messages import (
     KvWritten,
     LimitBatch,
     Loading,
+    ProfileDone,
     Ready,
     Rejected,
     RequestFailed,
     Shutdown,
     StartFailed,
+    StartProfile,
     StateReport,
     StepDone,
+    StopProfile,
     Submit,
     ToServer,
 )
@@ -70,6 +74,8 @@ class WorkerLaunch:
     """Whether these workers keep KV outside the device."""
 
 
+RANK_MODULE = "ullage_engine.worker.rank_process"
+"""In the command lines of native ranks."""
 # How often a worker is looked at.
 _CHECK_S = 0.25
 # What a dead worker sent last is still in the socket; more than this it cannot be.
@@ -121,12 +127,24 @@ class WorkerSupervisor:
         self._suspect: Submission | None = None
         """The request that runs alone until it has a token; everything else waits for that."""
         self._batch_limit = 1.0
+        self._profile: asyncio.Future[ProfileDone] | None = None
         self._stopping = asyncio.Event()
 
     @property
     def worker_pid(self) -> int | None:
         """Process id of the present worker; None between two."""
         return self._worker.process.pid if self._worker else None
+
+    def serving_pids(self) -> list[int]:
+        """Returns the process ids of a worker that is ready, and of its other ranks."""
+        worker = self._worker
+        if worker is None or worker.ready_at is None:
+            return []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(worker.process.pid).children(recursive=True)
+            ranks = [each.pid for each in children if RANK_MODULE in each.cmdline()]
+            return [worker.process.pid, *ranks]
+        return [worker.process.pid]
 
     def submit(self, entries: list[JournalEntry]) -> None:
         """Sends a request's open entries to the worker, now or when the next one is ready."""
@@ -152,6 +170,52 @@ class WorkerSupervisor:
             return None
         self._worker.link.post(Fault(after_steps=after_steps))
         return self._worker.process.pid
+
+    def start_profile(self, start: StartProfile) -> "asyncio.Future[ProfileDone]":
+        """Has the worker look at its coming steps; returns what it answers with.
+
+        The future's error is a ServiceError when the worker ends before.
+
+        Raises:
+            ServiceError: no worker is ready, or it is at one already.
+        """
+        if self._worker is None or self._worker.ready_at is None:
+            raise ServiceError(
+                grpc.StatusCode.UNAVAILABLE,
+                "NO_ENGINE",
+                "no worker is ready; try again",
+                retry_after_s=1.0,
+            )
+        if self._profile is not None:
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "PROFILE_RUNNING",
+                "another profile is under way; come back when it has ended",
+            )
+        self._profile = asyncio.get_running_loop().create_future()
+        self._worker.link.post(start)
+        return self._profile
+
+    def stop_profile(self) -> None:
+        """Ends a look at steps before its time; its answer comes even so."""
+        if self._worker is not None and self._profile is not None:
+            self._worker.link.post(StopProfile())
+
+    def _profile_done(self, done: ProfileDone | None) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None or profile.done():
+            return
+        if done is None:
+            profile.set_exception(
+                ServiceError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    "WORKER_LOST",
+                    "the worker ended during the profile; begin another one",
+                )
+            )
+            profile.exception()  # whoever asked may have gone
+        else:
+            profile.set_result(done)
 
     def kill_worker(self) -> int | None:
         """Sends SIGKILL to the worker; returns its process id, None without a worker."""
@@ -212,6 +276,7 @@ class WorkerSupervisor:
             await self._drain_messages(worker, receiving)
         finally:
             self._worker = None
+            self._profile_done(None)
             worker.process.kill()
             receiving.cancel()
             await asyncio.gather(receiving, worker.exited, return_exceptions=True)
@@ -318,6 +383,8 @@ class WorkerSupervisor:
             case StateReport(state=state):
                 self._metrics.worker_state(state)
                 self._engine_status.worker_state(state)
+            case ProfileDone():
+                self._profile_done(message)
             case Admitted(request_id=request_id):
                 self._admitted(request_id)
             case Rejected():

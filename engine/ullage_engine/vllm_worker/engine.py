@@ -295,6 +295,7 @@ class VllmEngine:
         self.throughput.observe(seconds, num_decodes=num_decodes, num_prompt_tokens=num_prompts)
         if is_advanced:
             self._figures.observe_step(seconds, num_decodes + num_prompts, num_parts)
+            self.events.note_step(seconds, num_parts, num_decodes + num_prompts, num_prompts)
         return is_advanced
 
     def _note_start(self, sequence: Sequence, seconds: float) -> None:

@@ -27,6 +27,7 @@ import zmq
 from ullage_common.config.engine import BatchingSection, EngineConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
+from ullage_common.process.stacks import dump_on_signal
 from ullage_common.process.tracing import start_tracing
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import PressureController
@@ -49,13 +50,16 @@ from ullage_engine.protocol.messages import (
     KvSlot,
     LimitBatch,
     Loading,
+    ProfileDone,
     Ready,
     Rejected,
     RequestFailed,
     Shutdown,
     StartFailed,
+    StartProfile,
     StateReport,
     StepDone,
+    StopProfile,
     Submit,
     TokenOutput,
     ToServer,
@@ -63,6 +67,7 @@ from ullage_engine.protocol.messages import (
     WorkerState,
 )
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.worker.profiler import Profile
 
 log = logging.getLogger("ullage.engine.worker")
 
@@ -212,6 +217,7 @@ class Worker:
         self._batching = batching
         self._link = link
         self._pressure = pressure
+        self._profile: Profile | None = None
         self._compiling: list[Submit] = []
         """Requests whose grammars are not compiled yet."""
         self._is_stopping = False
@@ -230,6 +236,8 @@ class Worker:
                 self._step()
             self._send_kv()
             self._report()
+            if self._profile:
+                self._advance_profile(self._profile)
 
     def _step(self) -> None:
         num_steps = self._engine.num_steps
@@ -242,6 +250,23 @@ class Worker:
         self._is_changed = True
         if self._engine.num_steps == num_steps:
             self._drain(_EMPTY_STEP_S)
+
+    def _advance_profile(self, profile: Profile) -> None:
+        try:
+            done = profile.advance(self._engine.num_steps)
+        except Exception as error:  # what looks must not end what serves
+            log.exception("a profile cannot be ended")
+            done = ProfileDone(num_steps=0, error=one_line(error))
+        if done:
+            self._profile = None
+            self._link.send(done)
+
+    def _start_profile(self, start: StartProfile) -> None:
+        try:
+            self._profile = Profile(start, self._engine.events, self._engine.num_steps)
+        except Exception as error:  # what looks must not end what serves
+            log.exception("a profile cannot be begun")
+            self._link.send(ProfileDone(num_steps=0, error=one_line(error)))
 
     def _send_kv(self) -> None:
         if self._engine.tiers is not None:
@@ -307,6 +332,10 @@ class Worker:
                 self._engine.inject_out_of_memory(after_steps)
             case LimitBatch(share=share):
                 self._pressure.limit_batch(share)
+            case StartProfile() if self._profile is None:
+                self._start_profile(message)
+            case StopProfile() if self._profile is not None:
+                self._profile.stop()
             case Shutdown():
                 self._is_stopping = True
 
@@ -349,6 +378,8 @@ class Worker:
     def _judged(self) -> WorkerState:
         """Returns the present state with its pressure level, which the batch size follows."""
         state = self._pressure.judge(self._started.state())
+        if self._profile:
+            self._profile.on_state(state)
         self._engine.set_batch_share(self._pressure.batch_share)
         return state
 
@@ -397,6 +428,7 @@ def run(
     )
     options = parser.parse_args(arguments)
     die_with_parent(parent)
+    dump_on_signal()
     # Ctrl-C reaches the whole group; the server decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if options.standby:

@@ -17,6 +17,7 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.kernels.kv_pool import LAYOUT_VERSION, kv_block_bytes
+from ullage_engine.kernels.ranges import ranges
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
@@ -83,6 +84,8 @@ class RankStartup:
         self.rank = rank
         self.config = config
         self.device = prepare_device(config, rank)
+        if config.profiling.nvtx and self.device.type == "cuda":
+            ranges.to_nvtx()
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         if rank == 0 and is_emulated(self.dtype, self.device):
             log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")

@@ -23,6 +23,7 @@ import zmq
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
+from ullage_common.process.stacks import dump_on_signal
 from ullage_engine.memory.ledger import LedgerError
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError, one_line
@@ -150,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a rank; returns the exit status."""
     options = _parse(arguments)
     die_with_parent(options.parent)
+    dump_on_signal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Rank0Link(context, options.endpoint)

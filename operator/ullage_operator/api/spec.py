@@ -21,6 +21,7 @@ from ullage_common.config.engine import (
     EngineKind,
     LimitsSection,
     ModelSection,
+    ProfilingSection,
     VllmSection,
 )
 from ullage_common.config.router import (
@@ -177,6 +178,7 @@ class ObservabilitySpec(Strict, frozen=True, kw_only=True):
     log_level: LogLevel | None = None
     tracing: TracingSection | None = None
     console: ConsoleSpec
+    profiling: ProfilingSection
     pod_monitor: PodMonitor
     prometheus_rule: PrometheusRule
     metrics_from: list[dict[str, Any]] | None = None

@@ -15,7 +15,7 @@ import yaml
 from ullage_common.process.config_file import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure, OperatorError
 from ullage_operator.api.spec import VERSION, Service, Settings
-from ullage_operator.cli import top, trace, up
+from ullage_operator.cli import profile, top, trace, up
 from ullage_operator.cli.up import read_service
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Manifest, Observed, plan
@@ -27,6 +27,7 @@ HELP = """examples:
   ullage top                                 watch it live
   ullage plan -f examples/smollm2.yaml       print what the operator would apply
   ullage trace REQUEST_ID                    print one request's way from all logs
+  ullage profile smollm2 --steps 50          look at an engine's steps in Perfetto
   ullage key new alice                       make an API key
   ullage quantize --model file:///m --format int8 --output ./m-int8
 """
@@ -44,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     up.add_parser(commands)
     top.add_parser(commands)
     trace.add_parser(commands)
+    profile.add_parser(commands)
     add_plan_parser(commands)
     add_quantize_parser(commands)
     add_key_parser(commands)

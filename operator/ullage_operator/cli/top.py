@@ -91,7 +91,13 @@ def run(options: argparse.Namespace) -> int:
     try:
         with contextlib.ExitStack() as stack:
             if options.service:
-                forward = stack.enter_context(PortForward(options.namespace, options.service))
+                forward = stack.enter_context(
+                    PortForward(
+                        options.namespace,
+                        f"deployment/{naming.router_name(options.service)}",
+                        naming.METRICS_PORT,
+                    )
+                )
                 url: Callable[[], str] = forward.url
             else:
                 address = (options.url or LOCAL_URL).rstrip("/")
@@ -197,15 +203,13 @@ class Router:
 
 
 class PortForward:
-    """`kubectl port-forward` to the port of the metrics of a service's router.
+    """`kubectl port-forward` to a port of a pod, or of one of a workload.
 
-    It is begun anew when it has ended, as it does when the router's pod is replaced.
+    It is begun anew when it has ended, as it does when the pod is replaced.
     """
 
-    def __init__(self, namespace: str, service: str) -> None:
-        target = f"deployment/{naming.router_name(service)}"
-        port = f":{naming.METRICS_PORT}"
-        self._command = ["kubectl", "--namespace", namespace, "port-forward", target, port]
+    def __init__(self, namespace: str, target: str, port: int) -> None:
+        self._command = ["kubectl", "--namespace", namespace, "port-forward", target, f":{port}"]
         self._process: subprocess.Popen[str] | None = None
         self._address = ""
 
@@ -228,7 +232,9 @@ class PortForward:
 
     def _start(self) -> str:
         if shutil.which("kubectl") is None:
-            raise LocalFailure("--service needs kubectl; install it, or forward the port: --url")
+            raise LocalFailure(
+                "kubectl is not here; install it, or forward the port yourself and name its address"
+            )
         pipe = subprocess.PIPE
         self._process = process = subprocess.Popen(
             self._command, stdout=pipe, stderr=pipe, text=True

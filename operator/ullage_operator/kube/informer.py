@@ -26,6 +26,7 @@ import aiohttp
 import kopf
 from prometheus_client import CollectorRegistry
 
+from ullage_common.process.stacks import dump_loop_on_signal
 from ullage_operator.api.errors import (
     ClusterDenied,
     ClusterUnavailable,
@@ -399,6 +400,7 @@ def keep_signals(stop: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
+        dump_loop_on_signal()
 
 
 def _raise_end(task: asyncio.Task[Any]) -> Never:

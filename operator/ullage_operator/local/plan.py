@@ -346,7 +346,12 @@ def adapted(service: Service, log_level: str) -> Service:
         spec,
         pools=pools,
         router=replaced(spec.router, replicas=1),
-        observability=replaced(spec.observability, log_level=level),
+        observability=replaced(
+            spec.observability,
+            log_level=level,
+            # Its ports are on loopback, for whoever serves here.
+            profiling=replaced(spec.observability.profiling, enabled=True),
+        ),
     )
     return replaced(service, spec=spec)
 

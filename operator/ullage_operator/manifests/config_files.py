@@ -84,6 +84,7 @@ def engine_config(
             allow_fault_injection=spec.allow_fault_injection,
             log_level=spec.observability.log_level or LOG_LEVEL,
         ),
+        profiling=spec.observability.profiling,
         tracing=spec.observability.tracing,
     )
 

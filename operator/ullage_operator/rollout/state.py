@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from ullage_common.config.engine import ProfilingSection
 from ullage_operator.api import naming
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
@@ -73,10 +74,11 @@ def shared_hash(service: Service) -> str:
     What is not set is left out, so that a field that a newer operator knows is no edit.
     """
     spec = service.spec
-    tracing = spec.observability.tracing
+    tracing, profiling = spec.observability.tracing, spec.observability.profiling
     fields = {
         "imagePullSecrets": [secret.name for secret in spec.image_pull_secrets],
         "logLevel": spec.observability.log_level,
+        "profiling": [profiling.enabled, profiling.nvtx] if profiling != ProfilingSection() else [],
         "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_ratio],
         "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
         "tls": spec.tls.engines and spec.tls.engines.secret_name,

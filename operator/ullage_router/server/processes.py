@@ -26,6 +26,7 @@ import grpc
 import msgspec
 
 from ullage_common.config.router import RouterConfig, TLSSection
+from ullage_common.process.stacks import dump_loop_on_signal
 from ullage_common.wire.channels import open_channel
 from ullage_common.wire.tls import Certificates
 
@@ -215,6 +216,7 @@ class Supervisor:
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stopping.set)
+        dump_loop_on_signal()  # of this process; each of the others has its own
         with (
             reserved(self._config) as ports,
             shared_folder() as folder,

@@ -442,6 +442,15 @@ class TicketsSection(TicketFolder, frozen=True, kw_only=True):
     port."""
 
 
+class ProfilingSection(Strict, frozen=True, kw_only=True):
+    """Who may look at steps."""
+
+    enabled: bool = False
+    """Whether AdminService profiles: whoever reaches the port may ask for it."""
+    nvtx: bool = False
+    """Whether steps have NVTX ranges, for Nsight on CUDA devices."""
+
+
 class EngineConfig(Strict, frozen=True, kw_only=True):
     engine: EngineKind = "auto"
     """What computes: the native engine or vLLM; see `choose_engine` for auto."""
@@ -461,6 +470,7 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     """Settings of tickets. Unset: whoever reaches this engine may use it, and tickets are not
     looked at."""
     server: ServerSection = ServerSection()
+    profiling: ProfilingSection = ProfilingSection()
     tracing: TracingSection | None = None
     """Where spans of requests go; None: nowhere."""
 

@@ -33,8 +33,10 @@ from ullage_engine.protocol.messages import (
     ReservationState,
     Shutdown,
     StartFailed,
+    StartProfile,
     StateReport,
     StepDone,
+    StopProfile,
     Submit,
     TokenLogprobs,
     TokenOutput,
@@ -42,6 +44,8 @@ from ullage_engine.protocol.messages import (
     ToWorker,
     WorkerState,
 )
+from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.worker.profiler import Profile
 
 
 class Script(enum.IntEnum):
@@ -146,6 +150,7 @@ class FakeWorker:
         self._sequences: dict[str, Sequence] = {}
         self._embeds: list[EngineRequest] = []
         self._pressure = PressureController(options.degrade)
+        self._profile: Profile | None = None
         self._num_ooms = 0
         self._num_steps = 0
         self._parent = os.getppid()
@@ -170,6 +175,9 @@ class FakeWorker:
                     return 0
                 wait_s = 0
             self._step()
+            if self._profile and (done := self._profile.advance(self._num_steps)):
+                self._profile = None
+                self._send(done)
         return 1
 
     def _take(self, message: ToWorker) -> bool:
@@ -189,6 +197,10 @@ class FakeWorker:
             case Fault():
                 self._num_ooms += 1
                 self._send(StateReport(state=self._state()))
+            case StartProfile():
+                self._profile = Profile(message, RequestEvents(), self._num_steps)
+            case StopProfile() if self._profile:
+                self._profile.stop()
             case Shutdown():
                 return False
         return True

@@ -15,6 +15,7 @@ import zmq
 from ullage_engine.protocol.messages import (
     EngineRequest,
     Loading,
+    ProfileDone,
     Ready,
     Rejected,
     RequestFailed,
@@ -62,6 +63,8 @@ class WorkerProcess:
         self.answers: dict[str, Answer] = {}
         self.state: WorkerState | None = None
         self.loading: list[Loading] = []
+        self.profile: ProfileDone | None = None
+        """The latest answer to a `StartProfile`."""
         self.order: list[str] = []
         """The request of each output, in their order."""
         self._socket = socket
@@ -111,6 +114,13 @@ class WorkerProcess:
             assert time.monotonic() < deadline, "it did not happen in time"
             self.receive()
 
+    def wait_profile(self) -> ProfileDone:
+        """Waits for the answer to a `StartProfile`."""
+        self.profile = None
+        self.wait_for(lambda: self.profile is not None)
+        assert self.profile is not None
+        return self.profile
+
     def finish_all(self) -> None:
         self.wait_for(lambda: all(answer.is_over for answer in self.answers.values()))
 
@@ -137,6 +147,8 @@ class WorkerProcess:
                 self.loading.append(message)
             case StateReport(state=state):
                 self.state = state
+            case ProfileDone():
+                self.profile = message
             case Rejected(request_id=request_id):
                 self.answers[request_id].rejected = message
             case RequestFailed(request_id=request_id, message=text, field=field_name):

@@ -1,0 +1,90 @@
+"""How batches form, as a trace that Perfetto and chrome://tracing open.
+
+Steps are in one lane with what was in them; each request has a lane of its own with its phases:
+queue, prefill, decode. Format: Trace Event Format, times in microseconds.
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+_PROCESS = 1
+_STEPS = 0
+_MORE_STEPS = 1 << 20
+"""Lanes of steps that overlap, as they do in a pipeline."""
+
+
+class Timeline:
+    """Events since the moment at which it began, Unix seconds."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self._lanes: dict[str, int] = {}
+        self._steps_until = {_STEPS: 0.0}
+        """When the last step of each lane of steps ended."""
+        self._events: list[dict[str, object]] = [
+            _name("process_name", "engine", _STEPS),
+            _name("thread_name", "steps", _STEPS),
+        ]
+
+    def add_step(self, ended: float, seconds: float, fields: dict[str, object]) -> None:
+        """Adds a step with what was in it."""
+        since = ended - seconds
+        free = (lane for lane, until in self._steps_until.items() if until <= since)
+        lane = next(free, None)
+        if lane is None:
+            lane = _MORE_STEPS + len(self._steps_until)
+            self._events.append(_name("thread_name", "steps beside others", lane))
+        self._steps_until[lane] = ended
+        self._span("step", lane, since, ended, fields)
+
+    def add_phase(
+        self, request_id: str, phase: str, since: float, until: float, fields: dict[str, object]
+    ) -> None:
+        """Adds a phase of a request; what was before the beginning is cut off."""
+        lane = self._lanes.get(request_id)
+        if lane is None:
+            lane = self._lanes[request_id] = len(self._lanes) + 1
+            self._events.append(_name("thread_name", f"request {request_id}", lane))
+        self._span(phase, lane, max(since, self.began), until, fields)
+
+    def add_counters(self, at: float, values: dict[str, float]) -> None:
+        """Adds values that are drawn over time."""
+        for name, value in values.items():
+            self._events.append(
+                {
+                    "ph": "C",
+                    "name": name,
+                    "pid": _PROCESS,
+                    "ts": self._us(at),
+                    "args": {name: value},
+                }
+            )
+
+    def write(self, path: Path) -> None:
+        """Writes the trace, compressed."""
+        document = {"displayTimeUnit": "ms", "traceEvents": self._events}
+        with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
+            json.dump(document, file)
+
+    def _span(
+        self, name: str, lane: int, since: float, until: float, fields: dict[str, object]
+    ) -> None:
+        self._events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": _PROCESS,
+                "tid": lane,
+                "ts": self._us(since),
+                "dur": max(1, self._us(until) - self._us(since)),
+                "args": fields,
+            }
+        )
+
+    def _us(self, at: float) -> int:
+        return round((at - self.began) * 1e6)
+
+
+def _name(kind: str, name: str, lane: int) -> dict[str, object]:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": lane, "args": {"name": name}}

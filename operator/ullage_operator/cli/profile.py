@@ -1,0 +1,160 @@
+"""`ullage profile`: a look at the coming steps of an engine that serves, for Perfetto."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+
+from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
+from ullage_common.wire.errors import from_rpc_error
+from ullage_operator.api import naming
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.cli.top import PortForward
+from ullage_operator.cli.trace import local_folders
+
+MAX_STEPS = 1000
+MAX_SECONDS = 300
+NOT_SERVED = (
+    "the engine serves no profiles at that port: with tickets.required clients reach it, and older "
+    "engines know none"
+)
+
+HELP = """examples:
+  ullage profile smollm2                          50 steps of ullage up's engine: trace.json.gz
+  ullage profile smollm2 --steps 200 -o slow.json.gz
+  ullage profile smollm2 --timeline               which requests are in which steps
+  ullage profile chat --namespace prod --pool large --engine 1
+  ullage profile chat --address 10.0.0.7:9000
+
+Open the file at https://ui.perfetto.dev or chrome://tracing. In a cluster the service needs
+observability.profiling.enabled. Steps are those in which something is computed: send requests.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="look at an engine's coming steps",
+        description="Writes what an engine computes in its coming steps, while it serves.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("service", metavar="SERVICE", help="name of the LLMService")
+    parser.add_argument("--steps", type=_steps, default=50, help=f"1 to {MAX_STEPS} (50)")
+    longest = f"longest wait for them, 1 to {MAX_SECONDS} (60)"
+    parser.add_argument("--seconds", type=_seconds, default=60, help=longest)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("trace.json.gz"), help="(trace.json.gz)"
+    )
+    parser.add_argument("--timeline", action="store_true", help="batches instead of operations")
+    parser.add_argument("--pool", help="of the engine (the first one)")
+    parser.add_argument("--engine", type=int, default=0, metavar="N", help="its number there (0)")
+    parser.add_argument("-n", "--namespace", help="of the LLMService, through kubectl port-forward")
+    parser.add_argument("--address", metavar="HOST:PORT", help="of the engine's gRPC")
+    parser.set_defaults(run=run)
+
+
+def _steps(text: str) -> int:
+    return _between(text, MAX_STEPS, "steps")
+
+
+def _seconds(text: str) -> int:
+    return _between(text, MAX_SECONDS, "seconds")
+
+
+def _between(text: str, most: int, what: str) -> int:
+    number = int(text)
+    if not 1 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text} {what}; use 1 to {most}")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    request = admin_pb2.ProfileRequest(
+        kind="PROFILE_KIND_TIMELINE" if options.timeline else "PROFILE_KIND_OPERATIONS",
+        steps=options.steps,
+        timeout_ms=1000 * options.seconds,
+    )
+    partial = options.output.with_name(f"{options.output.name}.part")
+    try:
+        with _address(options) as (address, name), grpc.insecure_channel(address) as channel:
+            print(f"profiling {name}: {options.steps} steps", file=sys.stderr)
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            size, steps = _receive(stub.Profile(request), partial, options.steps)
+        partial.replace(options.output)
+    except grpc.RpcError as error:
+        failure = from_rpc_error(cast(grpc.Call, error))
+        is_unknown = failure.code is grpc.StatusCode.UNIMPLEMENTED
+        raise LocalFailure(NOT_SERVED if is_unknown else failure.message) from None
+    except OSError as error:
+        raise LocalFailure(f"-o {options.output}: {error.strerror}; choose another file") from None
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+    if not steps:
+        print("no step was computed meanwhile: send requests while it looks", file=sys.stderr)
+    print(
+        f"{options.output}: {steps} steps, {size / 1e6:.1f} MB; open it at https://ui.perfetto.dev"
+    )
+    return 0
+
+
+def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
+    """Writes the file as it comes; returns its bytes, and how many steps it has."""
+    size = num_seen = 0
+    is_live = sys.stderr.isatty()
+    with path.open("wb") as file:
+        for response in call:
+            if response.HasField("progress"):
+                num_seen = response.progress.steps
+                if is_live:
+                    print(f"\r{num_seen} of {steps} steps", end="", file=sys.stderr)
+            elif response.chunk:
+                size += file.write(response.chunk)
+    if is_live:
+        print(file=sys.stderr)
+    return size, num_seen
+
+
+@contextlib.contextmanager
+def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yields the address of the engine's gRPC, and its name.
+
+    Raises:
+        LocalFailure: there is no such engine.
+    """
+    if options.address:
+        yield options.address, options.address
+    elif options.namespace:
+        pod = f"{naming.pool_name(options.service, options.pool or 'single')}-{options.engine}"
+        with PortForward(options.namespace, f"pod/{pod}", naming.GRPC_PORT) as forward:
+            yield forward.url().removeprefix("http://"), pod
+    else:
+        engine = _local_engine(options)
+        yield engine["grpc_target"], engine["id"]
+
+
+def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
+    """Returns an engine of a running `ullage up`."""
+    start = f"{options.service}-{options.pool}-" if options.pool else f"{options.service}-"
+    engines = [
+        engine
+        for folder in local_folders()
+        for engine in json.loads((folder / "state.json").read_text(encoding="utf-8"))["engines"]
+    ]
+    wanted = [each for each in engines if each["id"].startswith(start)]
+    found = [each for each in wanted if each["id"].endswith(f"-{options.engine}")]
+    if not found:
+        known = ", ".join(each["id"] for each in engines) or "none"
+        raise LocalFailure(
+            f"no engine {options.engine} of {start.removesuffix('-')} runs here, only {known}; "
+            "for a cluster give --namespace"
+        )
+    return found[0]  # type: ignore[no-any-return]
