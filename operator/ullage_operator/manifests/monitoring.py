@@ -103,7 +103,10 @@ class Alert(NamedTuple):
 def rule_groups(service: Service, settings: Settings) -> list[Rule]:
     """Returns the groups of the PrometheusRule: what is recorded, and the alerts."""
     name = f"ullage-{service.namespace}-{service.name}"
-    parts = (slo_alerts, budget_alerts, router_alerts, connection_alerts, engine_alerts)
+    parts = (
+        *(slo_alerts, budget_alerts, router_alerts),
+        *(connection_alerts, engine_alerts, device_alerts),
+    )
     rules = [alert_rule(alert, service, settings) for part in parts for alert in part(service)]
     return [
         # Not more often, as windows of days cost Prometheus most.
@@ -381,6 +384,29 @@ def engine_alerts(service: Service) -> list[Alert]:
             "info",
             f"Less than {HIT_RATIO:.0%} of prompt tokens are found in the prefix cache.",
             "Prompts share nothing, or the cache is too small for what they share.",
+        ),
+    ]
+
+
+def device_alerts(service: Service) -> list[Alert]:
+    """Alerts on what engines see of their GPUs, without an exporter."""
+    of_engines = engines(service)
+    return [
+        Alert(
+            "UllageBoostOff",
+            f"max by (pod) (ullage_engine_boost_off{{{of_engines}}}) > 0",
+            "warning",
+            "An engine runs smaller batches, because its GPUs are throttled.",
+            "Heat or power lowers their clocks; it takes less until they recover.",
+            "2m",
+        ),
+        Alert(
+            "UllageGPUDriverSilent",
+            f"max by (pod) (ullage_gpu_driver_silent{{{of_engines}}}) > 0",
+            "critical",
+            "A GPU's driver does not answer an engine.",
+            "The GPU has fallen off the bus, or the driver hangs; the node needs a look.",
+            "2m",
         ),
     ]
 

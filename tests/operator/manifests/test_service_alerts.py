@@ -25,6 +25,8 @@ OF_ENGINES = {
     "UllageNonFiniteLogits",
     "UllageKVTierFails",
     "UllagePrefixCacheMisses",
+    "UllageBoostOff",
+    "UllageGPUDriverSilent",
 }
 OF_OBJECTIVES = {"UllageServiceErrors", "UllageServiceFirstTokenLate", "UllageServiceLate"}
 """Alerts that read only what is recorded."""
@@ -218,6 +220,16 @@ CASES = [
             series("ullage_prefix_cache_hits_tokens_total", "0+30000x30 900000+90000x60"),
             series("ullage_prefix_cache_queries_tokens_total", "0+100000x90"),
         ],
+    ),
+    Case(
+        "UllageBoostOff",
+        [series("ullage_engine_boost_off", "1x30 0x60")],
+        [{"pod": "demo-single-0"}],
+    ),
+    Case(
+        "UllageGPUDriverSilent",
+        [series("ullage_gpu_driver_silent", "1x30 0x60")],
+        [{"pod": "demo-single-0"}],
     ),
 ]
 DAYS = 24 * 60
