@@ -272,7 +272,7 @@ def router_alerts(service: Service) -> list[Alert]:
             "warning",
             f"Engines have no room: more than {REFUSED_SHARE:.0%} of requests are refused for it.",
             "Requests need more memory, or more time, than engines have left; clients get 429.",
-            "30s",
+            "15s",
         ),
         Alert(
             "UllageQueueSaturated",
