@@ -2,6 +2,7 @@
 """Ten times the capacity of mixed lengths: goodput, lateness, and how fast the rest is refused.
 
 usage: overload.py [--seconds 60] [--factor 10] [--engines 2] [--sequence-s 0] [--real] [--quick]
+                   [--prometheus]
 
 Starts engines and one `ullage-router` with its default ladder, a process each, and sends streamed
 requests of mixed prompts and outputs at `--factor` times the capacity, at even intervals and
@@ -21,6 +22,10 @@ refused_p50_ms    from sending a request to the whole of its refusal, those that
 router_cpu_ms     processor time of the router for a request
 hangs             requests without an answer at their time limit
 missed            figures that are worse than their floors (FLOORS); --quick has none
+alerts            with --prometheus: when each alert of a service fired and cleared, in seconds from
+                  the load's begin, as a Prometheus with the rules that the operator makes saw it,
+                  which scrapes the router every second; waited for until UllageHeadroomExhausted
+                  has cleared
 
 exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed; 1 otherwise
 """
@@ -44,12 +49,22 @@ from typing import Any
 import aiohttp
 import psutil
 from kv_engine import MODEL, blocks_of
+from local_prometheus import Prometheus, find
+from local_prometheus import running as running_prometheus
 from one_engine import start_engine as start_real_engine
+
+from ullage_operator.api.spec import Settings, parse
+from ullage_operator.manifests.monitoring import rule_groups
 
 HERE = Path(__file__).resolve().parent
 ALLOWED = {200, 429, 503, 504}
 HANG_S = 60.0
 START_S = 60.0
+HEADROOM_ALERT = "UllageHeadroomExhausted"
+FIRING = 'ALERTS{alertstate="firing"}'
+CLEAR_S = 180.0
+GAP_S = 2.5
+"""Seconds without a sample after which an alert has cleared; there is one every second."""
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
 TTFT_S, E2E_S = 7.0, 20.0
@@ -185,21 +200,65 @@ async def start_router(
     path.write_text(json.dumps(config))
     command = (sys.executable, "-m", "ullage_router.main", "--config", str(path))
     router = await stack.enter_async_context(process(*command, log=log))
-    return f"http://127.0.0.1:{await listening(log)}", psutil.Process(router.pid)
+    port = (await listening(log))["http_port"]
+    return f"http://127.0.0.1:{port}", psutil.Process(router.pid)
 
 
-async def listening(log: Path) -> int:
-    """The HTTP port that a router's log names."""
+async def listening(log: Path) -> dict[str, Any]:
+    """The ports that a router's log names."""
     async with asyncio.timeout(START_S):
         while True:
-            if line := find(log, '"listening"'):
-                return int(json.loads(line)["http_port"])
+            if line := first_line(log, '"listening"'):
+                return dict(json.loads(line))
             await asyncio.sleep(0.05)
 
 
-def find(log: Path, word: str) -> str:
+def first_line(log: Path, word: str) -> str:
     """The first line with the word; empty when there is none yet."""
     return next((line for line in log.read_text().splitlines() if word in line), "")
+
+
+def start_prometheus(stack: contextlib.AsyncExitStack, metrics_port: int, to: Path) -> Prometheus:
+    """A Prometheus with a service's rules that scrapes the router."""
+    program = find()
+    if program is None:
+        sys.exit(
+            "error: no prometheus: run tests/charts/get_prometheus.py or set ULLAGE_PROMETHEUS"
+        )
+    kind = {"apiVersion": "serving.ullage.dev/v1alpha1", "kind": "LLMService"}
+    spec = {"model": {"source": "file:///model", "name": MODEL}, "pools": {"single": {}}}
+    service = parse({**kind, "metadata": {"name": "overload"}, "spec": spec})
+    pod = "overload-router-6c9f8d7b5-x2x4z"
+    labels = {"namespace": service.namespace, "llmservice": service.name, "pod": pod}
+    targets = [{"targets": [f"127.0.0.1:{metrics_port}"], "labels": labels}]
+    jobs = [{"job_name": "router", "static_configs": targets}]
+    folder = to / "prometheus"
+    folder.mkdir()
+    rules = rule_groups(service, Settings())
+    return stack.enter_context(running_prometheus(program, folder, jobs, rules))
+
+
+def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | None]]]:
+    """When each alert fired and cleared, seconds from the time when the load began.
+
+    Waits until the headroom's has cleared; None: it did not within CLEAR_S.
+    """
+    firing = f'ALERTS{{alertname="{HEADROOM_ALERT}",alertstate=~"pending|firing"}}'
+    end = time.monotonic() + CLEAR_S
+    while prometheus.query(firing) and time.monotonic() < end:
+        time.sleep(1)
+    still = {each["metric"]["alertname"] for each in prometheus.query(FIRING)}
+    found = dict[str, list[list[float | None]]]()
+    for series in prometheus.query(f"{FIRING}[1h]"):
+        name = series["metric"]["alertname"]
+        spells = found.setdefault(name, [])
+        times = [at for at, _ in series["values"]]
+        gaps = [n for n in range(1, len(times)) if times[n] - times[n - 1] > GAP_S]
+        for first, last in itertools.pairwise([0, *gaps, len(times)]):
+            spells.append([round(times[first] - began, 1), round(times[last - 1] + 1 - began, 1)])
+        if name in still:
+            spells[-1][1] = None
+    return found
 
 
 async def ready(session: aiohttp.ClientSession, url: str, engines: int) -> None:
@@ -336,7 +395,7 @@ def missed(figures: Mapping[str, Any]) -> list[str]:
     return [name for name, is_well in is_reached.items() if not is_well]
 
 
-async def run(plan: Plan) -> dict[str, Any]:
+async def run(plan: Plan, with_prometheus: bool) -> dict[str, Any]:
     model = REAL_MODEL if plan.is_real else MODEL
     async with contextlib.AsyncExitStack() as stack:
         to = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -345,14 +404,24 @@ async def run(plan: Plan) -> dict[str, Any]:
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await ready(session, url, plan.engines)
+        port = (await listening(to / "router.log"))["metrics_port"]
+        prometheus = start_prometheus(stack, port, to) if with_prometheus else None
         client = Client(session, url, model)
         capacity = plan.engines * plan.blocks / plan.token_s
         if plan.is_timed:
             capacity = await measured_capacity(client, plan)
-        before = cpu_s(router)
+        before, began = cpu_s(router), time.time()
         started, answers = await load(client, plan, capacity)
         used_ms = 1e3 * (cpu_s(router) - before) / len(answers)
-    return {**figures(plan, capacity, started, answers), "router_cpu_ms": round(used_ms, 3)}
+        found = {**figures(plan, capacity, started, answers), "router_cpu_ms": round(used_ms, 3)}
+        if prometheus:
+            found["alerts"] = await asyncio.to_thread(alerts, prometheus, began)
+    return found
+
+
+def has_fired_and_cleared(alerts: Mapping[str, list[list[float | None]]]) -> bool:
+    spells = alerts.get(HEADROOM_ALERT, [])
+    return bool(spells) and None not in spells[-1]
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -370,14 +439,21 @@ def main() -> int:
     parser.add_argument("--sequence-s", type=float, default=0.0, help="more for each other request")
     parser.add_argument("--real", action="store_true", help="SmolLM2 on the CPU, one engine")
     parser.add_argument("--clients", type=int, default=8, help="at once, to measure the capacity")
+    parser.add_argument("--prometheus", action="store_true", help="say which alerts fire, and when")
     parser.add_argument("--quick", action="store_true", help="3 s of little load, without floors")
     o = parser.parse_args()
     if o.quick:
         o.seconds, o.slots, o.token_s = 3.0, 2, 0.01
     engines = 1 if o.real else o.engines
     plan = Plan(o.seconds, o.factor, engines, o.slots, o.token_s, o.sequence_s, o.real, o.clients)
-    figures = asyncio.run(run(plan))
+    figures = asyncio.run(run(plan, o.prometheus))
     figures["missed"] = [] if o.quick else missed(figures)
+    for name, spells in figures.get("alerts", {}).items():
+        for fired, cleared in spells:
+            end = "did not clear" if cleared is None else f"cleared at {cleared:g} s"
+            print(f"alert {name} fired at {fired:g} s, {end}", file=sys.stderr)
+    if o.prometheus and not o.quick and not has_fired_and_cleared(figures["alerts"]):
+        figures["missed"].append(HEADROOM_ALERT)
     print(json.dumps(figures))
     print(FLOORS, file=sys.stderr)
     return 0 if figures["is_well"] and not figures["missed"] else 1
