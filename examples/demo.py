@@ -4,8 +4,9 @@
 usage: demo.py [-f examples/smollm2.yaml] [--json] [--verbose]
 
 Against a running `ullage up` it streams a chat answer, runs eight requests at once, sends a prompt
-for the large pool, one that fits nowhere and an overload, and kills a worker in the middle of an
-answer. The exit status is 0 when every one of them ended as promised and no process is left.
+for the large pool, one that fits nowhere and an overload, tells one refusal's story from the logs,
+and kills a worker in the middle of an answer. The exit status is 0 when every one of them ended as
+promised and no process is left.
 """
 
 import argparse
@@ -82,9 +83,12 @@ class Demo:
     client: httpx.AsyncClient
     model: str
     engine_pids: dict[str, int]
+    run_dir: str
     console: Console
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    refused_id: str = ""
+    """Header x-request-id of a refusal."""
 
     def expect(self, held: bool, promise: str) -> None:
         self.console.print(f"  [green]✓[/] {promise}" if held else f"  [red]✗ {promise}[/]")
@@ -188,12 +192,24 @@ async def overload(demo: Demo) -> None:
     if served:
         demo.rows.append(summary("overload, served", served, None))
     if refused:
+        demo.refused_id = refused[0].headers["x-request-id"]
         note = f"Retry-After {min(waits)}-{max(waits)} s"
         demo.rows.append(summary("overload, refused", refused, None, note))
     others = sorted({a.status for a in answers} - {200, 429})
     demo.expect(not others, f"nothing but success and 429 (other statuses: {others or 'none'})")
     demo.expect(not any(a.error for a in served), "every answer that began ended well")
     demo.expect(bool(refused) and min(waits) >= 1, "every 429 says when to come back")
+
+
+async def story(demo: Demo) -> None:
+    """The story of one refusal: ullage trace, with the id of its header x-request-id"""
+    command = [sys.executable, "-m", "ullage_operator.cli.main", "trace", demo.refused_id]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--logs", demo.run_dir, stdout=subprocess.PIPE
+    )
+    told = (await process.communicate())[0].decode()
+    demo.console.print(told.rstrip(), style="dim", highlight=False, markup=False)
+    demo.expect("admission_action=reject" in told, "the decision is there, with its reason")
 
 
 async def kill(demo: Demo) -> None:
@@ -224,6 +240,7 @@ SCENES: list[Callable[[Demo], Awaitable[None]]] = [
     large,
     impossible,
     overload,
+    story,
     kill,
 ]
 
@@ -307,7 +324,7 @@ async def play(state: dict[str, Any], console: Console) -> Demo:
     async with httpx.AsyncClient(
         base_url=state["http_url"], timeout=120.0, limits=limits, trust_env=False
     ) as client:
-        demo = Demo(client, state["model"], pids, console)
+        demo = Demo(client, state["model"], pids, state["run_dir"], console)
         for scene in SCENES:
             console.print(f"\n[bold]{scene.__doc__}[/]")
             await scene(demo)
@@ -368,6 +385,8 @@ def main() -> int:
     if options.json:
         rows = [asdict(row) for row in demo.rows]
         print(json.dumps({"ok": not failures, "failures": failures, "requests": rows}))
+    if not failures:
+        console.print("See it live: make up, then open http://127.0.0.1:8000/console")
     for failure in failures:
         console.print(f"[red]failed:[/] {failure}")
     return 1 if failures else 0
