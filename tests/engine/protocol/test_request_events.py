@@ -11,6 +11,7 @@ from ullage_testing.otlp import OtlpReceiver, ReceivedSpan
 
 from ullage_common.process.logs import JsonFormatter
 from ullage_common.process.tracing import TracingSection, start_tracing
+from ullage_engine.protocol.request_events import ServedRequest
 from ullage_engine.scheduler.scheduler import KvPolicy
 
 MakeRig = Callable[..., Any]
@@ -112,3 +113,18 @@ def test_an_untraced_request_among_traced_ones_has_no_spans(make_rig: MakeRig) -
         tracer.close()
         spans = receiver.wait(lambda spans: len(spans) >= 3)
     assert len(spans) == 3
+
+
+def test_what_tiers_loaded_is_a_span_with_the_tier_and_its_seconds() -> None:
+    with OtlpReceiver() as receiver:
+        tracer = start_tracing(TracingSection(endpoint=receiver.grpc_endpoint), "ullage-engine")
+        assert tracer
+        served = ServedRequest(tracer, "mine", [("traceparent", PARENT), ("cookie", b"x")])
+        served.loaded("file", 512, 0.25)
+        served.end("finished", outcome="stop", output_tokens=3)
+        tracer.close()
+        load, call = receiver.wait(lambda spans: len(spans) == 2)
+    assert (load.name, load.parent_id, load.trace_id) == ("kv load", call.span_id, TRACE)
+    assert load.attributes == {"ullage.kv.tier": "file", "ullage.kv.tokens": 512}
+    assert load.end_s - load.start_s == pytest.approx(0.25, abs=1e-3)
+    assert call.attributes["output_tokens"] == 3
