@@ -25,6 +25,13 @@ from ullage_engine.protocol.timeline import Timeline
 MAX_CHUNKS = 64
 """Chunks of a prompt that are events of its span; of more, the last ones are not."""
 
+# Fields of lines that are attributes of the call's span under OpenTelemetry's names.
+_NAMES = {
+    "prompt_tokens": tracing.INPUT_TOKENS,
+    "output_tokens": tracing.OUTPUT_TOKENS,
+    "max_tokens": tracing.MAX_TOKENS,
+}
+
 server_log = logging.getLogger("ullage.engine.requests")
 log = logging.getLogger("ullage.engine.worker.requests")
 
@@ -80,7 +87,9 @@ class ServedRequest:
         """Says something of the request in the log, and as an event of its span."""
         _tell(server_log, self.client_id, event, fields)
         if self._span:
-            self._span.event(event, _values(fields))
+            values = _values(fields)
+            self._span.event(event, values)
+            self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
     def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
         """Adds a span of KV that was loaded from a tier until now."""
@@ -90,11 +99,11 @@ class ServedRequest:
             child = self._span.child("kv load", start_unix_s=now - seconds, attributes=attributes)
             child.end(now)
 
-    def end(self, event: str, *, error: str = "", **fields: object) -> None:
+    def end(self, event: str, fields: Mapping[str, object], *, error: str = "") -> None:
         """Says how the request ended; `error` is the kind of failure, if it was one."""
-        _tell(server_log, self.client_id, event, {"reason": error, **fields} if error else fields)
+        _tell(server_log, self.client_id, event, {**fields, "reason": error} if error else fields)
         if self._span:
-            self._span.set(_values(fields))
+            self._span.set(_values({_NAMES.get(name, name): v for name, v in fields.items()}))
             self._span.end(error=error)
 
 
@@ -149,13 +158,14 @@ class RequestEvents:
         self.requests[request.request_id] = _Computed(request, since)
         self._say(request, "admitted", prompt_tokens=request.num_prompt_tokens)
 
-    def on_started(self, request: EngineRequest, num_cached: int) -> None:
-        """The first chunk of a prompt, or of what a preempted request lacks, is planned."""
+    def on_started(self, request: EngineRequest, num_cached: int, ago_s: float = 0.0) -> None:
+        """The first chunk of a prompt, or of what a preempted request lacks, is planned; or was
+        begun so many seconds ago."""
         computed = self.requests.get(request.request_id)
         is_again = computed is not None and computed.is_again
         event = "resumed" if is_again else "first_chunk"
         self._say(request, event, cached_tokens=num_cached, tokens=len(request.token_ids))
-        self._enter(request.request_id, "prefill", is_again=is_again)
+        self._enter(request.request_id, "prefill", is_again=is_again, ago_s=ago_s)
 
     def on_preempted(self, request: EngineRequest, mode: str) -> None:
         """A running request gave its memory to another: swapped, or recomputed later."""
@@ -185,6 +195,8 @@ class RequestEvents:
         self, seconds: float, sequences: int, tokens: int, prompt_tokens: int, **more: object
     ) -> None:
         """Tells whoever looks at steps of one that has ended."""
+        if not (self._timeline or self._is_debugging):
+            return
         fields = {"sequences": sequences, "tokens": tokens, "prompt_tokens": prompt_tokens, **more}
         if self._timeline:
             self._timeline.add_step(time.time(), seconds, fields)
@@ -203,12 +215,17 @@ class RequestEvents:
                 self._say(
                     computed.request, "finished", finish=output.finish, preemptions=preemptions
                 )
-                self.forget(output.request_id, output.finish)
+                self._drop(output.request_id, output.finish)
 
     def forget(self, request_id: str, ended: str = "cancelled") -> None:
         """Drops a request that ended in another way, or that nobody waits for."""
+        if computed := self.requests.get(request_id):
+            self._say(computed.request, "finished", finish=ended)
+            self._drop(request_id, ended)
+
+    def _drop(self, request_id: str, ended: str) -> None:
         self._enter(request_id, "", ended=ended)
-        self.requests.pop(request_id, None)
+        del self.requests[request_id]
 
     def _say(self, request: EngineRequest, event: str, **fields: object) -> None:
         _tell(log, request.client_id or request.request_id, event, fields)
@@ -218,13 +235,20 @@ class RequestEvents:
         return (computed and computed.request.client_id) or request_id
 
     def _enter(
-        self, request_id: str, phase: str, *, is_again: bool = False, ended: str = ""
+        self,
+        request_id: str,
+        phase: str,
+        *,
+        is_again: bool = False,
+        ended: str = "",
+        ago_s: float = 0.0,
     ) -> None:
         """Ends the phase that a request is in, with its span, and begins the next."""
         computed = self.requests.get(request_id)
         if computed is None:
             return
-        now, request = time.time(), computed.request
+        request = computed.request
+        now = max(computed.since, time.time() - ago_s)
         if self._tracer and request.traceparent:
             attributes: dict[str, Value] = {"ullage.again": True} if computed.is_again else {}
             if ended:

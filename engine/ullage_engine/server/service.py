@@ -125,10 +125,10 @@ class InferenceService(rpc.InferenceServiceServicer):
             job = await self._job(request, key, served, tokenizer_bundle)
         except ServiceError as error:
             self._metrics.refused(error.reason)
-            served.end("refused", error=error.reason)
+            served.end("refused", _refusal_fields(error), error=error.reason)
             await abort(context, error)
         except BaseException as error:
-            served.end("refused", error=type(error).__name__)
+            served.end("refused", {}, error=type(error).__name__)
             raise
         prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
         group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix)
@@ -217,7 +217,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         grammar = await self._grammars.text(request)
         prompt_ids = await _prompt_ids(request, tokenizer_bundle)
         checked = validated_request(request, prompt_ids, key, limits, self._config.limits, grammar)
-        served.happened("received", prompt_tokens=len(prompt_ids))
+        max_tokens = checked.request.max_tokens
+        served.happened("received", prompt_tokens=len(prompt_ids), max_tokens=max_tokens)
         job = replace(
             checked,
             served=served,
@@ -319,20 +320,26 @@ def _tiers(accepted: pb.Accepted) -> dict[str, object]:
     }
 
 
+def _refusal_fields(error: ServiceError) -> dict[str, object]:
+    """Returns what an error says beside its reason, for its line in the log."""
+    after_s = error.retry_after_s
+    return {**error.metadata, "retry_after_s": after_s} if after_s else dict(error.metadata)
+
+
 def _log_end(
     served: ServedRequest, group: SampleGroup, outcome: str, failure: ServiceError | None
 ) -> None:
     is_refused = failure is not None and not group.num_output_tokens
-    served.end(
-        "refused" if is_refused else "finished",
-        error=outcome if failure is not None or outcome == "cancelled" else "",
-        outcome=outcome,
-        output_tokens=group.num_output_tokens,
-        preemptions=group.preemptions,
-        resumes=group.resumes,
-        seconds=served.seconds,
-        **(failure.metadata if failure is not None else {}),
-    )
+    is_failed = failure is not None or outcome == "cancelled"
+    fields: dict[str, object] = {
+        **(_refusal_fields(failure) if failure is not None else {}),
+        "outcome": outcome,
+        "output_tokens": group.num_output_tokens,
+        "preemptions": group.preemptions,
+        "resumes": group.resumes,
+        "seconds": served.seconds,
+    }
+    served.end("refused" if is_refused else "finished", fields, error=outcome if is_failed else "")
 
 
 async def _prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBundle) -> list[int]:

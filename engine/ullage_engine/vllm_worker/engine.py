@@ -303,7 +303,7 @@ class VllmEngine:
         if sequence.is_new:
             self._figures.observe_start(sequence.request.accepted_at, seconds)
         if not sequence.num_computed:
-            self.events.on_started(sequence.request, sequence.num_cached_tokens or 0)
+            self.events.on_started(sequence.request, sequence.num_cached_tokens or 0, seconds)
 
     # admission -----------------------------------------------------------------------------------
 

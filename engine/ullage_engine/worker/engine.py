@@ -278,7 +278,11 @@ class EngineCore:
     def _move(self, plan: StepPlan) -> None:
         """Does a plan's moves once, before it is computed as often as it takes."""
         if plan.moves:
+            began = time.perf_counter()
+            log.debug("KV is copied between device and host")
             self._runner.move(plan.moves)
+            seconds = round(time.perf_counter() - began, 5)
+            log.debug("KV was copied between device and host", extra={"seconds": seconds})
 
     def _finish_moves(self) -> None:
         """Reports copies of plans that computed nothing, when no other plan is in flight."""

@@ -79,6 +79,7 @@ _MAX_UNSENT = 10_000
 """Number of unsent messages at which a server that reads none for the time above is gone."""
 _STATE_INTERVAL_S = 0.1
 _HEARTBEAT_S = 0.5
+_LOG_INTERVAL_S = 10.0
 _COMPILED_S = 0.005
 """Seconds between an idle worker's looks whether a grammar is compiled."""
 _EMPTY_STEP_S = 0.005
@@ -223,12 +224,15 @@ class Worker:
         self._is_stopping = False
         self._is_changed = False
         self._reported_at = time.monotonic()
+        self._log_at = self._reported_at
+        """When the prefix cache's hits may be logged again."""
 
     def run(self) -> None:
         parent = os.getppid()
         # Nothing loaded so far ever becomes garbage; leave it out of every collection.
         gc.freeze()
-        self._link.send(self._started.ready(self._judged()))
+        self._logged = self._judged()
+        self._link.send(self._started.ready(self._logged))
         while not self._is_stopping and os.getppid() == parent:
             self._take_messages()
             self._submit_compiled()
@@ -373,7 +377,19 @@ class Worker:
             return
         self._reported_at = time.monotonic()
         self._is_changed = False
-        self._link.send(StateReport(state=self._judged()))
+        state = self._judged()
+        self._link.send(StateReport(state=state))
+        self._log_prefix_hits(state)
+
+    def _log_prefix_hits(self, state: WorkerState) -> None:
+        """Logs how much of new prompts the prefix cache had, now and then while there are any."""
+        looked_up = state.prefix_lookup_tokens - self._logged.prefix_lookup_tokens
+        if looked_up <= 0 or self._reported_at < self._log_at:
+            return
+        hits = state.prefix_hit_tokens - self._logged.prefix_hit_tokens
+        fields = {"looked_up_tokens": looked_up, "hit_tokens": hits}
+        log.info("prefix cache", extra={**fields, "hit_ratio": round(hits / looked_up, 4)})
+        self._logged, self._log_at = state, self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
         """Returns the present state with its pressure level, which the batch size follows."""

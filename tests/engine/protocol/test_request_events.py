@@ -121,10 +121,12 @@ def test_what_tiers_loaded_is_a_span_with_the_tier_and_its_seconds() -> None:
         assert tracer
         served = ServedRequest(tracer, "mine", [("traceparent", PARENT), ("cookie", b"x")])
         served.loaded("file", 512, 0.25)
-        served.end("finished", outcome="stop", output_tokens=3)
+        served.happened("received", prompt_tokens=9)
+        served.end("finished", {"outcome": "stop", "output_tokens": 3})
         tracer.close()
         load, call = receiver.wait(lambda spans: len(spans) == 2)
     assert (load.name, load.parent_id, load.trace_id) == ("kv load", call.span_id, TRACE)
     assert load.attributes == {"ullage.kv.tier": "file", "ullage.kv.tokens": 512}
     assert load.end_s - load.start_s == pytest.approx(0.25, abs=1e-3)
-    assert call.attributes["output_tokens"] == 3
+    assert call.attributes["gen_ai.usage.input_tokens"] == 9
+    assert call.attributes["gen_ai.usage.output_tokens"] == 3

@@ -62,7 +62,7 @@ def test_a_request_and_the_worker_that_it_lost(
         assert one.kind == 2
         assert one.attributes["ullage.request_id"] == "one"
         assert one.attributes["ullage.engine"] == "engine-7"
-        assert one.attributes["output_tokens"] == 40
+        assert one.attributes["gen_ai.usage.output_tokens"] == 40
         assert [name for name, _ in one.events] == ["received", "first_token", "resumed"]
         assert not one.is_error
         assert two.is_error
