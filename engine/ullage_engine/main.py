@@ -18,7 +18,7 @@ from ullage_common.config.engine import EngineConfig, choose_engine, refusal_by_
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.cores import pin
-from ullage_common.process.stacks import dump_loop_on_signal
+from ullage_common.process.stacks import dump_loop_on_signal, dump_on_signal
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import gguf_model_type, read_model_config
 from ullage_engine.model_loader.source import ModelFiles
@@ -54,6 +54,7 @@ exit status: 0 stopped, 1 workers kept dying, 2 wrong configuration or model
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the engine; the exit status."""
+    dump_on_signal()
     options = _parser().parse_args(arguments)
     try:
         config = _config(options)

@@ -81,6 +81,13 @@ class GpuMonitor:
 
     def _ask_driver(self) -> None:
         try:
+            self._sample()
+        except Exception as error:  # of other bindings, say: serving goes on without the figures
+            log.exception("GPUs cannot be watched any more")
+            self._tell(self._on_unavailable, repr(error))
+
+    def _sample(self) -> None:
+        try:
             nvml = Nvml()
             gpus = nvml.gpus(os.environ, self._num_gpus)
         except NvmlUnavailableError as error:
@@ -141,6 +148,7 @@ class GpuMonitor:
     def _on_unavailable(self, reason: str) -> None:
         if self._silence is not None:
             self._silence.cancel()
+        self.is_silent, self.samples = False, ()
         log.info("GPUs are not watched: %s", reason)
 
     def _on_xid(self, gpu: Gpu, number: int) -> None:

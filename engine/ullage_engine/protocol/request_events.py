@@ -162,15 +162,19 @@ class RequestEvents:
         """The first chunk of a prompt, or of what a preempted request lacks, is planned; or was
         begun so many seconds ago."""
         computed = self.requests.get(request.request_id)
-        is_again = computed is not None and computed.is_again
+        if computed is None:  # a beam of a search, whose first one stands for all of them
+            return
+        is_again = computed.is_again
         event = "resumed" if is_again else "first_chunk"
         self._say(request, event, cached_tokens=num_cached, tokens=len(request.token_ids))
         self._enter(request.request_id, "prefill", is_again=is_again, ago_s=ago_s)
 
-    def on_preempted(self, request: EngineRequest, mode: str) -> None:
-        """A running request gave its memory to another: swapped, or recomputed later."""
+    def on_preempted(self, request: EngineRequest, count: int, is_swapped: bool) -> None:
+        """A running request gave its memory to another, for the count-th time; it was copied to the
+        host, or is to be computed again."""
         self._num_preemptions += 1
-        self._say(request, "preempted", mode=mode, preemptions=self._num_preemptions)
+        total, mode = self._num_preemptions, "swap" if is_swapped else "recompute"
+        self._say(request, "preempted", mode=mode, preemptions=count, preemptions_of_all=total)
         self._enter(request.request_id, "queue", is_again=True, ended="preempted")
 
     def on_step(self, plan: StepPlan, seconds: float) -> None:
@@ -179,6 +183,9 @@ class RequestEvents:
         for chunk in plan.chunks:
             computed = self.requests.get(chunk.request_id)
             if computed is None or computed.phase != "prefill":
+                continue
+            if len(chunk.token_ids) == 1 and chunk.start >= computed.request.num_prompt_tokens:
+                self.on_prefilled(chunk.request_id)  # it decodes already, since nobody looked
                 continue
             prompts += 1
             num_prompt_tokens += len(chunk.token_ids)
@@ -274,4 +281,5 @@ class RequestEvents:
             chunks = [num_tokens for _, num_tokens in computed.chunks]
             more = {"prompt_tokens": request.num_prompt_tokens, **fields}
             own = more | {"chunks": chunks} if chunks else more
-            self._timeline.add_phase(name, computed.phase, computed.since, now, own)
+            phase = computed.phase
+            self._timeline.add_phase(request_id, name, phase, computed.since, now, own)

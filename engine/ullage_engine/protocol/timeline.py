@@ -39,13 +39,20 @@ class Timeline:
         self._span("step", lane, since, ended, fields)
 
     def add_phase(
-        self, request_id: str, phase: str, since: float, until: float, fields: dict[str, object]
+        self,
+        key: str,
+        name: str,
+        phase: str,
+        since: float,
+        until: float,
+        fields: dict[str, object],
     ) -> None:
-        """Adds a phase of a request; what was before the beginning is cut off."""
-        lane = self._lanes.get(request_id)
+        """Adds a phase of a request, in the lane of its key under its name; what was before the
+        beginning is cut off."""
+        lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[request_id] = len(self._lanes) + 1
-            self._events.append(_name("thread_name", f"request {request_id}", lane))
+            lane = self._lanes[key] = len(self._lanes) + 1
+            self._events.append(_name("thread_name", f"request {name}", lane))
         self._span(phase, lane, max(since, self.began), until, fields)
 
     def add_counters(self, at: float, values: dict[str, float]) -> None:

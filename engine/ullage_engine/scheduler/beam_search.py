@@ -222,6 +222,7 @@ class _BeamGroup:
             request_id=f"{self.first.request_id}~{self.num_steps}.{place}",
             token_ids=self.first.token_ids + token_ids,
             max_tokens=max_tokens,
+            accepted_at=0.0 if self.num_steps else self.first.accepted_at,
             sampling=SamplingParams(
                 temperature=0.0, top_logprobs=max(self.rules.num_candidates, self.num_top_logprobs)
             ),

@@ -371,11 +371,11 @@ class Scheduler:
         # Before the blocks are freed: what to copy to the host is read from them.
         if not (self.tiers and self.tiers.forget(sequence)):
             self._swap.swap_out(sequence)
-        self.events.on_preempted(sequence.request, "swap" if sequence.swapped else "recompute")
         self._conv_states.release_next(sequence)
         self._sequences.stop(sequence)
         sequence.num_preemptions += 1
         self._num_preemptions += 1
+        self.events.on_preempted(sequence.request, sequence.num_preemptions, bool(sequence.swapped))
         # It outlived its estimate: reserve for what it has and as much again as is usual.
         sequence.expected_output = sequence.num_output + self._output_lengths.estimate
         self._reservations.defer(sequence)

@@ -136,7 +136,7 @@ class EngineMetrics:
                         family.add_metric((*labels, part), value)
                 yield family
             xids, silent = names.GPU_XID_ERRORS.family(), names.GPU_DRIVER_SILENT.family()
-            for (index, uuid, number), count in monitor.xid_errors.items():
+            for (index, uuid, number), count in list(monitor.xid_errors.items()):
                 xids.add_metric((*self._values, index, uuid, str(number)), count)
             silent.add_metric(self._values, monitor.is_silent)
             yield from (xids, silent)
@@ -208,30 +208,47 @@ def _families(
         yield family
 
 
+_Sums = tuple[dict[CounterName, float], dict[HistogramName, Tally], tuple[int, int]]
+_Seen = tuple[
+    WorkerState | None, dict[CounterName, float], dict[HistogramName, Tally], tuple[int, int]
+]
+
+
 class _WorkerCollector(Collector):
     """A collector of what workers report; its counts go on over their replacements."""
 
     def __init__(self, values: tuple[str, ...]) -> None:
-        self.state: WorkerState | None = None
-        """The present worker's; None before the first one is ready."""
         self._values = values
-        self._counts = dict.fromkeys(names.WORKER_COUNTERS, 0.0)
-        """What former workers counted, and tallied."""
-        self._tallies = {name: Tally() for name in names.WORKER_HISTOGRAMS}
-        self._changes = (0, 0)
+        # Replaced at once, since a scrape is in another thread: the present worker's state, None
+        # before the first one is ready, and what former workers counted, tallied and changed.
+        self._seen: _Seen = (
+            None,
+            dict.fromkeys(names.WORKER_COUNTERS, 0.0),
+            {name: Tally() for name in names.WORKER_HISTOGRAMS},
+            (0, 0),
+        )
+
+    @property
+    def state(self) -> WorkerState | None:
+        """The present worker's; None before the first one is ready."""
+        return self._seen[0]
+
+    @state.setter
+    def state(self, state: WorkerState) -> None:
+        self._seen = (state, *self._seen[1:])
 
     def replace(self) -> None:
         """Keeps what the worker has counted: the next one counts from zero."""
-        self._counts, self._tallies, self._changes = self._sums()
-        self.state = None
+        self._seen = (None, *_sums(self._seen))
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        if self.state is not None:
-            yield from _families(names.WORKER_GAUGES.items(), [(self._values, self.state)])
-        counts, tallies, changes = self._sums()
+        seen = self._seen
+        if seen[0] is not None:
+            yield from _families(names.WORKER_GAUGES.items(), [(self._values, seen[0])])
+        counts, tallies, changes = _sums(seen)
         for counter_name, count in counts.items():
             counter = counter_name.family()
             counter.add_metric(self._values, count)
@@ -243,23 +260,17 @@ class _WorkerCollector(Collector):
             directions.add_metric((*self._values, direction), count)
         yield directions
 
-    def _sums(
-        self,
-    ) -> tuple[dict[CounterName, float], dict[HistogramName, Tally], tuple[int, int]]:
-        """Returns what all workers have counted."""
-        state = self.state
-        if state is None:
-            return self._counts, self._tallies, self._changes
-        counts = {
-            name: self._counts[name] + read(state) for name, read in names.WORKER_COUNTERS.items()
-        }
-        tallies = {
-            name: self._tallies[name] + read(state)
-            for name, read in names.WORKER_HISTOGRAMS.items()
-        }
-        grown, shrunk = self._changes
-        changes = (grown + state.figures.num_grown, shrunk + state.figures.num_shrunk)
-        return counts, tallies, changes
+
+def _sums(seen: _Seen) -> _Sums:
+    """Returns what all workers have counted."""
+    state, counts, tallies, (grown, shrunk) = seen
+    if state is None:
+        return counts, tallies, (grown, shrunk)
+    return (
+        {name: counts[name] + read(state) for name, read in names.WORKER_COUNTERS.items()},
+        {name: tallies[name] + read(state) for name, read in names.WORKER_HISTOGRAMS.items()},
+        (grown + state.figures.num_grown, shrunk + state.figures.num_shrunk),
+    )
 
 
 class _WithAliases(Collector):

@@ -127,7 +127,10 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._metrics.refused(error.reason)
             served.end("refused", _refusal_fields(error), error=error.reason)
             await abort(context, error)
-        except BaseException as error:
+        except asyncio.CancelledError:  # its client has gone while it was tokenised
+            served.end("finished", {"outcome": "cancelled"}, error="cancelled")
+            raise
+        except Exception as error:
             served.end("refused", {}, error=type(error).__name__)
             raise
         prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""

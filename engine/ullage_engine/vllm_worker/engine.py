@@ -578,8 +578,8 @@ class VllmEngine:
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks, to go on when they can be had again."""
         if sequence.is_running:
-            self.events.on_preempted(sequence.request, "recompute")
             sequence.num_preemptions += 1
+            self.events.on_preempted(sequence.request, sequence.num_preemptions, False)
             self._num_preemptions += 1
         self._stop(sequence)
         self._defer(sequence)

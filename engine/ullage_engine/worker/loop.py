@@ -336,10 +336,12 @@ class Worker:
                 self._engine.inject_out_of_memory(after_steps)
             case LimitBatch(share=share):
                 self._pressure.limit_batch(share)
+                # At once: requests behind this message are not to start in a larger batch.
+                self._engine.set_batch_share(self._pressure.batch_share)
             case StartProfile() if self._profile is None:
                 self._start_profile(message)
             case StopProfile() if self._profile is not None:
-                self._profile.stop()
+                self._profile.stop_soon()
             case Shutdown():
                 self._is_stopping = True
 

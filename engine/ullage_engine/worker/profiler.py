@@ -140,6 +140,10 @@ class Profile:
         if self._writing is None:
             self._recorder.on_state(state)
 
+    def stop_soon(self) -> None:
+        """Ends the look when `advance` is called next."""
+        self._until = 0.0
+
     def advance(self, num_steps: int) -> ProfileDone | None:
         """Ends the look when it is time to; returns the answer when the file is there."""
         if self._writing is None:

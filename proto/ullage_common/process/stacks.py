@@ -34,6 +34,7 @@ def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
 
+    faulthandler.unregister(signal.SIGUSR1)  # of the start, before there was a loop
     loop.add_signal_handler(signal.SIGUSR1, dump)
     with contextlib.suppress(OSError, ValueError):
         # After the loop's own handler, which it then calls.

@@ -57,6 +57,7 @@ def test_each_line_has_the_clients_id(make_rig: MakeRig, caplog: pytest.LogCaptu
         *("admitted", "first_chunk", "preempted", "resumed", "finished")
     ]
     assert (told[2]["mode"], told[2]["preemptions"]) == ("swap", 1)
+    assert told[2]["preemptions_of_all"] == 1
     assert (told[-1]["finish"], told[-1]["preemptions"]) == ("length", 1)
     assert not rig.scheduler.events.requests
 

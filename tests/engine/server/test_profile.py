@@ -58,8 +58,10 @@ def test_a_file_of_the_asked_steps_comes_and_nothing_stays(
     async def scenario() -> None:
         async with serve(config=allowing) as engine:
             answer = asyncio.create_task(engine.generate(ask()))
-            trace = json.loads(gzip.decompress(await received(engine.admin.Profile(look()))))
-            assert trace["traceEvents"]
+            responses = [each async for each in engine.admin.Profile(look())]
+            assert [r.progress.steps for r in responses if r.HasField("progress")][-1] >= 5
+            trace = json.loads(gzip.decompress(b"".join(r.chunk for r in responses)))
+            assert sum(event["name"] == "step" for event in trace["traceEvents"]) >= 5
             assert not left(run_dir)
             answer.cancel()
 

@@ -151,6 +151,7 @@ class FakeWorker:
         self._embeds: list[EngineRequest] = []
         self._pressure = PressureController(options.degrade)
         self._profile: Profile | None = None
+        self._events = RequestEvents()
         self._num_ooms = 0
         self._num_steps = 0
         self._parent = os.getppid()
@@ -198,9 +199,9 @@ class FakeWorker:
                 self._num_ooms += 1
                 self._send(StateReport(state=self._state()))
             case StartProfile():
-                self._profile = Profile(message, RequestEvents(), self._num_steps)
+                self._profile = Profile(message, self._events, self._num_steps)
             case StopProfile() if self._profile:
-                self._profile.stop()
+                self._profile.stop_soon()
             case Shutdown():
                 return False
         return True
@@ -273,6 +274,7 @@ class FakeWorker:
         stepped = [sequence.step() for sequence in self._sequences.values()]
         outputs = [output for output in stepped if output is not None]
         self._num_steps += 1
+        self._events.note_step(self._options.step_s, len(stepped), len(stepped), 0)
         self._send(StepDone(outputs=outputs))
         for output in outputs:
             if output.finish:

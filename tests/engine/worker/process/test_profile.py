@@ -35,7 +35,7 @@ def test_operations_are_in_the_ranges_of_a_step(
     assert any(event["name"].startswith("aten::") for event in events)
     # Afterwards nobody looks, and another look is possible.
     again = profiled(worker, tmp_path / "q.json.gz", "timeline", requests)
-    assert again
+    assert sum(event["name"] == "step" for event in again) == 6
 
 
 def test_a_timeline_has_steps_and_a_lane_for_each_request(
