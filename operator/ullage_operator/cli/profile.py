@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,14 +144,11 @@ def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
     """Returns an engine of a running `ullage up`."""
+    pool = re.escape(options.pool) if options.pool else "[a-z0-9]+"
+    pattern = re.compile(f"{re.escape(options.service)}-{pool}-{options.engine}")
+    engines = [engine for folder in local_folders() for engine in _engines_of(folder)]
+    found = [each for each in engines if pattern.fullmatch(each["id"])]
     start = f"{options.service}-{options.pool}-" if options.pool else f"{options.service}-"
-    engines = [
-        engine
-        for folder in local_folders()
-        for engine in json.loads((folder / "state.json").read_text(encoding="utf-8"))["engines"]
-    ]
-    wanted = [each for each in engines if each["id"].startswith(start)]
-    found = [each for each in wanted if each["id"].endswith(f"-{options.engine}")]
     if not found:
         known = ", ".join(each["id"] for each in engines) or "none"
         raise LocalFailure(
@@ -158,3 +156,12 @@ def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
             "for a cluster give --namespace"
         )
     return found[0]  # type: ignore[no-any-return]
+
+
+def _engines_of(folder: Path) -> list[dict[str, Any]]:
+    """Returns the engines of an `ullage up`; none of one that has just ended."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return list(state["engines"])

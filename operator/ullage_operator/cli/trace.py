@@ -190,14 +190,23 @@ def of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
     wanted = [(name, more) for name, restarts in pods for more in parts[: 1 + (restarts > 0)]]
     print(f"reading the logs of {len(pods)} pods ...", file=sys.stderr)
 
-    def read(one: tuple[str, list[str]]) -> Log:
+    def read(one: tuple[str, list[str]]) -> Log | LocalFailure:
         name, more = one
         command = ["logs", name, "--all-containers", f"--since={since}", *more]
-        # What was before a restart may be gone, which is no reason to show nothing.
-        return Log(name, _kubectl(namespace, *command, may_fail=bool(more)).splitlines())
+        try:
+            return Log(name, _kubectl(namespace, *command).splitlines())
+        except LocalFailure as failure:
+            return failure
 
     with ThreadPoolExecutor(READERS) as readers:
-        return list(readers.map(read, wanted))
+        answers = list(readers.map(read, wanted))
+    # A pod that starts has no log yet, and what was before a restart may be gone.
+    failures = [each for each in answers if isinstance(each, LocalFailure)]
+    if len(failures) == len(answers):
+        raise failures[0]
+    for failure in failures:
+        print(f"left out: {failure}", file=sys.stderr)
+    return [each for each in answers if isinstance(each, Log)]
 
 
 def _restarts_of(pod: Mapping[str, Any]) -> tuple[str, int]:
@@ -206,13 +215,13 @@ def _restarts_of(pod: Mapping[str, Any]) -> tuple[str, int]:
     return pod["metadata"]["name"], sum(status.get("restartCount", 0) for status in statuses)
 
 
-def _kubectl(namespace: str, *arguments: str, may_fail: bool = False) -> str:
+def _kubectl(namespace: str, *arguments: str) -> str:
     command = ["kubectl", "--namespace", namespace, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_S)
     except subprocess.TimeoutExpired:
         raise LocalFailure(f"{' '.join(command)}: no end after {KUBECTL_S:.0f} s") from None
-    if done.returncode and not may_fail:
+    if done.returncode:
         said = " ".join(done.stderr.split()) or f"status {done.returncode}"
         raise LocalFailure(f"{' '.join(command)}: {said}")
     return done.stdout
@@ -258,7 +267,7 @@ def _order(step: Step) -> tuple[datetime, int]:
 
 def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
     """Returns a line of the request; None for others, and for what is no line of a process."""
-    if request_id not in text:
+    if json.dumps(request_id, ensure_ascii=False)[1:-1] not in text:
         return None
     try:
         line = json.loads(text)

@@ -135,6 +135,8 @@ def burn_rates(service: Service) -> list[Rule]:
     slo, of_routers = service.spec.slo, routers(service)
     late = {"ttft_p95": ("ttft", slo.ttft_p95, 0.05), "e2e_p95": ("e2e", slo.e2e_p95, 0.05)}
     late |= {name: ("e2e", slo.e2e_p95 * factor, share) for name, factor, share in TAILS}
+    # Of what takes longer than the last bucket nobody knows whether it was in time.
+    late = {name: each for name, each in late.items() if each[1] <= SECONDS[-1]}
     rules = []
     for window in WINDOWS:
         missed = {"errors": f"{failed_share(of_routers, window)} / {slo.error_rate:g}"}
@@ -158,7 +160,6 @@ def failed_share(matchers: str, window: str) -> str:
 def late_share(histogram: str, matchers: str, objective_s: float, window: str) -> str:
     """The share of requests that took longer, between two buckets in proportion, as Prometheus'
     own quantiles are."""
-    objective_s = min(objective_s, SECONDS[-1])
     above = SECONDS[bisect_left(SECONDS, objective_s)]
     below = max((bound for bound in SECONDS if bound < objective_s), default=0.0)
     part = (objective_s - below) / (above - below)
@@ -285,7 +286,7 @@ def router_alerts(service: Service) -> list[Alert]:
         ),
         Alert(
             "UllageStreamsSlow",
-            f"{slow} / {streams} > {SLOW_STREAMS}",
+            f"{slow} / {streams} > {SLOW_STREAMS} {and_several(service, PAGE_REQUESTS, '1h')}",
             "warning",
             f"More than {SLOW_STREAMS:.0%} of streams are slower than people read.",
             f"They get less than {READING_SPEED:g} tokens a second after the first one.",

@@ -361,6 +361,8 @@ class Admission:
         reservation = Reservation(engine, credit, prompt, run.max_tokens, run.choices)
         if run.choices:
             await self.window.settle(reservation)
+            if reservation.engine is not engine:
+                available = reservation.engine.available + reservation.credit.size
         self._balancer.on_placed(request.cache_key, request.preferred, reservation.engine)
         call = request.call
         decision = _accepted(call, run, reservation)

@@ -44,6 +44,8 @@ REQUEST_ID = "ullage.request_id"
 SpanKind = Literal["internal", "server", "client"]
 Value = str | bool | int | float | Sequence[str]
 
+MAX_VALUE = 1024
+"""Characters of an attribute, which clients may choose; a longer one is cut off there."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 """Longest time that spans may still take to leave when a process ends."""
@@ -211,7 +213,7 @@ def start_tracing(
         return None
     try:
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
@@ -228,6 +230,7 @@ def start_tracing(
         resource=Resource.create(own),
         sampler=ParentBased(TraceIdRatioBased(section.sample_ratio)),
         shutdown_on_exit=False,
+        span_limits=SpanLimits(max_attribute_length=MAX_VALUE, max_span_attribute_length=MAX_VALUE),
     )
     provider.add_span_processor(
         BatchSpanProcessor(

@@ -192,6 +192,18 @@ def test_pods_are_read_with_kubectl(
     assert sum("--previous" in call for call in read) == 1
 
 
+def test_a_pod_without_a_log_is_left_out(
+    kubectl: Callable[[], list[str]], logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pods = json.loads((logs / "pods.json").read_text())
+    pods["items"].append({"metadata": {"name": "starting"}})
+    (logs / "pods.json").write_text(json.dumps(pods))
+    assert main(["trace", "mine", "-n", "prod", "-o", "json"]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == len(ORDER)
+    assert "left out: kubectl" in captured.err
+
+
 def test_kubectls_own_errors_are_shown(
     kubectl: Callable[[], list[str]], logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

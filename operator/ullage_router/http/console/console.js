@@ -105,6 +105,7 @@ async function eachEvent(response, onEvent) {
 async function follow() {
   for (let delay = 500; ; delay = Math.min(2 * delay, 5000)) {
     let wait = delay;
+    let text = "the router is away; connecting …";
     try {
       const response = await fetch("/console/events", { headers: authorized(), cache: "no-store" });
       if (response.status === 401) {
@@ -120,12 +121,12 @@ async function follow() {
           if (name === "decisions") onDecisions(JSON.parse(data));
         });
       } else {
-        link((await response.json()).error.message, false);
+        text = (await response.json()).error.message;
       }
     } catch (error) {
       // The router is away: it is asked again below.
     }
-    if (wait < Infinity) link("the router is away; connecting …", false);
+    if (wait < Infinity) link(text, false);
     await pause(wait);
   }
 }
