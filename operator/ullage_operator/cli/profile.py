@@ -155,7 +155,7 @@ def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
             f"no engine {options.engine} of {start.removesuffix('-')} runs here, only {known}; "
             "for a cluster give --namespace"
         )
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def _engines_of(folder: Path) -> list[dict[str, Any]]:
