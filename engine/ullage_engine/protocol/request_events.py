@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ullage_common.process import tracing
 from ullage_common.process.logs import MORE_FIELDS
-from ullage_common.process.tracing import Span, Tracer, Value
+from ullage_common.process.tracing import Span, Tracer, Value, known_values
 from ullage_engine.protocol.messages import EngineRequest, TokenOutput
 from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.protocol.timeline import Timeline
@@ -42,11 +42,6 @@ def _tell(
     if logger.isEnabledFor(logging.INFO):
         own = {"request_id": request_id, "event": event}
         logger.info(event, extra={MORE_FIELDS: {**own, **fields}})
-
-
-def _values(fields: Mapping[str, object]) -> dict[str, Value]:
-    """Returns the fields that OpenTelemetry takes."""
-    return {k: v for k, v in fields.items() if isinstance(v, str | bool | int | float | list)}
 
 
 class ServedRequest:
@@ -87,7 +82,7 @@ class ServedRequest:
         """Says something of the request in the log, and as an event of its span."""
         _tell(server_log, self.client_id, event, fields)
         if self._span:
-            values = _values(fields)
+            values = known_values(fields)
             self._span.event(event, values)
             self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
@@ -103,7 +98,7 @@ class ServedRequest:
         """Says how the request ended; `error` is the kind of failure, if it was one."""
         _tell(server_log, self.client_id, event, {**fields, "reason": error} if error else fields)
         if self._span:
-            self._span.set(_values({_NAMES.get(name, name): v for name, v in fields.items()}))
+            self._span.set(known_values({_NAMES.get(name, name): v for name, v in fields.items()}))
             self._span.end(error=error)
 
 

@@ -123,6 +123,8 @@ class InferenceService(rpc.InferenceServiceServicer):
             self._ticket_verifier.admit(request, context.invocation_metadata())
             tokenizer_bundle = self._accepting()
             job = await self._job(request, key, served, tokenizer_bundle)
+            prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
+            group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix)
         except ServiceError as error:
             self._metrics.refused(error.reason)
             served.end("refused", _refusal_fields(error), error=error.reason)
@@ -133,13 +135,11 @@ class InferenceService(rpc.InferenceServiceServicer):
         except Exception as error:
             served.end("refused", {}, error=type(error).__name__)
             raise
-        prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
-        group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix)
         outcome, failure = "cancelled", None
-        for entry in group.entries:
-            self._journal.open(entry)
-        self._supervisor.submit(group.entries)
         try:
+            for entry in group.entries:
+                self._journal.open(entry)
+            self._supervisor.submit(group.entries)
             with self._engine_status.step_limits.held(request.step_limit_s):
                 streaming = self._stream(group, tokenizer_bundle, context)
                 outcome = (await self._in_time(streaming, context)).reason

@@ -5,11 +5,11 @@ engines is made when the request is over, from the timeline of its record. Neith
 answers are in any span.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.process import tracing
-from ullage_common.process.tracing import Span, Tracer, Value
+from ullage_common.process.tracing import Span, Tracer, Value, known_values
 from ullage_router.telemetry.record import Moment, RequestRecord
 
 PROVIDER = "ullage"
@@ -72,7 +72,7 @@ def _operation(request: inference_pb2.GenerateRequest) -> str:
 
 
 def _add(span: Span, moment: Moment) -> None:
-    attributes = _values(moment.fields)
+    attributes = known_values(moment.fields)
     began = moment.at_s - moment.seconds
     if moment.event == "decided" or moment.event not in _SPANS:
         span.event(moment.event, attributes, moment.at_s)
@@ -83,7 +83,7 @@ def _add(span: Span, moment: Moment) -> None:
 
 def _outcome(record: RequestRecord) -> dict[str, Value]:
     decision = record.decision
-    return _values(
+    return known_values(
         {
             tracing.RESPONSE_MODEL: decision.model or None,
             tracing.STATUS: record.status,
@@ -105,12 +105,3 @@ def _outcome(record: RequestRecord) -> dict[str, Value]:
             "ullage.coalesced_with": decision.coalesced_with or None,
         }
     )
-
-
-def _values(fields: Mapping[str, object]) -> dict[str, Value]:
-    """Returns the fields that are known, as OpenTelemetry takes them."""
-    return {
-        name: value
-        for name, value in fields.items()
-        if isinstance(value, str | bool | int | float | list)
-    }

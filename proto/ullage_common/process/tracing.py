@@ -53,6 +53,15 @@ CLOSE_TIMEOUT_S = 5.0
 log = logging.getLogger(__name__)
 
 
+def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
+    """Returns the fields that have a value, as OpenTelemetry takes them."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, str | bool | int | float | list)
+    }
+
+
 class TracingSection(Strict, frozen=True, kw_only=True):
     """Where spans go."""
 
