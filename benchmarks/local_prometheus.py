@@ -21,8 +21,8 @@ READY_S = 60.0
 def find() -> str | None:
     """Returns its program: ULLAGE_PROMETHEUS, else beside python, else on PATH."""
     beside = Path(sys.prefix, "bin", "prometheus")
-    found = os.environ.get("ULLAGE_PROMETHEUS") or (str(beside) if beside.exists() else None)
-    return found or shutil.which("prometheus")
+    binary = os.environ.get("ULLAGE_PROMETHEUS") or (str(beside) if beside.exists() else None)
+    return binary or shutil.which("prometheus")
 
 
 class Prometheus:
@@ -47,8 +47,8 @@ class Prometheus:
 
     def query(self, text: str) -> list[dict[str, Any]]:
         """Returns the series of a query at this moment."""
-        found: list[dict[str, Any]] = self.get("query", query=text)["result"]
-        return found
+        samples: list[dict[str, Any]] = self.get("query", query=text)["result"]
+        return samples
 
 
 @contextlib.contextmanager

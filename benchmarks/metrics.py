@@ -339,19 +339,19 @@ def main() -> int:
     scrapes = {name: scrape(registry) for name, registry in registries.items()}
     costs = measure_costs()
     missed = [f"scrape of {name}" for name, each in scrapes.items() if each["ms"] > MOST_SCRAPE_MS]
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "scrape": scrapes,
         "us": {name: round(value, 3) for name, value in vars(costs).items()},
     }
     if not options.quick:
         print("measuring a service under load ...", file=sys.stderr)
         did = under_load(options)
-        found["service"] = {name: round(value, 3) for name, value in did.items()}
+        report["service"] = {name: round(value, 3) for name, value in did.items()}
         for name, share in shares(costs, did).items():
-            found[name] = round(share, 5)
+            report[name] = round(share, 5)
             if share > MOST_SHARE and name != "server_share":
                 missed.append(name)
-    print(json.dumps(found | {"missed": missed}, indent=2))
+    print(json.dumps(report | {"missed": missed}, indent=2))
     return 1 if missed else 0
 
 

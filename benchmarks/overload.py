@@ -248,17 +248,17 @@ def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | 
     while prometheus.query(firing) and time.monotonic() < end:
         time.sleep(1)
     still = {each["metric"]["alertname"] for each in prometheus.query(FIRING)}
-    found = dict[str, list[list[float | None]]]()
+    spells_by_alert = dict[str, list[list[float | None]]]()
     for series in prometheus.query(f"{FIRING}[1h]"):
         name = series["metric"]["alertname"]
-        spells = found.setdefault(name, [])
+        spells = spells_by_alert.setdefault(name, [])
         times = [at for at, _ in series["values"]]
         gaps = [n for n in range(1, len(times)) if times[n] - times[n - 1] > GAP_S]
         for first, last in itertools.pairwise([0, *gaps, len(times)]):
             spells.append([round(times[first] - began, 1), round(times[last - 1] + 1 - began, 1)])
         if name in still:
             spells[-1][1] = None
-    return found
+    return spells_by_alert
 
 
 async def ready(session: aiohttp.ClientSession, url: str, engines: int) -> None:
@@ -413,10 +413,10 @@ async def run(plan: Plan, with_prometheus: bool) -> dict[str, Any]:
         before, began = cpu_s(router), time.time()
         started, answers = await load(client, plan, capacity)
         used_ms = 1e3 * (cpu_s(router) - before) / len(answers)
-        found = {**figures(plan, capacity, started, answers), "router_cpu_ms": round(used_ms, 3)}
+        report = {**figures(plan, capacity, started, answers), "router_cpu_ms": round(used_ms, 3)}
         if prometheus:
-            found["alerts"] = await asyncio.to_thread(alerts, prometheus, began)
-    return found
+            report["alerts"] = await asyncio.to_thread(alerts, prometheus, began)
+    return report
 
 
 def has_fired_and_cleared(alerts: Mapping[str, list[list[float | None]]]) -> bool:

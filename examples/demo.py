@@ -207,9 +207,9 @@ async def story(demo: Demo) -> None:
     process = await asyncio.create_subprocess_exec(
         *command, "--logs", demo.run_dir, stdout=subprocess.PIPE
     )
-    told = (await process.communicate())[0].decode()
-    demo.console.print(told.rstrip(), style="dim", highlight=False, markup=False)
-    demo.expect("admission_action=reject" in told, "the decision is there, with its reason")
+    story_text = (await process.communicate())[0].decode()
+    demo.console.print(story_text.rstrip(), style="dim", highlight=False, markup=False)
+    demo.expect("admission_action=reject" in story_text, "the decision is there, with its reason")
 
 
 async def kill(demo: Demo) -> None:

@@ -17,20 +17,22 @@ DASHBOARDS = (FLEET, ENGINE, ROUTER, GPU, TIERS, OPERATOR)
 
 
 def main() -> int:
-    made = {FOLDER / f"{each.uid}.json": render(each) for each in DASHBOARDS}
+    generated = {FOLDER / f"{each.uid}.json": render(each) for each in DASHBOARDS}
     there = {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
     if "--check" in sys.argv[1:]:
-        if made == there:
+        if generated == there:
             return 0
-        wrong = [path.name for path in {*made, *there} if made.get(path) != there.get(path)]
+        wrong = [
+            path.name for path in {*generated, *there} if generated.get(path) != there.get(path)
+        ]
         names = ", ".join(sorted(wrong))
         print(
             f"out of date in {FOLDER.relative_to(ROOT)}: {names}; run python scripts/dashboards.py"
         )
         return 1
-    for path in there.keys() - made.keys():
+    for path in there.keys() - generated.keys():
         path.unlink()
-    for path, text in made.items():
+    for path, text in generated.items():
         path.write_text(text, encoding="utf-8")
     return 0
 

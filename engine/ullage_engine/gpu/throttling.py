@@ -37,11 +37,11 @@ def counted_reasons(
 ) -> frozenset[str] | None:
     """Returns the reasons that count of all GPUs together, since they compute at the pace of the
     slowest; None: the driver says nothing."""
-    known = [reasons for reasons in gpus if reasons is not None]
-    if not known:
+    reported = [reasons for reasons in gpus if reasons is not None]
+    if not reported:
         return None
     ignored = frozenset() if section.power_cap else frozenset({"power_cap"})
-    return frozenset().union(*known) - ignored
+    return frozenset().union(*reported) - ignored
 
 
 def advance(

@@ -150,6 +150,8 @@ class Profile:
             self._num_steps = num_steps - self._first_step
             if self._recorder.is_full:
                 log.warning("a profile ends early: its events took the memory that they may have")
+                if not self._num_steps:
+                    self._error = "there is too little memory to look at a step; free some"
                 self.stop()
             elif self._num_steps >= self._start.steps or time.monotonic() >= self._until:
                 self.stop()

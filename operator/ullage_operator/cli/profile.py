@@ -147,15 +147,15 @@ def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
     pool = re.escape(options.pool) if options.pool else "[a-z0-9]+"
     pattern = re.compile(f"{re.escape(options.service)}-{pool}-{options.engine}")
     engines = [engine for folder in local_folders() for engine in _engines_of(folder)]
-    found = [each for each in engines if pattern.fullmatch(each["id"])]
+    matching = [each for each in engines if pattern.fullmatch(each["id"])]
     start = f"{options.service}-{options.pool}-" if options.pool else f"{options.service}-"
-    if not found:
-        known = ", ".join(each["id"] for each in engines) or "none"
+    if not matching:
+        ids = ", ".join(each["id"] for each in engines) or "none"
         raise LocalFailure(
-            f"no engine {options.engine} of {start.removesuffix('-')} runs here, only {known}; "
+            f"no engine {options.engine} of {start.removesuffix('-')} runs here, only {ids}; "
             "for a cluster give --namespace"
         )
-    return found[0]
+    return matching[0]
 
 
 def _engines_of(folder: Path) -> list[dict[str, Any]]:

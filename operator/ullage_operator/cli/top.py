@@ -353,12 +353,12 @@ def engines_table(frame: Frame, with_blocks: bool) -> Table:
 def bar(engine: EngineRow, cells: str) -> Text:
     """Draws the KV pool: each part that is not empty has a cell at the least."""
     sizes = (engine.used_bytes, engine.committed_bytes, engine.reclaimable_bytes)
-    text, left = Text(), BAR_CELLS
+    text, num_free = Text(), BAR_CELLS
     for cell, (_, style), part in zip(cells, PARTS, sizes, strict=False):
-        count = min(left, max(part > 0, round(BAR_CELLS * part / engine.pool_bytes)))
+        count = min(num_free, max(part > 0, round(BAR_CELLS * part / engine.pool_bytes)))
         text.append(cell * count, style)
-        left -= count
-    return text.append(cells[-1] * left, "dim")
+        num_free -= count
+    return text.append(cells[-1] * num_free, "dim")
 
 
 def queue_line(frame: Frame) -> Text:

@@ -326,9 +326,9 @@ def render(request_id: str, steps: list[Step]) -> Iterator[str]:
     events = max(len(step.event) for step in steps)
     for step in steps:
         after_ms = max(0.0, (step.at - first).total_seconds() * 1000)
-        told = "  ".join(f"{name}={_value(value)}" for name, value in step.fields.items())
+        details = "  ".join(f"{name}={_value(value)}" for name, value in step.fields.items())
         head = f"{after_ms:+11.1f} ms  {step.process:6}  {step.pod:{pods}}  {step.event:{events}}"
-        yield f"{head}  {told}".rstrip()
+        yield f"{head}  {details}".rstrip()
 
 
 def _value(value: Any) -> str:

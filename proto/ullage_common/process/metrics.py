@@ -231,8 +231,8 @@ def _label_text(labels: tuple[tuple[str, str], ...]) -> str:
 
 def metric_names(module: object) -> list[MetricName]:
     """Lists all metrics that a module names, those in its tables too, by name."""
-    found: set[MetricName] = set()
+    names: set[MetricName] = set()
     for value in vars(module).values():
         values: Iterable[object] = value if isinstance(value, dict | tuple) else (value,)
-        found.update(each for each in values if isinstance(each, MetricName))
-    return sorted(found, key=lambda each: each.name)
+        names.update(each for each in values if isinstance(each, MetricName))
+    return sorted(names, key=lambda each: each.name)

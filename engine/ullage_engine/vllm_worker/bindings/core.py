@@ -180,8 +180,8 @@ def _sized_executor(
             on_stage("warm_up")
             if is_cpu():
                 self.collective_rpc("ullage_warm_up")
-            found = super().determine_available_memory()
-            return size_pool(found, _blank_slots(self))
+            num_bytes = super().determine_available_memory()
+            return size_pool(num_bytes, _blank_slots(self))
 
         def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
             self.kv_configs = kv_cache_configs
