@@ -173,7 +173,8 @@ class Router:
     def _stats(self, authorization: str | None) -> bytes:
         """The state of this process, and which of the router's processes it is."""
         self.service.tenants.check_stats(authorization)
-        return msgspec.json.encode(self.service.snapshot())
+        latest = self.service.stats.latest()
+        return msgspec.json.encode({**self.service.snapshot(), "latest": latest})
 
     async def _serve_metrics(self) -> None:
         section, is_shared = self._config.metrics, self._siblings is not None

@@ -502,7 +502,7 @@ def pool_status(service: Service, pool: str, workload: Workload, observed: Obser
         "readyReplicas": workload.ready,
         "restarts": sum(restart_count(pod) for pod in observed.pods if pool_of(pod) == pool),
         "workerRestarts": worker_restarts(engines, before.get("workerRestarts", 0)),
-        "boostOff": boost_off_engines(engines, before.get("boostOff", 0)),
+        "boostOff": boost_off_engines(engines, before.get("boostOff", 0)) if workload.exist else 0,
         "selector": naming.selector_text(match),
         **({} if pressure is None else {"pressureLevel": pressure}),
         **pool_scaling(service.spec.pools[pool], observed.scaling.changes.get(pool), before),

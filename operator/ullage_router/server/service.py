@@ -203,7 +203,7 @@ class RouterService:
         self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:
-        """The body of /stats: the state of this process, and which of the router's it is."""
+        """Returns what /stats shows beside the latest requests."""
         queue = self.config.routing.queue
         waits, now = self.queue.waits().values(), time.monotonic()
         return {
@@ -241,7 +241,6 @@ class RouterService:
             "rollout": self.rollout.as_json(),
             "picks": self.issuer.as_json(),
             "cascade": self.cascade.snapshot() if self.cascade else [],
-            "latest": self.stats.latest(),
             **self.tenants.snapshot(),
             **self.tls.snapshot(),
             **self._process,

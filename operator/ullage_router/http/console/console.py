@@ -205,9 +205,9 @@ class Console:
             self._readers.remove(reader)
 
     def _state(self) -> dict[str, object]:
-        state = self._service.snapshot()
-        del state["latest"]  # which are events of their own
-        return state | {"console": {"local": self._is_local, "chat": self._has_chat}}
+        return self._service.snapshot() | {
+            "console": {"local": self._is_local, "chat": self._has_chat}
+        }
 
     async def _relay(self, path: Path, reply: Reply) -> None:
         """Sends the events of another process, also of the one that starts in its place."""
