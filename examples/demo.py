@@ -208,7 +208,9 @@ async def story(demo: Demo) -> None:
         *command, "--logs", demo.run_dir, stdout=subprocess.PIPE
     )
     story_text = (await process.communicate())[0].decode()
-    demo.console.print(story_text.rstrip(), style="dim", highlight=False, markup=False)
+    demo.console.print(
+        story_text.rstrip(), style="dim", highlight=False, markup=False, soft_wrap=True
+    )
     demo.expect("admission_action=reject" in story_text, "the decision is there, with its reason")
 
 

@@ -312,7 +312,11 @@ def _timeline(line: dict[str, Any], pod: str) -> Iterator[Step]:
 
     yield Step(at(0.0), "router", pod, "arrived", {})
     for moment in line["timeline"]:
-        fields = {k: v for k, v in moment.items() if k not in ("event", "after_s")}
+        fields = {
+            name: value
+            for name, value in moment.items()
+            if name not in ("event", "after_s") and value not in (None, "")
+        }
         yield Step(at(moment["after_s"]), "router", pod, moment["event"], fields)
     fields = {name: line[name] for name in _WHOLE if line.get(name) not in (None, "", [], {})}
     yield Step(at(line["duration_s"]), "router", pod, line.get("event", "finished"), fields)
