@@ -497,12 +497,14 @@ def pool_status(service: Service, pool: str, workload: Workload, observed: Obser
     pressure = observed.pressure_levels.get(pool)
     before = observed.status.get("pools", {}).get(pool, {})
     engines = [engine for engine in observed.engine_health.values() if engine.pool == pool]
+    # Of a pool that sleeps nobody reports, and what was is over.
+    num_hot = before.get("boostOff", 0) if engines or workload.exist else 0
     return {
         "replicas": workload.exist,
         "readyReplicas": workload.ready,
         "restarts": sum(restart_count(pod) for pod in observed.pods if pool_of(pod) == pool),
         "workerRestarts": worker_restarts(engines, before.get("workerRestarts", 0)),
-        "boostOff": boost_off_engines(engines, before.get("boostOff", 0)) if workload.exist else 0,
+        "boostOff": boost_off_engines(engines, num_hot),
         "selector": naming.selector_text(match),
         **({} if pressure is None else {"pressureLevel": pressure}),
         **pool_scaling(service.spec.pools[pool], observed.scaling.changes.get(pool), before),

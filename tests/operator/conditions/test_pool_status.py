@@ -65,3 +65,14 @@ def test_the_status_names_the_level_alone(make_plan: Callable[..., ServicePlan])
     pools = make_plan(observed, pools={"large": {}}).status["pools"]
     assert pools["single"]["pressureLevel"] == 2
     assert "headroom" not in pools["single"] and "pressureLevel" not in pools["large"]
+
+
+def test_a_pool_that_sleeps_has_no_hot_engines_any_more(
+    make_plan: Callable[..., ServicePlan],
+) -> None:
+    now, hot = datetime(2026, 1, 2, tzinfo=UTC), {"pools": {"single": {"boostOff": 1}}}
+    asleep = make_plan(Observed(now=now, status=hot)).status["pools"]
+    assert asleep["single"]["boostOff"] == 0
+    unheard = {"single-0": EngineHealth(pool="single")}
+    awake = make_plan(Observed(now=now, status=hot, engine_health=unheard)).status["pools"]
+    assert awake["single"]["boostOff"] == 1
