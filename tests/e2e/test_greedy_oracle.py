@@ -138,7 +138,7 @@ def test_alone_and_among_others(
 def test_prompts_that_are_not_chunked(
     start_engine: Callable[..., "Engine"], expected: list[tuple[list[int], list[int]]]
 ) -> None:
-    engine = start_engine(batching={"prefill_chunk_tokens": 0})
+    engine = start_engine(model={"quantization": "none"}, batching={"prefill_chunk_tokens": 0})
 
     async def scenario() -> None:
         # A short prompt alone is one chunk either way.

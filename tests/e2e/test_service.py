@@ -74,7 +74,7 @@ def test_an_overload_gives_success_or_429_and_memory_comes_back(service: "Servic
     before = free_bytes(service)
 
     async def scenario() -> None:
-        prompts = [f"Report {i}. " + SENTENCE * 25 + "Summarise." for i in range(20)]
+        prompts = [f"Report {i}. " + SENTENCE * 25 + "Summarise." for i in range(40)]
         answers = await asyncio.gather(*(ask(service, prompt, 24) for prompt in prompts))
         assert {status for status, _, _ in answers} == {200, 429}
         for status, headers, _ in answers:

@@ -7,7 +7,7 @@ start without it.
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from ullage_testing.fake_device import Rig
@@ -80,8 +80,9 @@ def load(weights_dir: Path) -> "Callable[..., LoadedModel]":
         source: str,
         dtype: torch.dtype = torch.float32,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        quantization: Literal["auto", "none"] = "none",
     ) -> "LoadedModel":
-        section = ModelSection(source=source, name="test")
+        section = ModelSection(source=source, name="test", quantization=quantization)
         return load_weights(section, device, dtype, weights_dir, lambda done, total: None)
 
     return load_source

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.quantization.formats import TILE_GROUPS
 
 MAX_TILE_ROWS = 128
 """Most prompt tokens whose scores are computed at once; measured fastest of 32 to 256."""
@@ -242,6 +243,8 @@ class StepLimits:
     out."""
     windowed: bool = False
     """Whether layers with sliding windows have KV blocks of their own."""
+    native: int = 0
+    """Threads of the C++ library, if it computes whole steps; 0: it does not."""
 
     def product_rows(self, tokens: int) -> int:
         """Returns the rows of the layers' products for a step of `tokens`, padding included."""
@@ -298,6 +301,8 @@ def mask_width(max_model_len: int) -> int:
 
 def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Activations of one layer at a time, the gather workspace, rotary tables and the mask."""
+    if limits.native:
+        return native_arena(model_config, limits)
     tokens, itemsize = limits.product_rows(limits.max_tokens), limits.itemsize
     width = span_mask_width() if limits.deterministic else mask_width(limits.max_model_len)
     always = {
@@ -333,8 +338,41 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     return ArenaLayout((*base, *attention, *conv, *_place(mlp, start, itemsize), *experts))
 
 
+ROWS_TOGETHER = 64
+"""Most queries that the C++ library attends together, of rows that follow one another."""
+
+
+def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
+    """Activations, rotary tables and each thread's workspace of `ullage_engine.native`."""
+    tokens, hidden, dim = limits.max_tokens, model_config.hidden, model_config.head_dim
+    queries, gated = model_config.query_width, model_config.intermediate
+    widest = max(hidden, queries, gated)
+    together = max(ROWS_TOGETHER, model_config.group_size)
+    spans = -(-limits.max_model_len // SPAN_TOKENS)
+    workspace = together * (SPAN_TOKENS + 4 + 3 * dim)
+    groups = tokens * -(-widest // min(TILE_GROUPS))
+    elements = {
+        "hidden": tokens * hidden,
+        "wide": tokens * max(model_config.qkv_width, 2 * gated),
+        "attended": tokens * max(hidden, queries),
+        "row_scales": groups,
+        "row_sums": groups,
+        "cos": limits.max_model_len * dim // 2,
+        "sin": limits.max_model_len * dim // 2,
+        "partials": 4 * limits.native * spans * together * (dim + 2),
+        "workspace": limits.native * max(workspace, gated),
+    }
+    floats = _place(elements, 0, FLOAT32_BYTES)
+    rounded = _place({"rounded": tokens * widest}, _aligned(floats[-1].end), CODE_BYTES)
+    return ArenaLayout((*floats, *rounded))
+
+
 def sampler_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Logits of every sampled row, as computed and in float32."""
+    if limits.native:
+        return ArenaLayout(
+            tuple(_place({"logits": limits.max_rows * model_config.vocab}, 0, FLOAT32_BYTES))
+        )
     elements = limits.product_rows(limits.max_rows) * model_config.vocab
     computed = _place({"computed": elements}, 0, limits.itemsize)
     return ArenaLayout(

@@ -33,9 +33,10 @@ from ullage_engine.layers.attention import (
     RotaryTables,
     rms_norm,
 )
-from ullage_engine.layers.linear import Linear
+from ullage_engine.layers.linear import Linear, TiledEmbedding
 from ullage_engine.layers.moe import ExpertLinears, Experts, ExpertWeights, Reduce
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+from ullage_engine.quantization.formats import VALUES
 
 
 class MlpStep:
@@ -128,6 +129,8 @@ class Weights:
     linear: Callable[[str], Linear]
     experts: Callable[[str], ExpertLinears]
     """The matrix that every expert has of its own."""
+    embedding: TiledEmbedding | None = None
+    """The embedding, if it is in tiles."""
     reduce: Reduce | None = None
     """Adds up what several ranks computed, each with its part of every expert."""
 
@@ -157,9 +160,11 @@ class Decoder:
         self._model_config, self._limits, self._arena = model_config, limits, arena
         self._backend = backend
         self._embedding = weights.tensors.get("embedding")
+        self._tiled_embedding = weights.embedding
         self._norm = weights.tensors.get("norm")
         head = "embedding" if model_config.tied else "head"
-        self._head = weights.linear(head) if head in weights.tensors else None
+        has_head = head in weights.tensors or f"{head}.{VALUES}" in weights.tensors
+        self._head = weights.linear(head) if has_head else None
         positions = (limits.max_model_len, model_config.head_dim)
         tables = shaped(arena["cos"], *positions), shaped(arena["sin"], *positions)
         self._tables = RotaryTables(model_config, *tables)
@@ -221,8 +226,11 @@ class Decoder:
         return self._backend.verify_row_invariance(self._head)
 
     def _embed(self, step: ForwardContext) -> None:
-        assert self._embedding is not None, "not the first stage"
         token_ids = step.indices(step.batch.token_ids)
+        if self._tiled_embedding is not None:
+            self._tiled_embedding.read(token_ids, step.hidden[: step.tokens])
+            return
+        assert self._embedding is not None, "not the first stage"
         torch.index_select(self._embedding, 0, token_ids, out=step.hidden[: step.tokens])
 
     def _run(

@@ -1,9 +1,8 @@
 """Linear layers: what models multiply by, plain or quantised.
 
-A few rows are multiplied by a kernel that reads the small numbers themselves, where the platform
-has one. For many rows, tiles of a quantised matrix are dequantised into scratch memory and
-multiplied as any other; the scratch is one buffer for all matrices of a model, so no step allocates
-for it.
+The C++ library and Triton's kernels read small numbers themselves. Elsewhere panels of a quantised
+matrix are dequantised into scratch memory and multiplied as any other; the scratch is one buffer
+for all matrices of a model, so no step allocates for it.
 
 w8a8 rounds every row of activations to int8 with a scale of its own; products are summed as int32,
 and the scales of row and column are multiplied in afterwards. Sums of whole numbers are exact, so a
@@ -19,7 +18,14 @@ import torch
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.deterministic import RowProducts
 from ullage_engine.kernels.kv_pool import widen, widening_factor
-from ullage_engine.quantization.formats import MIN_VALUE, TILE_ROWS, Encoding, Packed
+from ullage_engine.native.library import FORMATS, TILE_ROWS, Matrix, Model, shared_team
+from ullage_engine.quantization.formats import (
+    MIN_VALUE,
+    TILE_GROUPS,
+    Encoding,
+    Packed,
+    unpack_tiles,
+)
 
 
 class Linear(Protocol):
@@ -74,7 +80,7 @@ class RowInvariantLinear:
         return self._products.verify_row_invariance(self._weight, sizes)
 
 
-TILE_BYTES = 2 << 20
+PANEL_BYTES = 2 << 20
 """Bytes of weights dequantised at a time: about what a core's cache keeps until they are
 multiplied."""
 
@@ -89,10 +95,9 @@ class Dequantizer(Protocol):
 
 
 def dequant_rows(encoding: Encoding, itemsize: int) -> int:
-    """Returns the rows of a panel: whole tiles, and at least one."""
+    """Returns the rows of a panel, at least one."""
     rows, columns = encoding.shape
-    fitting = TILE_BYTES // (columns * itemsize) // TILE_ROWS * TILE_ROWS
-    return min(rows, max(TILE_ROWS, fitting))
+    return min(rows, max(1, PANEL_BYTES // (columns * itemsize)))
 
 
 def dequant_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
@@ -114,8 +119,6 @@ def make_dequantizer(
     end = dequant_bytes(encoding, rows, dtype.itemsize)
     panel = scratch[:end].view(dtype).view(rows, -1)
     halves = scratch[scratch.numel() - nibble_bytes(encoding, rows) :].view(torch.int8)
-    if encoding.is_tiled:
-        return TiledInt4Dequantizer(packed, panel, halves)
     if encoding.format == "int4":
         return Int4Dequantizer(packed, panel, halves)
     return (Fp8Dequantizer if encoding.format == "fp8" else Int8Dequantizer)(packed, panel)
@@ -160,32 +163,6 @@ class Int4Dequantizer:
         panel = self.panel[: end - start]
         _split(values, halves, panel[:, 0::2], panel[:, 1::2])
         return _scaled(panel, self.packed, start, end)
-
-
-@dataclass(frozen=True, slots=True)
-class TiledInt4Dequantizer:
-    """Dequantises int4 that lies in tiles; start and end are multiples of a tile.
-
-    The panel is the transpose of what it is for others: it is written along the rows of the
-    weights, as the tiles are.
-    """
-
-    packed: Packed
-    panel: torch.Tensor
-    halves: torch.Tensor
-
-    def fill(self, start: int, end: int) -> torch.Tensor:
-        encoding, half = self.packed.encoding, TILE_ROWS // 2
-        columns, rows = encoding.shape[1], end - start
-        values = self.packed.values[start // TILE_ROWS : end // TILE_ROWS].view(torch.int8)
-        halves = self.halves[: values.numel()].view(values.shape)
-        panel = self.panel.view(-1)[: rows * columns].view(columns, rows)
-        tiles = panel.view(columns, -1, TILE_ROWS).transpose(0, 1)
-        _split(values, halves, tiles[..., :half], tiles[..., half:])
-        pairs = self.packed.scales[:, start:end].unsqueeze(1)
-        grouped = panel.view(encoding.num_groups, encoding.group, rows)
-        grouped.mul_(pairs[..., 0]).add_(pairs[..., 1])
-        return panel.t()
 
 
 def _split(
@@ -273,6 +250,54 @@ class Int8Linear:
         self._rounded[:count].copy_(floats.div_(scales).round_().clamp_(-_MOST, _MOST))
 
 
+def native_scratch_bytes(shape: tuple[int, int]) -> int:
+    """Returns the scratch memory for tiles of weights [out, in]."""
+    rows, columns = shape
+    return PASS_ROWS * (4 * columns + 4 * rows + 2 * 4 * columns // TILE_GROUPS[0] + columns)
+
+
+def native_matrix(packed: Packed) -> Matrix:
+    """Describes tiles to the library."""
+    encoding = packed.encoding
+    sizes = (*encoding.shape, FORMATS[encoding.format], encoding.group)
+    return Matrix(packed.values.data_ptr(), *sizes)
+
+
+class NativeLinear:
+    """A matrix in tiles, multiplied by the C++ library; a row depends on nothing but the row."""
+
+    def __init__(self, packed: Packed, scratch: torch.Tensor) -> None:
+        rows, columns = packed.encoding.shape
+        self.shape = (columns, rows)
+        self._tiles, self._matrix = packed.values, native_matrix(packed)
+        self._team = shared_team(torch.get_num_threads())
+        factors = 4 * columns // TILE_GROUPS[0]
+        sizes = [PASS_ROWS * size for size in (4 * columns, 4 * rows, factors, factors, columns)]
+        pieces = torch.split(scratch, [*sizes, scratch.numel() - sum(sizes)])
+        inputs, outputs, scales, sums, rounded, _ = pieces
+        self._inputs = inputs.view(torch.float32).view(PASS_ROWS, columns)
+        self._outputs = outputs.view(torch.float32).view(PASS_ROWS, rows)
+        self._buffers = Model(
+            rounded=rounded.data_ptr(), row_scales=scales.data_ptr(), row_sums=sums.data_ptr()
+        )
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for rows, product in self._products(x):
+            out[rows].copy_(product)
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for rows, product in self._products(x):
+            out[rows].add_(product)
+
+    def _products(self, x: torch.Tensor) -> Iterable[tuple[slice, torch.Tensor]]:
+        for start in range(0, x.shape[0], PASS_ROWS):
+            rows = slice(start, min(start + PASS_ROWS, x.shape[0]))
+            count = rows.stop - start
+            inputs, product = self._inputs[:count].copy_(x[rows]), self._outputs[:count]
+            self._team.multiply(self._matrix, inputs, product, self._buffers)
+            yield rows, product
+
+
 def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """Writes x @ weight, exactly: int8 [rows, in] and [in, out], int32 out."""
     multiple_of_8 = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
@@ -291,11 +316,6 @@ def emulated_int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tenso
         out.add_(torch.mm(x[:, terms].float(), weight[terms].float()).to(torch.int32))
 
 
-FEW_ROWS = {"int8": 24, "int4": 40}
-"""Most rows that torch's CPU kernels multiply faster than panels do, in bfloat16: they take 11 µs a
-row for 3072 x 576 weights, and a panel's dequantisation as long as 24 or 40 of them. In other types
-they are slower than panels for a single row."""
-
 FusedProduct = Callable[..., None]
 """A kernel like `ullage_engine.kernels.triton.quantized_matmul`, with the same arguments."""
 
@@ -306,8 +326,9 @@ def scratch_bytes(
     """Returns the scratch memory that products with any of these matrices take."""
     panels, halves, whole = 0, 0, 0
     for each in encodings:
-        if each.format == "w8a8":
-            whole = max(whole, int_scratch_bytes(each.shape))
+        if each.is_tiled or each.format == "w8a8":
+            size = native_scratch_bytes if each.is_tiled else int_scratch_bytes
+            whole = max(whole, size(each.shape))
             continue
         rows = each.shape[0] if deterministic else dequant_rows(each, itemsize)
         panels = max(panels, dequant_bytes(each, rows, itemsize))
@@ -320,11 +341,13 @@ def quantized_linear(
 ) -> Linear:
     """Makes the matrix in whatever way is fastest here; `scratch` uint8 of `scratch_bytes`."""
     encoding = packed.encoding
+    if encoding.is_tiled:
+        return NativeLinear(packed, scratch)
     if encoding.format == "w8a8":
         return Int8Linear(packed, scratch)
     if fused is not None and has_kernel(encoding, encoding.format):
         return FusedQuantizedLinear(packed, fused)
-    return TiledQuantizedLinear(packed, dtype, scratch)
+    return PanelLinear(packed, dtype, scratch)
 
 
 def row_invariant_linear(
@@ -336,34 +359,28 @@ def row_invariant_linear(
     """Makes the matrix with rows of products independent of one another.
 
     It is dequantised whole before each product, which `plain` makes of a matrix of the computing
-    type [out, in]. Sums of whole numbers are exact, so w8a8 needs none of this.
+    type [out, in]. Sums of whole numbers are exact, so tiles and w8a8 need none of this.
     """
+    if packed.encoding.is_tiled:
+        return NativeLinear(packed, scratch)
     if packed.encoding.format == "w8a8":
         return Int8Linear(packed, scratch)
     return DequantizedLinear(packed, dtype, scratch, plain)
 
 
-class TiledQuantizedLinear:
-    """A matrix multiplied by a fused kernel for few rows on a CPU, else panel by panel."""
+class PanelLinear:
+    """A matrix that is dequantised and multiplied panel by panel."""
 
     def __init__(self, packed: Packed, dtype: torch.dtype, scratch: torch.Tensor) -> None:
         self._rows = dequant_rows(packed.encoding, dtype.itemsize)
         self.shape = (packed.encoding.shape[1], packed.encoding.shape[0])
         self._panels = make_dequantizer(packed, self._rows, dtype, scratch)
-        self._few = _few_rows_product(packed, dtype)
-        self._most_few = FEW_ROWS[packed.encoding.format] if self._few else 0
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if self._few is not None and x.shape[0] <= self._most_few:
-            out.copy_(self._few(x))
-            return
         for columns, panel in self._each():
             torch.mm(x, panel.t(), out=out[:, columns])
 
     def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if self._few is not None and x.shape[0] <= self._most_few:
-            out.add_(self._few(x))
-            return
         for columns, panel in self._each():
             out[:, columns].addmm_(x, panel.t())
 
@@ -423,20 +440,16 @@ def has_kernel(encoding: Encoding, format: triton.Format) -> bool:
     return triton.takes_groups(format, encoding.shape[1], encoding.num_groups)
 
 
-def _few_rows_product(
-    packed: Packed, dtype: torch.dtype
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Returns torch's kernel for few rows on a CPU, where it reads this encoding fast; its results
-    are new tensors, of few rows."""
-    encoding = packed.encoding
-    if packed.values.is_cuda or dtype != torch.bfloat16:
-        return None
-    if encoding.is_tiled:
-        values = packed.values.view(encoding.shape[0], -1)
-        return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, values, encoding.group, packed.scales
-        )
-    if encoding.format == "int8" and encoding.num_groups == 1 and packed.zeros is None:
-        scales = packed.scales.flatten()
-        return lambda x: torch.ops.aten._weight_int8pack_mm(x, packed.values, scales)
-    return None
+class TiledEmbedding:
+    """An embedding in tiles, whose rows are read by token."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+
+    def read(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the rows of some tokens to out [tokens, hidden]."""
+        for start in range(0, len(token_ids), TILE_ROWS):
+            some, rows = (each[start : start + TILE_ROWS] for each in (token_ids, out))
+            tiles = unpack_tiles(self._packed.values[some // TILE_ROWS], self._packed.encoding)
+            lanes = torch.arange(len(some)) * TILE_ROWS + some % TILE_ROWS
+            rows.copy_(tiles.dequantise()[lanes])

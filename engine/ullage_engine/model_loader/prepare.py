@@ -16,7 +16,9 @@ from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.model_loader.tensor_plan import Part, TensorPlan
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
+    TILE_GROUPS,
     Encoding,
+    Format,
     Piece,
     Quantized,
     chosen_encoding,
@@ -31,8 +33,11 @@ from ullage_engine.quantization.formats import (
 MATRICES = frozenset(
     {"qkv", "output", "gate_up", "down", "conv_in", "conv_out", "experts_gate_up", "experts_down"}
 )
-"""Last parts of the names of what is quantised; embedding, head, norms, router and taps stay in the
-computing type."""
+"""Last parts of the names of what is quantised; norms, router and taps stay in the computing
+type."""
+
+VOCABULARY = frozenset({"embedding", "head"})
+"""Names of what is kept in int8 where tiles of it are read, and otherwise in the computing type."""
 
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 """Types whose elements are plain numbers, without a scale."""
@@ -196,15 +201,19 @@ class PreparedForm:
     """The form that weights are prepared in: computing type, quantisation and device."""
 
     dtype: torch.dtype
-    quantization: Literal["none", "int8", "int4", "fp8", "w8a8"]
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"]
     device: torch.device
 
     @property
     def name(self) -> str:
         """A name that differs for forms that differ."""
-        sample = Encoding(format="int4", shape=(64, 128), group=128, has_zeros=True)
-        layout = "tiles" if laid_out_for(sample, self.device, self.dtype).is_tiled else "rows"
+        layout = "tiles" if self._reads_tiles else "rows"
         return f"{dtype_name(self.dtype)} {self.quantization} {layout}"
+
+    @property
+    def _reads_tiles(self) -> bool:
+        sample = Encoding(format="int4", shape=(64, 128), group=128, has_zeros=True)
+        return laid_out_for(sample, self.device).is_tiled
 
     def prepare(self, source: Path, reader: CheckpointReader, plan: TensorPlan) -> PreparedTensor:
         """Decides how one tensor is stored.
@@ -213,23 +222,41 @@ class PreparedForm:
             WeightsError: the checkpoint is of another format than is asked for.
         """
         self._check(source, reader)
-        encoding, is_kept = self._encoding(reader, plan) if is_matrix(plan) else (None, False)
+        encoding, is_kept = None, False
+        is_vocabulary = _kind(plan) in VOCABULARY
+        if is_matrix(plan) or (is_vocabulary and self._reads_tiles):
+            encoding, is_kept = self._encoding(reader, plan)
         if encoding is not None:
             self._check_dtype(encoding)
             count = plan.shape[0] if len(plan.shape) == 3 else 1
-            encoding = laid_out_for(encoding, self.device, self.dtype, count)
+            encoding = laid_out_for(encoding, self.device, count)
+            if is_vocabulary and not encoding.is_tiled:
+                encoding, is_kept = None, False
         dtype = torch.float32 if _kind(plan) in FLOAT32 else self.dtype
         return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
         """Returns the encoding of a matrix, and whether it is the checkpoint's own."""
-        target = None if self.quantization == "none" else self.quantization
+        asked = self.quantization
         *rows, columns = plan.shape
         shape = (math.prod(rows), columns)
-        kept = _common([reader.encoding(part.source, target) for part in plan.parts], shape)
+        kept = _common([reader.encoding(part.source, self._kept) for part in plan.parts], shape)
         if kept is not None:
             return kept, True
-        return (chosen_encoding(target, shape) if target else None), False
+        if _kind(plan) in VOCABULARY:
+            others = reader.formats | {asked}
+            is_small = not others.isdisjoint(("int8", "int4")) and columns % TILE_GROUPS[-1] == 0
+            return (chosen_encoding("int8", shape) if is_small else None), False
+        if asked == "auto" or asked == "none":  # one by one, which narrows the type
+            return None, False
+        return chosen_encoding(asked, shape), False
+
+    @property
+    def _kept(self) -> Format | None:
+        """The format for whose sake the checkpoint's own small numbers are kept."""
+        if self.quantization == "auto":
+            return "int4" if self._reads_tiles else None
+        return None if self.quantization == "none" else self.quantization
 
     def _check_dtype(self, encoding: Encoding) -> None:
         if encoding.format == "mxfp4" and self.dtype == torch.float16:
@@ -245,9 +272,10 @@ class PreparedForm:
                 f"model.quantization w8a8: {source} is not calibrated; make a model that is with "
                 "ullage quantize --format w8a8 --calibrate FILE and name it in model.source"
             )
-        if self.quantization != "none" and formats and self.quantization not in formats:
+        asked = self.quantization
+        if asked not in ("auto", "none") and formats and asked not in formats:
             raise WeightsError(
-                f"model.quantization {self.quantization}: {source} is quantised as "
+                f"model.quantization {asked}: {source} is quantised as "
                 f"{', '.join(sorted(formats))} already; set none, or use the unquantised model"
             )
 

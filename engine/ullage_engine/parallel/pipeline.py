@@ -180,6 +180,8 @@ class PipelineRank:
         rank, device = (group.rank, group.device) if group else (0, torch.device("cpu"))
         self.samples = rank == layout.sampling_rank
         """Whether this rank chooses tokens."""
+        self.is_alone = group is None
+        """Whether there is no other rank."""
         self.reduce = group.all_reduce if group and layout.tensor > 1 else None
         """Sums over the ranks that share a layer, in place; None where there is but one."""
         self._group, self._hidden, self._max_batches = group, hidden, max_batches

@@ -6,23 +6,25 @@ MXFP4's values and scales are codes: one of 16 numbers, and a power of two. A bl
 of one byte and 16 bytes, whose low halves are the first 16 numbers.
 
 Matrices are packed alike in memory and in prepared files. int4, row by row: two columns a byte, the
-even one in the low half; mxfp4 the same, with scales of a byte each. int4, tiled: for each 64 rows
-and column 32 bytes, row r in the low half and row r + 32 in the high half of byte r, which is what
-torch's CPU kernel reads on processors with AVX-512; scales and zeros are pairs [groups, out, 2], of
-experts one expert's after another's.
+even one in the low half; mxfp4 the same, with scales of a byte each. int8 and int4, tiled, as
+`ullage_engine.native` reads them: for each 16 rows and group of columns the codes, which count from
+the least value on, then 16 scales and, in float16 both, what a code of 0 stands for in int4, and a
+value of 0 in int8. Codes are four columns of each row, row after row, and so on; of int4 the second
+half of the group lies in the upper halves of the bytes of the first.
 
 Rounding rounds scales to the type they will be stored in before it rounds values, so that a value's
 error is half a step whatever that type is.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from ullage_engine.native.library import TILE_ROWS, instruction_set
 
 Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
 """int8 and int4: integers, activations stay as they are. fp8: E4M3. w8a8: int8, and activations
@@ -32,8 +34,8 @@ rounded to it."""
 INT4_GROUP = 32
 """Columns that share a scale and a zero where weights are rounded to int4."""
 
-TILE_ROWS = 64
-"""Rows whose int4 values lie together in the layout that torch's CPU kernel reads."""
+TILE_GROUPS = (16, 32)
+"""Columns of a tile that share a scale."""
 
 MIN_VALUE: dict[Format, int] = {"int8": -128, "int4": -8, "w8a8": -127}
 MAX_VALUE: dict[Format, int] = {"int8": 127, "int4": 7, "w8a8": 127}
@@ -56,9 +58,7 @@ class Encoding(msgspec.Struct, frozen=True, kw_only=True):
     """Columns that share a scale; all of them: one scale for each row."""
     has_zeros: bool = False
     is_tiled: bool = False
-    """Whether int4 has the layout of torch's CPU kernel instead of row by row."""
-    count: int = 1
-    """Number of tiled matrices, one above the other, that have scales of their own."""
+    """Whether int8 or int4 lies in tiles instead of row by row."""
 
     @property
     def num_groups(self) -> int:
@@ -176,7 +176,8 @@ VALUES, SCALES, ZEROS = "values", "scales", "zeros"
 
 PIECES = (VALUES, SCALES, ZEROS)
 
-_HALF = TILE_ROWS // 2
+_FACTOR_BYTES = 2 * 2 * TILE_ROWS
+"""Bytes of a tile's scales and offsets, float16."""
 
 
 class Axis(NamedTuple):
@@ -213,27 +214,21 @@ class Packed(NamedTuple):
 
     @property
     def scales(self) -> torch.Tensor:
-        """[out, groups], or [count, groups, out / count, 2] with the zeros where tiled and of more
-        than one matrix; [groups, out, 2] of one."""
+        """[out, groups]; tiles have theirs among the values."""
         return self.pieces[SCALES]
 
     @property
     def zeros(self) -> torch.Tensor | None:
-        """[out, groups]; None where there are none, or beside the scales."""
+        """[out, groups]; None where there are none, or among the values."""
         return self.pieces.get(ZEROS)
 
     def split(self, count: int) -> "list[Packed]":
         """Returns so many matrices that lie one above the other, all of them this one's memory."""
-        assert not self.encoding.is_tiled or self.encoding.count == count, "scales lie together"
         part = encoding_of_one(self.encoding, count)
         chunks = {
-            name: tensor if self._is_apart(name) else tensor.view(count, -1, *tensor.shape[1:])
-            for name, tensor in self.pieces.items()
+            name: tensor.view(count, -1, *tensor.shape[1:]) for name, tensor in self.pieces.items()
         }
         return [Packed(part, {n: each[i] for n, each in chunks.items()}) for i in range(count)]
-
-    def _is_apart(self, name: str) -> bool:
-        return self.encoding.count > 1 and name == SCALES
 
 
 def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
@@ -243,16 +238,9 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
     per_group = None if encoding.is_scaled_by_row else Axis(1, encoding.group)
     scales = Piece(SCALES, (rows, encoding.num_groups), scale_type, columns=per_group)
     if encoding.is_tiled:
-        tiles = (rows // TILE_ROWS, columns, _HALF)
-        pairs: tuple[int, ...] = (encoding.num_groups, rows, 2)
-        if encoding.count > 1:
-            pairs = (encoding.count, encoding.num_groups, rows // encoding.count, 2)
-        first = len(pairs) - 3
-        per_group = Axis(first, encoding.group)
-        return [
-            Piece(VALUES, tiles, torch.uint8, rows=Axis(0, TILE_ROWS)),
-            Piece(SCALES, pairs, scale_type, rows=Axis(first + 1), columns=per_group),
-        ]
+        tiles = (rows // TILE_ROWS, encoding.num_groups, code_bytes(encoding) + _FACTOR_BYTES)
+        axes = {"rows": Axis(0, TILE_ROWS), "columns": Axis(1, encoding.group)}
+        return [Piece(VALUES, tiles, torch.uint8, **axes)]
     per_byte = 2 if encoding.format in ("int4", "mxfp4") else 1
     byte = torch.int8 if encoding.format in ("int8", "w8a8") else torch.uint8
     zeros = [scales._replace(name=ZEROS)] if encoding.has_zeros else []
@@ -268,17 +256,18 @@ def piece_of(encoding: Encoding, name: str) -> Piece:
 def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
     """Returns the encoding of each of `count` matrices that lie one above the other."""
     rows, columns = encoding.shape
-    return msgspec.structs.replace(encoding, shape=(rows // count, columns), count=1)
+    return msgspec.structs.replace(encoding, shape=(rows // count, columns))
+
+
+def code_bytes(encoding: Encoding) -> int:
+    """Returns the bytes of a tile's codes."""
+    return encoding.group * TILE_ROWS // (2 if encoding.format == "int4" else 1)
 
 
 def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Makes the tensors of `pieces_of`."""
     if encoding.is_tiled:
-        assert quantized.zeros is not None, "tiles hold scales and zeros in pairs"
-        pairs = torch.stack([quantized.scales.t(), quantized.zeros.t()], dim=2)
-        if encoding.count > 1:
-            pairs = pairs.view(pairs.shape[0], encoding.count, -1, 2).transpose(0, 1).contiguous()
-        return {VALUES: pack_tiles(_codes(quantized.values)), SCALES: pairs.to(dtype)}
+        return {VALUES: pack_tiles(widened(quantized, encoding), encoding)}
     scale_type = _scale_type(encoding, dtype)
     pieces = {VALUES: _stored_values(quantized), SCALES: quantized.scales.to(scale_type)}
     if quantized.zeros is not None:
@@ -290,12 +279,7 @@ def unpack(packed: Packed) -> Quantized:
     """Does the opposite of `pack`."""
     encoding = packed.encoding
     if encoding.is_tiled:
-        pairs = packed.scales
-        if encoding.count > 1:
-            pairs = pairs.transpose(0, 1).flatten(1, 2)
-        scales, zeros = pairs.unbind(dim=2)
-        values = unpack_tiles(packed.values).view(torch.int8) + MIN_VALUE["int4"]
-        return Quantized("int4", values, scales.t(), zeros.t())
+        return unpack_tiles(packed.values, encoding)
     values = packed.values
     if encoding.format == "int4":
         values = unpack_nibbles(values).view(torch.int8) + MIN_VALUE["int4"]
@@ -338,67 +322,93 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
 
 
-def pack_tiles(codes: torch.Tensor) -> torch.Tensor:
-    """Packs [rows, columns] of 0 to 15 to [rows / 64, columns, 32]."""
-    tiles = codes.view(-1, TILE_ROWS, codes.shape[1])
-    return (tiles[:, :_HALF] | (tiles[:, _HALF:] << 4)).transpose(1, 2).contiguous()
+def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
+    """Packs a matrix in groups of the encoding's to [rows / 16, groups, bytes of a tile]."""
+    least, group = MIN_VALUE[encoding.format], encoding.group
+    tiles, groups = encoding.shape[0] // TILE_ROWS, encoding.num_groups
+    codes = (matrix.values.to(torch.int16) - least).to(torch.uint8)
+    if encoding.format == "int4":
+        halves = codes.view(tiles, TILE_ROWS, groups, 2, group // 8, 4)
+        codes = halves[:, :, :, 0] | (halves[:, :, :, 1] << 4)
+    else:
+        codes = codes.view(tiles, TILE_ROWS, groups, group // 4, 4)
+    scales = matrix.scales.to(torch.float16)
+    offsets = _code_shift(encoding) * scales.to(torch.float32)
+    if matrix.zeros is not None:
+        offsets += matrix.zeros.to(torch.float32)
+    factors = torch.stack([scales, offsets.to(torch.float16)])
+    factors = factors.view(2, tiles, TILE_ROWS, groups).permute(1, 3, 0, 2).contiguous()
+    by_group = codes.permute(0, 2, 3, 1, 4).reshape(tiles, groups, -1)
+    return torch.cat([by_group, factors.flatten(2).view(torch.uint8)], dim=2)
 
 
-def unpack_tiles(packed: torch.Tensor) -> torch.Tensor:
-    halves = torch.cat([packed & 15, packed >> 4], dim=2)
-    return halves.transpose(1, 2).reshape(-1, packed.shape[1])
+def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
+    """Does the opposite of `pack_tiles` for all rows, or for whole tiles of them."""
+    least, size, group = MIN_VALUE[encoding.format], code_bytes(encoding), encoding.group
+    tiles, groups, _ = packed.shape
+    codes = packed[..., :size].view(tiles, groups, -1, TILE_ROWS, 4)
+    if encoding.format == "int4":
+        codes = torch.cat([codes & 15, codes >> 4], dim=2)
+    codes = codes.permute(0, 3, 1, 2, 4).reshape(tiles * TILE_ROWS, groups * group)
+    values = (codes.to(torch.int16) + least).to(torch.int8)
+    factors = packed[..., size:].contiguous().view(torch.float16).to(torch.float32)
+    factors = factors.view(tiles, groups, 2, TILE_ROWS).permute(2, 0, 3, 1)
+    scales, offsets = factors.reshape(2, tiles * TILE_ROWS, groups)
+    return Quantized(encoding.format, values, scales, offsets - _code_shift(encoding) * scales)
 
 
-def laid_out_for(
-    encoding: Encoding, device: torch.device, dtype: torch.dtype, num_matrices: int = 1
-) -> Encoding:
+def _code_shift(encoding: Encoding) -> int:
+    """Returns the value whose weight is a tile's offset: the least of int4, as Q4_1 has it, and 0
+    of int8, where the least is so far away that rounding it would show."""
+    return MIN_VALUE["int4"] if encoding.format == "int4" else 0
+
+
+def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1) -> Encoding:
     """Returns the same matrix, or matrices one above the other, in the layout that this device's
     kernels read."""
-    rows = encoding.shape[0] // num_matrices
-    fits = encoding.format == "int4" and encoding.has_zeros and rows % TILE_ROWS == 0
-    is_cpu = device.type == "cpu" and dtype == torch.bfloat16
-    known_group = encoding.group in (32, 64, 128)
-    is_tiled = fits and is_cpu and known_group and cpu_reads_tiles()
-    count = num_matrices if is_tiled else 1
-    return msgspec.structs.replace(encoding, is_tiled=is_tiled, count=count)
-
-
-@cache
-def cpu_reads_tiles() -> bool:
-    """Whether torch's int4 kernel on this processor reads the tiles packed here: it packs other
-    tiles for other instruction sets."""
-    codes = torch.arange(TILE_ROWS * 32, dtype=torch.int32).view(TILE_ROWS, 32) * 7 % 16
-    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    return torch.equal(theirs.view(-1), pack_tiles(codes.to(torch.uint8)).view(-1))
+    rows, columns = encoding.shape
+    is_whole = encoding.format in ("int8", "int4") and rows // num_matrices % TILE_ROWS == 0
+    group = next((g for g in reversed(TILE_GROUPS) if encoding.group % g == 0), 0)
+    if not is_whole or not group or device.type != "cpu" or instruction_set() is None:
+        return encoding
+    assert columns % group == 0, "groups divide the columns"
+    return msgspec.structs.replace(encoding, group=group, has_zeros=True, is_tiled=True)
 
 
 _TINY = 1e-12
-"""Scale of weights that are all zero; representable in every type but float16, where it is 0."""
+"""Scale of weights that are all zero; representable in every type but float16."""
+
+_LEAST_FLOAT16 = 2.0**-24
 
 
 def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Quantized:
-    """Rounds weights [out, in]; scales and zeros are of `dtype`, except float32 for w8a8."""
+    """Rounds weights [out, in]; scales and zeros are of `dtype`, but float32 for w8a8 and float16
+    for tiles."""
     weights = weights.to(torch.float32)
+    dtype = torch.float16 if encoding.is_tiled else dtype
     match encoding.format:
         case "int4":
             return quantise_int4(weights, encoding.group, dtype)
         case "fp8":
             return quantise_fp8(weights, dtype)
         case "w8a8":
-            return quantise_symmetric(weights, "w8a8", torch.float32)
+            return quantise_symmetric(weights, "w8a8", encoding.group, torch.float32)
         case _:
-            return quantise_symmetric(weights, "int8", dtype)
+            return quantise_symmetric(weights, "int8", encoding.group, dtype)
 
 
-def quantise_symmetric(weights: torch.Tensor, format: Format, dtype: torch.dtype) -> Quantized:
-    """Rounds to 127 steps on each side of zero, with one scale for each row.
+def quantise_symmetric(
+    weights: torch.Tensor, format: Format, group: int, dtype: torch.dtype
+) -> Quantized:
+    """Rounds to 127 steps on each side of zero, with one scale for each group of a row.
 
-    |weight - dequantised| <= scale / 2, for scale = max|row| / 127.
+    |weight - dequantised| <= scale / 2, for scale = max|group| / 127.
     """
-    limit = MAX_VALUE[format]
-    scales = stored_scales(weights.abs().amax(dim=1, keepdim=True) / limit, dtype)
-    values = (weights / scales.to(torch.float32)).round_().clamp_(-limit, limit)
-    return Quantized(format, values.to(torch.int8), scales)
+    limit, rows = MAX_VALUE[format], weights.shape[0]
+    grouped = weights.reshape(-1, group)
+    scales = stored_scales(grouped.abs().amax(dim=1, keepdim=True) / limit, dtype)
+    values = (grouped / scales.to(torch.float32)).round_().clamp_(-limit, limit)
+    return Quantized(format, values.to(torch.int8).view(rows, -1), scales.view(rows, -1))
 
 
 def quantise_fp8(weights: torch.Tensor, dtype: torch.dtype) -> Quantized:
@@ -433,5 +443,5 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
 
 def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns scales as they are stored, never zero."""
-    smallest = max(_TINY, torch.finfo(dtype).tiny)
+    smallest = _LEAST_FLOAT16 if dtype == torch.float16 else _TINY
     return scales.clamp(min=smallest).to(dtype)

@@ -63,7 +63,7 @@ class TextPass:
         """Computes logits of what follows each token, [tokens, vocab]."""
         hidden = self.hidden(tokens)
         out = hidden.new_empty(len(tokens), self._runner.model_config.vocab)
-        self._runner.decoder.logits(hidden, list(range(len(tokens))), out)
+        self._runner.write_logits(hidden, out)
         return out
 
 

@@ -38,6 +38,7 @@ from ullage_engine.layers.attention import (
 from ullage_engine.layers.decoder import Decoder
 from ullage_engine.layers.linear import Linear
 from ullage_engine.layers.moe import ExpertLinears
+from ullage_engine.layers.native_decoder import NativeDecoder, can_decode
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel
 from ullage_engine.parallel.pipeline import PipelineRank, StepTransfers, in_plan_order
@@ -143,6 +144,9 @@ def _chunk(
 Wrap = Callable[[str, Linear], Linear]
 """Function from a matrix and its name to what the model multiplies by instead."""
 
+_Computed = tuple[list[Chunk], torch.Tensor, list[int] | None]
+"""Chunks to sample, their logits, and the likeliest token of each if that is known already."""
+
 WrapExperts = Callable[[str, ExpertLinears], ExpertLinears]
 """The same for the matrix that every expert has of its own."""
 
@@ -162,19 +166,31 @@ class ModelRunner:
         pipeline_rank: PipelineRank | None = None,
         wrap: Wrap | None = None,
         wrap_experts: WrapExperts | None = None,
+        kv_type: torch.dtype | None = None,
     ) -> None:
-        """`wrap` and `wrap_experts` may put something between the model and its matrices."""
+        """`wrap` and `wrap_experts` may put something between the model and its matrices.
+
+        `kv_type`: type of keys and values that are not float8; without it `dtype`.
+        """
         self._loaded = loaded
         self._device = device
         self._dtype = dtype
+        self._kv_type = kv_type or dtype
         self._rank = pipeline_rank or PipelineRank()
         self._wrap, self._wrap_experts = wrap, wrap_experts
         is_paged = can_page(loaded.model_config, limits.block_tokens, device)
-        self._limits = replace(limits, fused=is_paged and not limits.deterministic)
+        is_plain = wrap is None and wrap_experts is None and self._rank.is_alone
+        is_native = is_plain and can_decode(loaded, limits, device)
+        self._limits = replace(
+            limits,
+            fused=is_paged and not limits.deterministic,
+            native=torch.get_num_threads() if is_native else 0,
+        )
         self._step_layout = step_arena(loaded.model_config, self._limits)
         sampler = sampler_arena(loaded.model_config, self._limits)
         self._sampler_layout = sampler if self._rank.samples else ArenaLayout(())
         self._model: Decoder | None = None
+        self._native: NativeDecoder | None = None
         self._arena: dict[str, torch.Tensor] = {}
         self._unpacked = torch.empty(0, dtype=torch.uint8)
         self._sampling: dict[str, torch.Tensor] = {}
@@ -195,7 +211,7 @@ class ModelRunner:
     @property
     def step_arena_bytes(self) -> int:
         """Bytes that `allocate_arena` takes for activations, gathers and quantised products."""
-        return self._step_layout.nbytes + linear_scratch_bytes(self._loaded, self._limits)
+        return self._step_layout.nbytes + self._scratch_linear_bytes
 
     @property
     def sampler_arena_bytes(self) -> int:
@@ -205,7 +221,7 @@ class ModelRunner:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one KV block over all layers."""
-        itemsize = 1 if self._limits.fp8_kv else self._dtype.itemsize
+        itemsize = 1 if self._limits.fp8_kv else self._kv_type.itemsize
         limits = self._limits
         return kv_block_bytes(
             self.model_config, limits.block_tokens, itemsize, windowed=limits.windowed
@@ -233,9 +249,12 @@ class ModelRunner:
         with torch.inference_mode():
             self._arena = allocate(self._step_layout, self._dtype, self._device)
             self._sampling = allocate(self._sampler_layout, self._dtype, self._device)
-            size = linear_scratch_bytes(self._loaded, self._limits)
+            size = self._scratch_linear_bytes
             # empty and zero_, because zeros would leave the pages unbacked until first use.
             self._unpacked = torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
+            if self._limits.native:
+                self._native = NativeDecoder(self._loaded, self._limits, self._arena)
+                return
             self._model = self._build()
             if self._limits.fp8_kv:
                 self._kv_scales = self._model.kv_scales()
@@ -273,11 +292,13 @@ class ModelRunner:
                 self.model_config,
                 num_blocks,
                 self._limits.block_tokens,
-                self._dtype,
+                self._kv_type,
                 self._device,
                 self._kv_scales,
                 windowed=self._limits.windowed,
             )
+            if self._native is not None:
+                self._native.use_caches(self._pool.layers)
             self._host = HostPool(self._pool, num_host_slots, shared)
             self._state_pool = StatePool(
                 self.model_config,
@@ -291,6 +312,8 @@ class ModelRunner:
 
         Overwrites the arena; call it before `warm_up`.
         """
+        if self._native is not None:
+            return None
         with torch.inference_mode():
             return self.decoder.verify_row_invariance()
 
@@ -299,7 +322,8 @@ class ModelRunner:
 
         Overwrites the KV pool; call it before the first request.
         """
-        self._run_few_layers(shape_plans(self._limits, self._kv.num_blocks))
+        if self._native is None:
+            self._run_few_layers(shape_plans(self._limits, self._kv.num_blocks))
         self.run_largest()
 
     def measure_context_seconds(self) -> float:
@@ -340,15 +364,17 @@ class ModelRunner:
             # Those before it may belong to a plan that was never executed.
             self._finish_prefetch()
         try:
-            parts = self.logits(plan)
+            parts = self._computed(plan)
             tokens = [token for part in parts for token in self._sample(*part)]
         finally:
             self._finish_prefetch()
         return in_plan_order(plan, tokens) if tokens else []
 
-    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[SampledToken]:
+    def _sample(
+        self, chunks: list[Chunk], logits: torch.Tensor, likeliest: list[int] | None
+    ) -> list[SampledToken]:
         with ranges("sample"):
-            return sample(logits, chunks, self._counts)
+            return sample(logits, chunks, self._counts, likeliest)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
@@ -356,6 +382,10 @@ class ModelRunner:
 
         Logits [chunks, vocab] live until the next are computed; ranks that do not sample have none.
         """
+        for chunks, logits, _ in self._computed(plan):
+            yield chunks, logits
+
+    def _computed(self, plan: StepPlan) -> Iterator[_Computed]:
         self._clear_begun_blocks(plan)
         parts = self._rank.split(plan)
         transfers = self._rank.transfers([part.num_tokens for part in parts])
@@ -370,7 +400,19 @@ class ModelRunner:
         """Computes a step of a whole model without sampling: hidden states of the batch's rows
         after the last layer, which live until the next step."""
         self._clear_begun_blocks(plan)
+        if self._native is not None:
+            self._run_native(plan)
+            return self._native.hidden(plan.num_tokens)
         return self._forward(plan, self._rank.transfers([plan.num_tokens]), 0)[1]
+
+    @torch.inference_mode()
+    def write_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the logits of all rows that `hidden` has returned last to out [rows, vocab]."""
+        rows = list(range(len(out)))
+        if self._native is not None:
+            self._native.logits(rows, out)
+        else:
+            self.decoder.logits(hidden, rows, out)
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
@@ -427,18 +469,22 @@ class ModelRunner:
         return self._state_pool
 
     @property
+    def _scratch_linear_bytes(self) -> int:
+        return 0 if self._limits.native else linear_scratch_bytes(self._loaded, self._limits)
+
+    @property
     def _scratch_bytes(self) -> int:
         return scratch_blocks(self.model_config) * self.kv_block_bytes
 
     @torch.inference_mode()
     def _run_few_layers(self, plans: Iterable[StepPlan]) -> None:
         # Layers of one kind have the same shapes, and each frees what it took before the next.
-        layers = self.decoder.one_of_each_kind()
+        layers = [0] if self._native is not None else self.decoder.one_of_each_kind()
         for plan in plans:
             transfers = self._rank.transfers([plan.num_tokens])
             computed = self._run(plan, transfers, 0, layers)
             if computed is not None:
-                chunks, logits = computed
+                chunks, logits, _ = computed
                 sample(logits, chunks)
             transfers.finish()
 
@@ -467,8 +513,10 @@ class ModelRunner:
 
     def _run(
         self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
-    ) -> tuple[list[Chunk], torch.Tensor] | None:
+    ) -> _Computed | None:
         """Computes the index-th micro-batch of a step; see `logits`."""
+        if self._native is not None:
+            return self._run_native(plan, range(layers[0], layers[-1] + 1) if layers else None)
         batch, hidden = self._forward(plan, transfers, index, layers)
         if transfers.send(index, hidden) or not batch.sampled or not self._rank.samples:
             return None
@@ -476,4 +524,12 @@ class ModelRunner:
         computed = shaped(self._sampling["computed"], self._limits.product_rows(rows), vocab)
         self.decoder.logits(hidden, batch.sampled_rows, computed)
         logits = shaped(self._sampling["logits"], rows, vocab).copy_(computed[:rows])
-        return batch.sampled, logits
+        return batch.sampled, logits, None
+
+    def _run_native(self, plan: StepPlan, layers: range | None = None) -> _Computed | None:
+        assert self._native is not None, "not the library's"
+        sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+        logits = shaped(self._sampling["logits"], len(sampled), self.model_config.vocab)
+        with ranges("prefill" if plan.num_tokens > len(plan.chunks) else "decode"):
+            likeliest = self._native.run(plan.chunks, logits, layers)
+        return (sampled, logits, likeliest) if sampled else None

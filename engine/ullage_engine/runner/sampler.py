@@ -99,16 +99,26 @@ class Row:
 
 
 def sample(
-    logits: torch.Tensor, chunks: Sequence[Chunk], counts: "PenaltyCounts | None" = None
+    logits: torch.Tensor,
+    chunks: Sequence[Chunk],
+    counts: "PenaltyCounts | None" = None,
+    likeliest: Sequence[int] | None = None,
 ) -> list[SampledToken]:
     """Samples a token a row of float32 logits [rows, vocab], which penalties change in place.
 
-    `counts` spares counting a history again in each of a request's steps.
+    `counts` spares counting a history again in each of a request's steps. `likeliest`: the
+    likeliest token of each row, the first of equals, -1 where not all of the row is finite; without
+    it that is looked for here.
 
     A row with a NaN or an infinity, which damaged weights or a wrong kernel give, has `NO_TOKEN`.
     """
     counts = counts or PenaltyCounts(len(chunks))
     rows = [Row(chunk.sampling, chunk.end) for chunk in chunks if chunk.sampling is not None]
+    if likeliest is not None and all(map(_takes_likeliest, rows, chunks)):
+        return [
+            SampledToken(chunk.request_id, NO_TOKEN if token < 0 else token, 0.0, [], [])
+            for chunk, token in zip(chunks, likeliest, strict=True)
+        ]
     damaged = _damaged_rows(logits)
     if damaged:
         # The rest of the code then need not know of them: zeros are logits like any others.
@@ -128,6 +138,14 @@ def sample(
         _sampled(chunk.request_id, token, raw.get(index))
         for index, (chunk, token) in enumerate(zip(chunks, tokens, strict=True))
     ]
+
+
+def _takes_likeliest(row: Row, chunk: Chunk) -> bool:
+    """Whether a row's token is the likeliest of its logits as they are, and nothing else is asked
+    for."""
+    params = row.params
+    is_asked_alone = params.top_logprobs is None and not params.is_penalised
+    return row.is_greedy and is_asked_alone and not is_constrained(chunk)
 
 
 def _damaged_rows(logits: torch.Tensor) -> list[int]:

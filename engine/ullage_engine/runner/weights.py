@@ -12,6 +12,7 @@ from ullage_engine.layers.attention import AttentionBackend
 from ullage_engine.layers.decoder import Weights
 from ullage_engine.layers.linear import (
     Linear,
+    TiledEmbedding,
     quantized_linear,
     row_invariant_linear,
     scratch_bytes,
@@ -100,7 +101,9 @@ def model_weights(
             return picked
         return LoopedExperts([quantized(part) for part in stored.split(count)], deterministic)
 
-    return Weights(tensors, linear=linear, experts=experts, reduce=reduce)
+    has_tiles = "embedding" in loaded.encodings
+    embedding = TiledEmbedding(loaded.packed("embedding")) if has_tiles else None
+    return Weights(tensors, linear, experts, embedding, reduce)
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:

@@ -62,7 +62,7 @@ def engine_args(
         "model": str(folder),
         "served_model_name": model.name,
         "dtype": dtype,
-        "quantization": None if model.quantization == "none" else model.quantization,
+        "quantization": "fp8" if model.quantization == "fp8" else None,
         "kv_cache_dtype": model.kv_dtype,
         "max_model_len": model.max_model_len,
         "tensor_parallel_size": ranks.tensor,

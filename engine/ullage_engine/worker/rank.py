@@ -18,6 +18,7 @@ from ullage_common.process.memory import free_bytes
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.kernels.kv_pool import LAYOUT_VERSION, kv_block_bytes
 from ullage_engine.kernels.ranges import ranges
+from ullage_engine.layers.native_decoder import can_decode
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
@@ -178,7 +179,21 @@ class RankStartup:
     @property
     def kv_itemsize(self) -> int:
         """Bytes of a stored number of KV; everything that sizes KV uses it."""
-        return kv_itemsize(self.config.model.kv_dtype, self.dtype)
+        return kv_itemsize(self.config.model.kv_dtype, self.kv_type)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the C++ library computes whole steps."""
+        assert self._loaded is not None, "load comes first"
+        is_alone = self.layout.world == 1
+        return is_alone and can_decode(self._loaded, self.step_limits, self.device)
+
+    @property
+    def kv_type(self) -> torch.dtype:
+        """Type of keys and values where they are not float8. The library, which computes in
+        float32, reads halves of it as fast on any processor."""
+        is_auto = self.config.model.dtype == "auto"
+        return torch.bfloat16 if is_auto and self.is_native else self.dtype
 
     @property
     def block_bytes(self) -> int:
@@ -211,7 +226,12 @@ class RankStartup:
         assert self._loaded is not None, "load comes first"
         pipeline_rank = self._join_group(store)
         self._runner = ModelRunner(
-            self._loaded, self.device, self.dtype, self.step_limits, pipeline_rank
+            self._loaded,
+            self.device,
+            self.dtype,
+            self.step_limits,
+            pipeline_rank,
+            kv_type=self.kv_type,
         )
         sizes = {
             "step_arena": self.runner.step_arena_bytes,
@@ -413,6 +433,7 @@ class RankStartup:
                 "weights": self._loaded.content if self._loaded else "",
                 "dtype": dtype_name(self.dtype),
                 "kv_itemsize": self.kv_itemsize,
+                "native": self.is_native,
                 "block_tokens": limits.block_tokens,
                 "block_bytes": self.block_bytes,
                 "window_tokens": self.window_tokens,

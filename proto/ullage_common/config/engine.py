@@ -69,9 +69,10 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     """Name by which clients ask for the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations; auto is bfloat16 where the device computes in it."""
-    quantization: Literal["none", "int8", "int4", "fp8", "w8a8"] = "none"
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"] = "auto"
     """Format that matrices of an unquantised checkpoint are converted to; w8a8 needs a calibration,
-    which `ullage quantize` makes. A checkpoint that is quantised itself says so."""
+    which `ullage quantize` makes. A checkpoint that is quantised itself says so. auto converts
+    nothing, and on a CPU computes with a GGUF file's blocks as they are."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Type of stored keys and values: the computing type, or float8 E4M3."""
     max_model_len: int | None = None
@@ -509,7 +510,7 @@ def refusal_by_vllm(
     """Returns why vLLM does not take these settings, as a line that names the field and what to
     set; empty: it takes them."""
     largest = max((adapter.rank for adapter in adapters), default=0)
-    if model.quantization not in ("none", "fp8"):
+    if model.quantization not in ("auto", "none", "fp8"):
         return (
             f"model.quantization: {model.quantization} is the native engine's; with vLLM set fp8, "
             "or name a checkpoint that is quantised itself"

@@ -7,7 +7,6 @@ import torch
 
 from ullage_engine.kernels.deterministic import RowProducts
 from ullage_engine.layers.linear import (
-    FEW_ROWS,
     PASS_ROWS,
     FusedQuantizedLinear,
     Linear,
@@ -24,23 +23,19 @@ from ullage_engine.quantization.formats import (
     Packed,
     Quantized,
     chosen_encoding,
-    laid_out_for,
     pack,
     quantise,
     unpack,
 )
 
-CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.012, torch.float16: 0.002}
 FORMATS: list[Format] = ["int8", "int4", "fp8"]
 
 
-def packed_for(
-    x: torch.Tensor, format: Format, dtype: torch.dtype, like: torch.device = CPU
-) -> Packed:
+def packed_for(x: torch.Tensor, format: Format, dtype: torch.dtype) -> Packed:
+    """A matrix row by row, as it is where nothing reads tiles."""
     rounded = quantise(x, chosen_encoding(format, (x.shape[0], x.shape[1])), dtype)
-    encoding = laid_out_for(rounded.encoding, like, dtype)
-    return Packed(encoding, pack(rounded, encoding, dtype))
+    return Packed(rounded.encoding, pack(rounded, rounded.encoding, dtype))
 
 
 def scratch_for(packed: Packed, dtype: torch.dtype, deterministic: bool = False) -> torch.Tensor:
@@ -76,19 +71,9 @@ def test_products_equal_those_of_the_weights(
         packed = packed_for(new_weights(*shape), format, dtype)
         matrix = quantized_linear(packed, dtype, scratch_for(packed, dtype))
         weights = unpack(packed).dequantise()
-        for rows in (1, max(FEW_ROWS.values()) + 1):
+        for rows in (1, 41):
             with subtests.test(shape=shape, rows=rows):
                 check(matrix, weights, new_weights(rows, shape[1]).to(dtype), TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_layout_of_other_devices_gives_the_same(
-    format: Format, new_weights: Callable[..., torch.Tensor]
-) -> None:
-    packed = packed_for(new_weights(128, 256), format, torch.bfloat16, torch.device("cuda"))
-    matrix = quantized_linear(packed, torch.bfloat16, scratch_for(packed, torch.bfloat16))
-    x = new_weights(50, 256).bfloat16()
-    check(matrix, unpack(packed).dequantise(), x, TOLERANCE[torch.bfloat16])
 
 
 def test_int8_in_groups_with_zeros(new_weights: Callable[..., torch.Tensor]) -> None:
@@ -177,7 +162,7 @@ def test_whole_numbers_are_summed_exactly(seed: int) -> None:
 
 
 def test_a_fused_kernel_gets_the_stored_numbers(new_weights: Callable[..., torch.Tensor]) -> None:
-    packed = packed_for(new_weights(64, 256), "int4", torch.float32, torch.device("cuda"))
+    packed = packed_for(new_weights(64, 256), "int4", torch.float32)
 
     def product(
         x: torch.Tensor,

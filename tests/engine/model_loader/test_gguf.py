@@ -14,6 +14,7 @@ from gguf.quants import dequantize, quantize
 from ullage_common.config.engine import ModelSection
 from ullage_engine.model_loader.gguf import GgufMetadata, GgufReader, _open, gguf_name
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
+from ullage_engine.native.library import instruction_set
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.parallel.slices import Slicer
 from ullage_engine.protocol.errors import WeightsError
@@ -144,7 +145,7 @@ def test_ranks_hold_the_files_own_blocks(tmp_path: Path, quantisation: str) -> N
 
     whole = loaded()
     blocks = {name: unpack(whole.packed(name)).dequantise() for name in whole.encodings}
-    assert len(blocks) == 4 * LAYERS
+    assert len(blocks) == 4 * LAYERS + (instruction_set() is not None)
     for rank in range(layout.world):
         part, plain = loaded(rank), Slicer(whole.model_config, layout, rank)
         held = {name for name in blocks if plain.holds(name)}
@@ -181,7 +182,9 @@ def test_int4_keeps_blocks_of_four_to_eight_bits(
     for name, encoding in kept.encodings.items():
         assert encoding.format == (format if name.endswith("qkv") else kept_format(kinds[0]))
         numbers = unpack(kept.packed(name)).dequantise()
-        assert torch.allclose(numbers, plain.tensors[name], rtol=1e-5, atol=1e-5), name
+        # Tiles have scales and offsets in float16.
+        largest = plain.tensors[name].abs().max()
+        assert (numbers - plain.tensors[name]).abs().max() <= largest * 2**-10, name
     assert not caplog.records
 
 

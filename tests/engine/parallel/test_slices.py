@@ -217,23 +217,22 @@ FORMATS: list[tuple[Format, int, bool]] = [
     ("fp8", 0, False),
     ("fp8", 32, False),
     ("int4", 64, False),
-    ("int4", 64, True),
+    ("int4", 32, True),
+    ("int8", 32, True),
     ("mxfp4", 32, False),
 ]
 
 
 def quantised(format: Format, group: int, is_tiled: bool, weights: torch.Tensor) -> Packed:
     """A matrix, or one of each expert, in groups of so many columns; 0: a scale for each row."""
-    count = len(weights) if weights.dim() == 3 else 1
     rows = weights.flatten(0, -2)
     shape = (rows.shape[0], rows.shape[1])
     encoding = Encoding(
         format=format,
         shape=shape,
         group=group or shape[1],
-        has_zeros=format == "int4",
+        has_zeros=is_tiled or format == "int4",
         is_tiled=is_tiled,
-        count=count if is_tiled else 1,
     )
     if format == "mxfp4":
         codes = torch.randint(0, 16, shape, dtype=torch.uint8)
@@ -330,11 +329,11 @@ MISFITS: list[tuple[dict[str, Encoding], dict[str, Any], RankLayout, str]] = [
         "them together; set 1 or 2 and let pipeline",
     ),
     (
-        {"layers.0.gate_up": int4((512, 128), group=32, is_tiled=True)},
-        {"num_kv_heads": 4, "num_heads": 8},
-        RankLayout(8, 1),
-        "8 ranks would cut the 512 outputs of layers.0.gate_up at 32, but int4 keeps 64 of them "
-        "together; set 4 and let pipeline",
+        {"layers.0.down": int4((128, 256), group=32, is_tiled=True)},
+        {"num_kv_heads": 16, "num_heads": 16},
+        RankLayout(16, 1),
+        "16 ranks would cut the 256 inputs of layers.0.down at 16, but int4 keeps 32 of them "
+        "together; set 8 and let pipeline",
     ),
 ]
 

@@ -99,7 +99,7 @@ FORMS = [
     form("model.source", None, "required field is missing. Where the model is"),
     form("model.name", "a b", "must match"),
     form("model.dtype", "int8", "must be one of Auto, Float32, BFloat16, Float16, not 'int8'"),
-    form("model.quantization", "int2", "must be one of None, Int8, Int4, FP8, W8A8"),
+    form("model.quantization", "int2", "must be one of Auto, None, Int8, Int4, FP8, W8A8"),
     form("model.kvDtype", "int8", "must be one of Auto, FP8, not 'int8'"),
     form("model.maxModelLen", 8, "must be at least 16, not 8"),
     form("model.maxModelLen", "8k", "must be of type integer, not '8k'"),

@@ -468,7 +468,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"source": "/m.gguf", "name": "m"}}, "spec.model.source: source must be hf://"),
     (
         {"model": {"source": "file:///m", "name": "m", "quantization": "int2"}},
-        "spec.model.quantization: must be one of None, Int8, Int4, FP8, W8A8, not 'int2'",
+        "spec.model.quantization: must be one of Auto, None, Int8, Int4, FP8, W8A8, not 'int2'",
     ),
     (
         {"model": {"source": "pkg://p/m.gguf", "name": "m", "quantization": "W8A8"}},

@@ -128,7 +128,9 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(
 def test_a_worker_that_cannot_start_sends_its_reason_and_ends(
     launch_worker: StartWorker, capfd: Any
 ) -> None:
-    worker = launch_worker(model={"dtype": "float32"}, memory={"device_bytes": 500_000_000})
+    worker = launch_worker(
+        model={"dtype": "float32", "quantization": "none"}, memory={"device_bytes": 500_000_000}
+    )
     message = worker.receive()
     while not isinstance(message, StartFailed):
         message = worker.receive()

@@ -65,8 +65,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
     },
 }
-MODELS["llama_int8"] = MODELS["llama_fp8_kv"] = MODELS["llama"]
-# Two groups of each, so that two ranks cut between them.
+MODELS["llama_fp8_kv"] = MODELS["llama"]
+# Whole groups and tiles of each, so that two ranks cut between them.
+MODELS["llama_int8"] = MODELS["llama"] | {"head_dim": 64, "intermediate_size": 128}
 MODELS["llama_int4"] = MODELS["llama"] | {"head_dim": 64, "intermediate_size": 256}
 MODELS["lfm2_moe_fp8"] = MODELS["lfm2_moe"]
 MODELS["gpt_oss_mxfp4"] = MODELS["gpt_oss"] | {
@@ -235,8 +236,9 @@ def test_a_group_gives_the_tokens_of_one_process(
     computed: dict[tuple[str, str], list[list[int]]],
 ) -> None:
     expected = recorded[model][1].tokens
-    if kv_dtype(model) == "fp8":
-        # Partial sums differ in their last bits, which now and then round to another float8.
+    if kv_dtype(model) == "fp8" or quantization(model) in ("int8", "int4"):
+        # Sums differ in their last bits, which now and then round to another float8, or to another
+        # int8 where rows are rounded before they are multiplied.
         told, wanted = map(flat, (computed[model, layout], expected))
         alike = [one == other for one, other in zip(told, wanted, strict=True)]
         assert sum(alike) >= 0.9 * len(alike)

@@ -1,0 +1,193 @@
+"""The decoder whose steps the C++ library computes, all layers in one call.
+
+It computes what `ullage_engine.layers.decoder.Decoder` does, with rows rounded to int8 before each
+product with small numbers, and hidden states in float32. A row's results depend on its sequence
+alone, so every step of it is deterministic.
+
+In the cache a block of keys is [head_dim, tokens], which only this decoder reads.
+"""
+
+import ctypes
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.kernels.kv_pool import LayerCache, shaped
+from ullage_engine.layers.attention import fill_tables
+from ullage_engine.layers.linear import native_matrix
+from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.native.library import (
+    BLOCK_TOKENS,
+    FORMATS,
+    VECTOR,
+    Chunk,
+    Layer,
+    Matrix,
+    Model,
+    Step,
+    instruction_set,
+    shared_team,
+)
+from ullage_engine.protocol import step_plan
+
+_MATRICES = ("qkv", "output", "gate_up", "down")
+_VECTORS = ("mixer_norm", "mlp_norm", "q_norm", "k_norm")
+
+
+def can_decode(loaded: LoadedModel, limits: StepLimits, device: torch.device) -> bool:
+    """Whether the library computes every step of a whole model."""
+    config = loaded.model_config
+    if device.type != "cpu" or instruction_set() is None or limits.fp8_kv or limits.windowed:
+        return False
+    if config.has_attention_bias or config.has_sinks or config.first_layer:
+        return False
+    if any(each.mixer == "conv" or each.window for each in config.layers) or config.experts:
+        return False
+    widths = (config.hidden, config.intermediate, config.head_dim // 2)
+    if any(width % VECTOR for width in widths) or limits.block_tokens != BLOCK_TOKENS:
+        return False
+    names = ["embedding", "embedding" if config.tied else "head"]
+    names += [f"layers.{i}.{each}" for i in range(config.num_layers) for each in _MATRICES]
+    encodings = loaded.encodings
+    return all(name in encodings and encodings[name].is_tiled for name in names)
+
+
+class NativeDecoder:
+    """Computes the hidden states, logits and likeliest tokens of a step."""
+
+    def __init__(
+        self, loaded: LoadedModel, limits: StepLimits, arena: dict[str, torch.Tensor]
+    ) -> None:
+        """`arena` is laid out by `ullage_engine.kernels.arena.native_arena`."""
+        self._loaded, self._config, self._arena = loaded, loaded.model_config, arena
+        self._kept: list[torch.Tensor] = []
+        self._team = shared_team(torch.get_num_threads())
+        self._fill_tables(limits)
+        self._layers = (Layer * self._config.num_layers)(*self._make_layers())
+        self._model = self._make_model()
+        self._best = torch.zeros(max(limits.max_rows, limits.max_tokens), dtype=torch.int32)
+
+    def use_caches(self, caches: Sequence[LayerCache]) -> None:
+        """Reads and writes KV in these from now on."""
+        formats = {torch.float32: FORMATS["float32"], torch.bfloat16: FORMATS["bfloat16"]}
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.cache = cache.blocks.data_ptr()
+        self._model.num_blocks = caches[0].blocks.shape[1]
+        self._model.cache_format = formats[caches[0].blocks.dtype]
+
+    def run(
+        self,
+        chunks: Sequence[step_plan.Chunk],
+        logits: torch.Tensor,
+        layers: range | None = None,
+    ) -> list[int]:
+        """Computes a step; writes the logits of each chunk that is sampled, in the order of chunks.
+
+        logits: float32 [sampled chunks, vocab], contiguous. `layers`: run only these.
+
+        Returns:
+            The likeliest token of each; -1 where a logit is not finite.
+        """
+        sizes = [len(chunk.token_ids) for chunk in chunks]
+        rows = [0, *itertools.accumulate(sizes)]
+        tokens, token_ids = _int32(itertools.chain(*(chunk.token_ids for chunk in chunks)))
+        tables, place = _int32(itertools.chain(*(chunk.block_ids for chunk in chunks)))
+        sampled = [end - 1 for chunk, end in zip(chunks, rows[1:], strict=True) if chunk.sampling]
+        rows_kept, sampled_rows = _int32(sampled)
+        own = (Chunk * len(chunks))()
+        for each, chunk, row, size in zip(own, chunks, rows[:-1], sizes, strict=True):
+            each.row, each.num_rows, each.start, each.blocks = row, size, chunk.start, place
+            place += 4 * len(chunk.block_ids)
+        run = layers or range(self._config.num_layers)
+        step = Step(
+            num_rows=rows[-1],
+            num_chunks=len(chunks),
+            num_sampled=len(sampled),
+            first_layer=run.start,
+            end_layer=run.stop,
+            embeds=1,
+            token_ids=token_ids,
+            sampled_rows=sampled_rows,
+            chunks=ctypes.addressof(own),
+            logits=logits.data_ptr(),
+            best=self._best.data_ptr(),
+        )
+        self._team.step(self._model, step)
+        del tokens, tables, rows_kept  # kept until now, as the library reads them
+        return [int(token) for token in self._best[: len(sampled)].tolist()]
+
+    def logits(self, rows: Sequence[int], out: torch.Tensor) -> None:
+        """Writes the logits of some rows of the last step to out, float32 [rows, vocab]."""
+        kept, sampled_rows = _int32(rows)
+        step = Step(
+            num_sampled=len(kept),
+            sampled_rows=sampled_rows,
+            logits=out.data_ptr(),
+            best=self._best.data_ptr(),
+        )
+        self._team.step(self._model, step)
+
+    def hidden(self, num_rows: int) -> torch.Tensor:
+        """Returns the last step's hidden states, not normalised, float32 [num_rows, hidden]."""
+        return shaped(self._arena["hidden"], num_rows, self._config.hidden)
+
+    def _fill_tables(self, limits: StepLimits) -> None:
+        config, half = self._config, self._config.head_dim // 2
+        cos, sin = (torch.empty(limits.max_model_len, config.head_dim) for _ in "cs")
+        fill_tables(config, cos, sin)
+        for name, table in (("cos", cos), ("sin", sin.neg_())):
+            shaped(self._arena[name], limits.max_model_len, half).copy_(table[:, :half])
+
+    def _make_layers(self) -> Iterator[Layer]:
+        for index in range(self._config.num_layers):
+            prefix = f"layers.{index}."
+            vectors = {name: self._vector(prefix + name) for name in _VECTORS}
+            matrices = {name: self._matrix(prefix + name) for name in _MATRICES}
+            yield Layer(**vectors, **matrices)
+
+    def _make_model(self) -> Model:
+        config, arena = self._config, self._arena
+        buffers = {
+            "hidden_rows": "hidden",
+            "wide_rows": "wide",
+            **{name: name for name in ("attended", "rounded", "row_scales", "row_sums")},
+            **{name: name for name in ("partials", "workspace", "cos", "sin")},
+        }
+        return Model(
+            num_layers=config.num_layers,
+            hidden=config.hidden,
+            intermediate=config.intermediate,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab,
+            eps=config.rms_eps,
+            query_scale=config.head_dim**-0.5,
+            norm=self._vector("norm"),
+            embedding=self._matrix("embedding"),
+            head=self._matrix("embedding" if config.tied else "head"),
+            layers=ctypes.addressof(self._layers),
+            num_partials=arena["partials"].numel(),
+            workspace_floats=arena["workspace"].numel() // torch.get_num_threads(),
+            **{name: arena[buffer].data_ptr() for name, buffer in buffers.items()},
+        )
+
+    def _vector(self, name: str) -> int | None:
+        """Returns the address of a vector in float32; None: the model has none."""
+        tensor = self._loaded.tensors.get(name)
+        if tensor is None:
+            return None
+        self._kept.append(tensor.to(torch.float32).contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _matrix(self, name: str) -> Matrix:
+        return native_matrix(self._loaded.packed(name))
+
+
+def _int32(numbers: Iterable[int]) -> "tuple[array[int], int]":
+    """Returns numbers as the library reads them, and their address."""
+    values = array("i", numbers)
+    return values, values.buffer_info()[0]

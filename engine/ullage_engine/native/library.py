@@ -1,0 +1,151 @@
+"""The library's interface: structures as `src/abi.h` has them, and the threads that compute.
+
+All numbers are 64 bits wide and all pointers are addresses of memory that the caller keeps.
+"""
+
+import ctypes
+import logging
+from ctypes import c_char_p, c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger("ullage.engine.native")
+
+PATH = Path(__file__).with_name("libullage.so")
+
+TILE_ROWS = 16
+"""Rows of a weight matrix that lie together."""
+
+BLOCK_TOKENS = 16
+"""Tokens of a block of KV, which attention reads where it lies."""
+
+VECTOR = 16
+"""Numbers of the widest vector: the library reads rows in multiples of it."""
+
+FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4}
+
+_ABI = 1
+
+
+class Matrix(ctypes.Structure):
+    """A weight matrix [rows, columns] in tiles; see `ullage_engine.quantization.formats`."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("format", c_int64),
+        ("group", c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """One layer of a decoder; vectors are float32, or absent."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("mixer_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
+        ("cache", c_void_p),
+    )
+
+
+class Model(ctypes.Structure):
+    """Sizes, layers and buffers of a decoder."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "num_heads")),
+        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "num_blocks")),
+        ("cache_format", c_int64),
+        ("eps", c_double),
+        ("query_scale", c_double),
+        *((name, c_void_p) for name in ("cos", "sin", "norm")),
+        ("embedding", Matrix),
+        ("head", Matrix),
+        ("layers", c_void_p),
+        *((name, c_void_p) for name in ("hidden_rows", "wide_rows", "attended", "rounded")),
+        *((name, c_void_p) for name in ("row_scales", "row_sums", "partials")),
+        ("num_partials", c_int64),
+        ("workspace", c_void_p),
+        ("workspace_floats", c_int64),
+    )
+
+
+class Chunk(ctypes.Structure):
+    """Consecutive tokens of one sequence."""
+
+    _fields_ = (("row", c_int64), ("num_rows", c_int64), ("start", c_int64), ("blocks", c_void_p))
+
+
+class Step(ctypes.Structure):
+    """The rows of a step, and where its results go."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_rows", "num_chunks", "num_sampled")),
+        *((name, c_int64) for name in ("first_layer", "end_layer", "embeds")),
+        *((name, c_void_p) for name in ("token_ids", "sampled_rows", "chunks", "logits", "best")),
+    )
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """Loads the library; None, with a line in the log, where it cannot be used."""
+    if not PATH.exists():
+        log.info("there is no %s: the CPU computes with torch alone, several times slower", PATH)
+        return None
+    library = ctypes.CDLL(str(PATH))
+    library.ullage_abi.restype = c_int64
+    if library.ullage_abi() != _ABI:
+        log.warning("%s is of another version: install Ullage again", PATH)
+        return None
+    library.ullage_instruction_set.restype = c_char_p
+    library.ullage_start.restype = c_void_p
+    library.ullage_start.argtypes = (c_int64, c_char_p)
+    library.ullage_stop.argtypes = (c_void_p,)
+    library.ullage_step.argtypes = (c_void_p, c_void_p, c_void_p)
+    library.ullage_multiply.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
+    return library
+
+
+@cache
+def instruction_set() -> str | None:
+    """Returns the instruction set that the library computes with here; None: it cannot be used."""
+    library = load()
+    name = library.ullage_instruction_set() if library is not None else None
+    return name.decode() if name is not None else None
+
+
+class Team:
+    """The threads that compute; they sleep between steps. One caller at a time."""
+
+    def __init__(self, num_threads: int, isa: str | None = None) -> None:
+        """`isa`: one of the library's instruction sets, by default the best of this processor."""
+        library, name = load(), isa or instruction_set()
+        assert library is not None and name is not None, "the library cannot be used here"
+        self._library = library
+        self._team = library.ullage_start(num_threads, name.encode())
+        if not self._team:
+            raise MemoryError("no memory for the threads that compute")
+
+    def step(self, model: Model, step: Step) -> None:
+        """Computes the hidden rows, the logits and the likeliest tokens of a step."""
+        self._library.ullage_step(self._team, ctypes.addressof(model), ctypes.addressof(step))
+
+    def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
+        """Writes x [rows, columns] times the matrix to out [rows, matrix rows], float32 both.
+
+        `model` has buffers for rows that are rounded; nothing else of it is read.
+        """
+        arguments = (ctypes.addressof(matrix), x.data_ptr(), x.shape[0], out.data_ptr())
+        self._library.ullage_multiply(self._team, *arguments, ctypes.addressof(model))
+
+    def __del__(self) -> None:
+        if getattr(self, "_team", None):
+            self._library.ullage_stop(self._team)
+
+
+@cache
+def shared_team(num_threads: int) -> Team:
+    """Returns the process's threads that compute, one team for all models."""
+    return Team(num_threads)

@@ -1,0 +1,58 @@
+// The data that Python and the library share. `ullage_engine.native.library` mirrors it field
+// by field; every number is 64 bits wide so that no padding depends on a compiler.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+enum Format : int64_t { kAbsent = 0, kInt4 = 1, kInt8 = 2, kBfloat16 = 3, kFloat32 = 4 };
+
+// A weight matrix [rows, columns] in tiles of 16 rows. Integers: for each group of columns the codes,
+// then 16 scales and 16 offsets in float16; weight = code * scale + offset, for codes from 0 on of
+// int4 and less 128 of int8. Floats: for each column the 16 numbers.
+struct Matrix {
+  const uint8_t* data;
+  int64_t rows, columns, format, group;
+};
+
+struct Layer {
+  const float *mixer_norm, *mlp_norm;
+  const float *q_norm, *k_norm;  // of each head; null where heads are not normalised
+  Matrix qkv, output, gate_up, down;
+  uint8_t* cache;  // [2 * kv_heads, blocks, block_tokens * head_dim], keys first
+};
+
+struct Model {
+  int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab;
+  int64_t num_blocks, cache_format;  // kBfloat16 or kFloat32
+  double eps, query_scale;
+  const float *cos, *sin;  // [positions, head_dim / 2]
+  const float* norm;
+  Matrix embedding, head;
+  const Layer* layers;
+  // Buffers of the largest step, each row by row.
+  float *hidden_rows, *wide_rows, *attended;
+  int8_t* rounded;
+  float *row_scales, *row_sums;
+  float* partials;      // results of spans of decodes that several threads share
+  int64_t num_partials;
+  float* workspace;     // of each thread, `workspace_floats`
+  int64_t workspace_floats;
+};
+
+// Consecutive tokens of one sequence: rows of the step from `row` on, at positions from `start` on.
+struct Chunk {
+  int64_t row, num_rows, start;
+  const int32_t* blocks;
+};
+
+struct Step {
+  int64_t num_rows, num_chunks, num_sampled, first_layer, end_layer;
+  int64_t embeds;  // whether hidden_rows are made of token_ids, or are there already
+  const int32_t *token_ids, *sampled_rows;
+  const Chunk* chunks;
+  float* logits;   // [num_sampled, vocab]
+  int32_t* best;   // [num_sampled]: the likeliest token, the first of equals; -1: not all are finite
+};
+
+}  // extern "C"

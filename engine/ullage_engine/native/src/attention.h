@@ -1,0 +1,195 @@
+// Attention over paged KV where it lies.
+//
+// A block of keys is [head_dim, 16 tokens] and a block of values [16 tokens, head_dim], so that both
+// products have consecutive lanes. The context is cut into spans of 256 tokens counted from the first;
+// each has a softmax of its own, and they are merged in their order by their share of the whole
+// (split-KV; Dao et al., "Flash-Decoding", 2023). A row's result depends on its context alone: neither
+// on the rows beside it nor on which thread computed which span.
+#pragma once
+#include <cmath>
+#include <type_traits>
+
+#include "abi.h"
+#include "vector.h"
+
+namespace ullage {
+namespace ULLAGE_ISA {
+
+constexpr int kBlockTokens = 16, kSpan = 256, kRowsTogether = 16;
+
+template <bool kHalf>
+inline F load_kv(const uint8_t* block, int64_t place) {
+  if constexpr (kHalf) return load_bfloat16(reinterpret_cast<const uint16_t*>(block) + place);
+  return load(reinterpret_cast<const float*>(block) + place);
+}
+
+// Asks for a block's memory before it is read: blocks lie anywhere, so no processor foresees them.
+inline void prefetch(const uint8_t* block, int64_t size) {
+  for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(block + line, 0, 2);
+}
+
+struct Cache {
+  const uint8_t *keys, *values;  // of one head: [blocks, 16 * head_dim]
+  int64_t block_size;            // bytes
+};
+
+// Scores of kRows queries [kRows, stride] against one block, [kRows, kSpan] from `scores` on.
+template <int kRows, bool kHalf>
+inline void score_block(const float* q, int64_t stride, const uint8_t* keys, int head_dim,
+                        float* scores) {
+  constexpr int kVectors = kBlockTokens / F::kWidth;
+  F acc[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = zero();
+  }
+  for (int d = 0; d < head_dim; ++d) {
+    F key[kVectors];
+    for (int v = 0; v < kVectors; ++v) key[v] = load_kv<kHalf>(keys, d * kBlockTokens + v * F::kWidth);
+    for (int r = 0; r < kRows; ++r) {
+      const F query = set1(q[r * stride + d]);
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(query, key[v], acc[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(scores + r * kSpan + v * F::kWidth, acc[r][v]);
+  }
+}
+
+// Sums of kRows rows of weights [kRows, kSpan] times values, dimensions `d` to d + kVectors vectors.
+template <int kRows, int kVectors, bool kHalf>
+inline void weigh(const float* weights, const Cache& cache, const int32_t* blocks, int tokens,
+                  int64_t head_dim, int64_t d, float* out) {
+  F acc[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = zero();
+  }
+  for (int start = 0; start < tokens; start += kBlockTokens) {
+    const uint8_t* block = cache.values + blocks[start / kBlockTokens] * cache.block_size;
+    for (int t = 0; t < kBlockTokens; ++t) {
+      F value[kVectors];
+      for (int v = 0; v < kVectors; ++v) value[v] = load_kv<kHalf>(block, t * head_dim + d + v * F::kWidth);
+      for (int r = 0; r < kRows; ++r) {
+        const F weight = set1(weights[r * kSpan + start + t]);
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(out + r * head_dim + d + v * F::kWidth, acc[r][v]);
+  }
+}
+
+template <int kRows, bool kHalf>
+inline void weigh_rows(const float* weights, const Cache& cache, const int32_t* blocks, int tokens,
+                       int64_t head_dim, float* out) {
+  constexpr int kWide = kRows <= 3 ? 4 : 2;
+  int64_t d = 0;
+  for (; d + kWide * F::kWidth <= head_dim; d += kWide * F::kWidth) {
+    weigh<kRows, kWide, kHalf>(weights, cache, blocks, tokens, head_dim, d, out);
+  }
+  for (; d < head_dim; d += F::kWidth) weigh<kRows, 1, kHalf>(weights, cache, blocks, tokens, head_dim, d, out);
+}
+
+template <typename Each>
+inline void in_fours(int rows, const Each& each) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) each(std::integral_constant<int, 4>(), r);
+  if (rows - r == 3) each(std::integral_constant<int, 3>(), r);
+  if (rows - r == 2) each(std::integral_constant<int, 2>(), r);
+  if (rows - r == 1) each(std::integral_constant<int, 1>(), r);
+}
+
+// Makes weights of one row's scores of the tokens before `end` of a span; the others get 0.
+inline void soften(float* scores, int end, int tokens, float* most, float* total) {
+  const F none = set1(-INFINITY);
+  F peak = none;
+  for (int t = 0; t < tokens; t += F::kWidth) peak = max(peak, choose(load(scores + t), none, end - t));
+  *most = largest(peak);
+  F sums = zero();
+  for (int t = 0; t < tokens; t += F::kWidth) {
+    const F weight = choose(exp(load(scores + t) - set1(*most)), zero(), end - t);
+    store(scores + t, weight);
+    sums = sums + weight;
+  }
+  *total = sum(sums);
+}
+
+// A head's result over some spans: the weighted values, not divided by the weights' sum.
+struct Partial {
+  float most, total;
+};
+
+inline void merge(Partial& whole, float* values, Partial part, const float* part_values, int64_t head_dim) {
+  if (part.most == -INFINITY) return;
+  if (whole.most == -INFINITY) {
+    whole = part;
+    memcpy(values, part_values, head_dim * sizeof(float));
+    return;
+  }
+  const float most = whole.most > part.most ? whole.most : part.most;
+  alignas(64) float factors[F::kWidth];
+  store(factors, exp(set1(whole.most - most)));
+  const float old_factor = factors[0];
+  store(factors, exp(set1(part.most - most)));
+  const float new_factor = factors[0];
+  whole.most = most;
+  whole.total = whole.total * old_factor + part.total * new_factor;
+  for (int64_t d = 0; d < head_dim; d += F::kWidth) {
+    const F scaled = load(part_values + d) * set1(new_factor);
+    store(values + d, fma(load(values + d), set1(old_factor), scaled));
+  }
+}
+
+inline void finish(Partial whole, const float* values, int64_t head_dim, float* out) {
+  const F scale = set1(1.0f / whole.total);
+  for (int64_t d = 0; d < head_dim; d += F::kWidth) store(out + d, load(values + d) * scale);
+}
+
+// Queries [rows, head_dim] of consecutive rows of the step, `group` heads of each, and their context.
+struct Queries {
+  const float* queries;
+  int rows, group;
+  int64_t position, head_dim;
+  const int32_t* blocks;
+  int64_t row;  // first row of the step
+};
+
+// Attends one span of the context; writes each query's part and values.
+template <bool kHalf>
+inline void attend_span(const Queries& own, const Cache& cache, int64_t span, float* scores, Partial* parts,
+                        float* values) {
+  const int64_t begin = span * kSpan, last = own.position + (own.rows - 1) / own.group;
+  const int64_t seen = last + 1 - begin < kSpan ? last + 1 - begin : kSpan;
+  const int tokens = static_cast<int>((seen + kBlockTokens - 1) / kBlockTokens * kBlockTokens);
+  const int32_t* blocks = own.blocks + begin / kBlockTokens;
+  for (int start = 0; start < tokens; start += kBlockTokens) {
+    const int32_t block = blocks[start / kBlockTokens];
+    const uint8_t* keys = cache.keys + block * cache.block_size;
+    prefetch(cache.values + block * cache.block_size, cache.block_size);
+    if (start + kBlockTokens < tokens) {
+      prefetch(cache.keys + blocks[start / kBlockTokens + 1] * cache.block_size, cache.block_size);
+    }
+    in_fours(own.rows, [&](auto count, int r) {
+      score_block<count.value, kHalf>(own.queries + r * own.head_dim, own.head_dim, keys,
+                                      static_cast<int>(own.head_dim), scores + r * kSpan + start);
+    });
+  }
+  for (int r = 0; r < own.rows; ++r) {
+    const int64_t end = own.position + r / own.group + 1 - begin;
+    const int seen_by_row = static_cast<int>(end > kSpan ? kSpan : end < 0 ? 0 : end);
+    soften(scores + r * kSpan, seen_by_row, tokens, &parts[r].most, &parts[r].total);
+  }
+  in_fours(own.rows, [&](auto count, int r) {
+    weigh_rows<count.value, kHalf>(scores + r * kSpan, cache, blocks, tokens, own.head_dim,
+                                   values + r * own.head_dim);
+  });
+}
+
+inline void attend_span(const Queries& own, const Cache& cache, int64_t format, int64_t span, float* scores,
+                        Partial* parts, float* values) {
+  if (format == kBfloat16) return attend_span<true>(own, cache, span, scores, parts, values);
+  attend_span<false>(own, cache, span, scores, parts, values);
+}
+
+}  // namespace ULLAGE_ISA
+}  // namespace ullage

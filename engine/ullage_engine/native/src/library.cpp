@@ -1,0 +1,103 @@
+// The library's interface: it chooses the instruction set and owns the team of threads.
+#include <cpuid.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "abi.h"
+#include "team.h"
+
+namespace ullage {
+
+#define ULLAGE_DECLARE(isa)                                                                        \
+  namespace isa {                                                                                  \
+  void run(const Model&, const Step&, Team&);                                                      \
+  void multiply(const Matrix&, const float*, int64_t, float*, const Model&, Team&);                \
+  }
+
+ULLAGE_DECLARE(avx2)
+ULLAGE_DECLARE(avx512)
+
+namespace {
+
+struct Kernels {
+  const char* name;
+  void (*run)(const Model&, const Step&, Team&);
+  void (*multiply)(const Matrix&, const float*, int64_t, float*, const Model&, Team&);
+};
+
+constexpr Kernels kAvx512 = {"avx512", avx512::run, avx512::multiply};
+constexpr Kernels kAvx2 = {"avx2", avx2::run, avx2::multiply};
+
+// Whether the processor has an instruction set and the kernel keeps its registers.
+struct Processor {
+  unsigned leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, kept = 0;
+
+  Processor() {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &leaf1_ecx, &edx)) return;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) leaf7_ebx = ebx, leaf7_ecx = ecx;
+    if (leaf1_ecx & bit_OSXSAVE) __asm__("xgetbv" : "=a"(kept), "=d"(edx) : "c"(0));
+  }
+
+  bool has_avx2() const {
+    const unsigned needed = bit_FMA | bit_F16C | bit_AVX;
+    return (kept & 6) == 6 && (leaf1_ecx & needed) == needed && (leaf7_ebx & bit_AVX2);
+  }
+
+  bool has_avx512() const {
+    const unsigned needed = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    return (kept & 0xe6) == 0xe6 && (leaf7_ebx & needed) == needed && (leaf7_ecx & bit_AVX512VNNI);
+  }
+};
+
+const Kernels* best() {
+  const Processor processor;
+  if (!processor.has_avx2()) return nullptr;
+  return processor.has_avx512() ? &kAvx512 : &kAvx2;
+}
+
+struct Engine {
+  Team team;
+  const Kernels* kernels;
+};
+
+}  // namespace
+}  // namespace ullage
+
+extern "C" {
+
+// The version of abi.h, which Python compares with its own.
+int64_t ullage_abi() { return 1; }
+
+// The best instruction set of this processor; null: none that the library has.
+const char* ullage_instruction_set() {
+  const ullage::Kernels* kernels = ullage::best();
+  return kernels == nullptr ? nullptr : kernels->name;
+}
+
+// Starts a team of threads, the caller among them. `instruction_set` is one of the library's.
+void* ullage_start(int64_t num_threads, const char* instruction_set) {
+  const ullage::Kernels* kernels = strcmp(instruction_set, "avx512") ? &ullage::kAvx2 : &ullage::kAvx512;
+  void* memory = aligned_alloc(alignof(ullage::Engine), sizeof(ullage::Engine));
+  return memory ? new (memory) ullage::Engine{ullage::Team(static_cast<int>(num_threads)), kernels} : nullptr;
+}
+
+void ullage_stop(void* engine) {
+  static_cast<ullage::Engine*>(engine)->~Engine();
+  free(engine);
+}
+
+void ullage_step(void* engine, const Model* model, const Step* step) {
+  auto* own = static_cast<ullage::Engine*>(engine);
+  own->kernels->run(*model, *step, own->team);
+}
+
+void ullage_multiply(void* engine, const Matrix* matrix, const float* x, int64_t num_rows, float* out,
+                     const Model* buffers) {
+  auto* own = static_cast<ullage::Engine*>(engine);
+  own->kernels->multiply(*matrix, x, num_rows, out, *buffers, own->team);
+}
+
+}  // extern "C"

@@ -1,0 +1,366 @@
+// One step of a decoder: rows in, logits out. Every region is shared out by items whose results do not
+// depend on who computes them.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "attention.h"
+#include "products.h"
+#include "team.h"
+
+namespace ullage {
+namespace ULLAGE_ISA {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline void round_any(const float* x, const Matrix& next, int64_t row, int64_t num_rows, const Model& model) {
+  if (next.format == kBfloat16 || next.format == kFloat32) return;
+  const auto round_rows = next.group == 16 ? round_row<16> : round_row<32>;
+  round_rows(x, row, num_rows, next.columns, model.rounded, model.row_scales, model.row_sums);
+}
+
+// Writes x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019).
+inline void rms_norm(const float* x, const float* weight, int64_t columns, float eps, float* out) {
+  F squares = zero();
+  for (int64_t k = 0; k < columns; k += F::kWidth) {
+    const F v = load(x + k);
+    squares = fma(v, v, squares);
+  }
+  const F scale = set1(1.0f / std::sqrt(sum(squares) / columns + eps));
+  for (int64_t k = 0; k < columns; k += F::kWidth) store(out + k, load(x + k) * scale * load(weight + k));
+}
+
+inline F silu(F x) { return x / (set1(1.0f) + exp(zero() - x)); }
+
+class Stepper {
+ public:
+  Stepper(const Model& model, const Step& step, Team& team) : model_(model), step_(step), team_(team) {}
+
+  void run() {
+    team_.begin();
+    if (step_.embeds) embed();
+    for (int64_t layer = step_.first_layer; layer < step_.end_layer; ++layer) run_layer(model_.layers[layer]);
+    if (step_.num_sampled > 0) sample();
+    team_.end();
+  }
+
+  // Writes x [num_rows, columns] times the matrix to out [num_rows, matrix rows].
+  void multiply_any(const Matrix& matrix, const float* x, int64_t num_rows, float* out) {
+    team_.begin();
+    round_rows(x, matrix, num_rows);
+    multiply_rows(matrix, x, num_rows, [&](int64_t row, int64_t column, const float* results) {
+      put(out + row * matrix.rows + column, results);
+    });
+    team_.end();
+  }
+
+ private:
+  static constexpr int64_t kRowBlock = 4 * kMostRows;  // rows whose inputs stay in a core's cache
+
+  float* workspace(int thread) const { return model_.workspace + thread * model_.workspace_floats; }
+
+  void embed() {
+    const int64_t hidden = model_.hidden;
+    team_.each(ceil_div(step_.num_rows, 16), [&](int64_t item, int) {
+      const int64_t end = std::min(step_.num_rows, item * 16 + 16);
+      for (int64_t row = item * 16; row < end; ++row) {
+        read_row(model_.embedding, step_.token_ids[row], model_.hidden_rows + row * hidden);
+      }
+    });
+  }
+
+  void run_layer(const Layer& layer) {
+    const int64_t width = (model_.num_heads + 2 * model_.num_kv_heads) * model_.head_dim;
+    normalise(layer.mixer_norm, layer.qkv, step_.num_rows, [](int64_t row) { return row; });
+    multiply(layer.qkv, model_.attended, [&](int64_t row, int64_t column, const float* results) {
+      put(model_.wide_rows + row * width + column, results);
+    });
+    rotate_and_store(layer, width);
+    attend(layer, width);
+    round_rows(model_.attended, layer.output, step_.num_rows);
+    add_product(layer.output, model_.attended);
+    normalise(layer.mlp_norm, layer.gate_up, step_.num_rows, [](int64_t row) { return row; });
+    multiply(layer.gate_up, model_.attended, [&](int64_t row, int64_t column, const float* results) {
+      put(model_.wide_rows + row * 2 * model_.intermediate + column, results);
+    });
+    gate(layer.down);
+    add_product(layer.down, model_.wide_rows);
+  }
+
+  static void put(float* out, const float* results) {
+    for (int i = 0; i < kTileRows; i += F::kWidth) store(out + i, load(results + i));
+  }
+
+  // Normalises rows of the hidden states into `attended` and rounds them for the next matrix.
+  template <typename RowOf>
+  void normalise(const float* weight, const Matrix& next, int64_t num_rows, const RowOf& row_of) {
+    const int64_t hidden = model_.hidden, size = rows_an_item(num_rows, 8);
+    team_.each(ceil_div(num_rows, size), [&](int64_t item, int) {
+      const int64_t end = std::min(num_rows, (item + 1) * size);
+      for (int64_t row = item * size; row < end; ++row) {
+        float* out = model_.attended + row * hidden;
+        const float* x = model_.hidden_rows + row_of(row) * hidden;
+        rms_norm(x, weight, hidden, static_cast<float>(model_.eps), out);
+        round_any(out, next, row, num_rows, model_);
+      }
+    });
+  }
+
+  int64_t rows_an_item(int64_t num_rows, int64_t most) const {
+    return std::max<int64_t>(1, std::min(most, ceil_div(num_rows, 4 * team_.num_threads())));
+  }
+
+  void round_rows(const float* numbers, const Matrix& next, int64_t num_rows) {
+    if (next.format == kBfloat16 || next.format == kFloat32) return;
+    const int64_t size = rows_an_item(num_rows, 8);
+    team_.each(ceil_div(num_rows, size), [&](int64_t item, int) {
+      const int64_t end = std::min(num_rows, (item + 1) * size);
+      for (int64_t row = item * size; row < end; ++row) round_any(numbers + row * next.columns, next, row, num_rows, model_);
+    });
+  }
+
+  Inputs inputs(const Matrix& matrix, const float* numbers, int64_t num_rows) const {
+    const int64_t groups = matrix.group > 0 ? matrix.columns / matrix.group : 0;
+    return {numbers, model_.rounded, model_.row_scales, model_.row_sums,
+            num_rows, matrix.columns, groups};
+  }
+
+  template <typename Put>
+  void multiply(const Matrix& matrix, const float* numbers, const Put& put_results) {
+    multiply_rows(matrix, numbers, step_.num_rows, put_results);
+  }
+
+  // Items are blocks of rows times some tiles: a few for each thread, whatever the shape.
+  template <typename Put>
+  void multiply_rows(const Matrix& matrix, const float* numbers, int64_t num_rows, const Put& put_results) {
+    const Inputs in = inputs(matrix, numbers, num_rows);
+    const int64_t tiles = matrix.rows / kTileRows;
+    const int64_t row_blocks = ceil_div(num_rows, kRowBlock);
+    const int64_t wanted = ceil_div(8 * team_.num_threads(), row_blocks);
+    const int64_t size = std::max<int64_t>(1, tiles / wanted), parts = ceil_div(tiles, size);
+    team_.each(row_blocks * parts, [&](int64_t item, int) {
+      const int64_t first = item / parts * kRowBlock, end = std::min(num_rows, first + kRowBlock);
+      const int64_t last_tile = std::min(tiles, (item % parts + 1) * size);
+      for (int64_t tile = item % parts * size; tile < last_tile; ++tile) {
+        multiply_tile(matrix, tile, in, first, end, [&](int64_t row, const float* results) {
+          put_results(row, tile * kTileRows, results);
+        });
+      }
+    });
+  }
+
+  // hidden += matrix · numbers
+  void add_product(const Matrix& matrix, const float* numbers) {
+    multiply(matrix, numbers, [&](int64_t row, int64_t column, const float* results) {
+      float* out = model_.hidden_rows + row * model_.hidden + column;
+      for (int i = 0; i < kTileRows; i += F::kWidth) store(out + i, load(out + i) + load(results + i));
+    });
+  }
+
+  // Gates rows of [gate, up] in place, into rows of `intermediate` numbers, and rounds them.
+  void gate(const Matrix& next) {
+    const int64_t width = model_.intermediate, size = rows_an_item(step_.num_rows, 8);
+    const bool is_rounded = next.format == kInt4 || next.format == kInt8;
+    team_.each(ceil_div(step_.num_rows, size), [&](int64_t item, int thread) {
+      const int64_t end = std::min(step_.num_rows, (item + 1) * size);
+      for (int64_t row = item * size; row < end; ++row) {
+        const float* gates = model_.wide_rows + row * 2 * width;
+        // Rows of another width cannot overwrite each other where they are read by others.
+        float* out = is_rounded ? workspace(thread) : model_.wide_rows + row * 2 * width;
+        for (int64_t k = 0; k < width; k += F::kWidth) {
+          store(out + k, silu(load(gates + k)) * load(gates + width + k));
+        }
+        if (is_rounded) round_any(out, next, row, step_.num_rows, model_);
+      }
+    });
+    if (!is_rounded) {
+      for (int64_t row = 1; row < step_.num_rows; ++row) {
+        memmove(model_.wide_rows + row * width, model_.wide_rows + row * 2 * width, width * sizeof(float));
+      }
+    }
+  }
+
+  void rotate_and_store(const Layer& layer, int64_t width) {
+    const int64_t size = rows_an_item(step_.num_rows, 8);
+    team_.each(ceil_div(step_.num_rows, size), [&](int64_t item, int) {
+      const int64_t first = item * size, end = std::min(step_.num_rows, first + size);
+      const Chunk* chunk = std::upper_bound(step_.chunks, step_.chunks + step_.num_chunks, first,
+          [](int64_t row, const Chunk& each) { return row < each.row; }) - 1;
+      for (int64_t row = first; row < end; ++row) {
+        while (row >= chunk->row + chunk->num_rows) ++chunk;
+        const int64_t position = chunk->start + row - chunk->row;
+        rotate_row(layer, model_.wide_rows + row * width, position);
+        store_row(layer, model_.wide_rows + row * width, position, chunk->blocks);
+      }
+    });
+  }
+
+  void rotate_row(const Layer& layer, float* row, int64_t position) {
+    const int64_t heads = model_.num_heads, all = heads + model_.num_kv_heads, dim = model_.head_dim;
+    const float *cos = model_.cos + position * dim / 2, *sin = model_.sin + position * dim / 2;
+    const float eps = static_cast<float>(model_.eps);
+    for (int64_t head = 0; head < all; ++head) {
+      float* x = row + head * dim;
+      const float* norm = head < heads ? layer.q_norm : layer.k_norm;
+      if (norm != nullptr) rms_norm(x, norm, dim, eps, x);
+      const F scale = set1(head < heads ? static_cast<float>(model_.query_scale) : 1.0f);
+      for (int64_t k = 0; k < dim / 2; k += F::kWidth) {
+        const F a = load(x + k), b = load(x + dim / 2 + k), c = load(cos + k), s = load(sin + k);
+        store(x + k, (a * c - b * s) * scale);
+        store(x + dim / 2 + k, fma(b, c, a * s) * scale);
+      }
+    }
+  }
+
+  Cache cache(const Layer& layer, int64_t kv_head) const {
+    const int64_t itemsize = model_.cache_format == kBfloat16 ? 2 : 4;
+    const int64_t block = kBlockTokens * model_.head_dim * itemsize;
+    const int64_t head = model_.num_blocks * block;
+    return {layer.cache + kv_head * head, layer.cache + (model_.num_kv_heads + kv_head) * head, block};
+  }
+
+  // Writes a row's keys and values to its place in the cache.
+  void store_row(const Layer& layer, const float* row, int64_t position, const int32_t* blocks) {
+    const int64_t dim = model_.head_dim, token = position % kBlockTokens;
+    const int64_t offset = blocks[position / kBlockTokens];
+    for (int64_t head = 0; head < model_.num_kv_heads; ++head) {
+      const Cache place = cache(layer, head);
+      const float* key = row + (model_.num_heads + head) * dim;
+      const float* value = key + model_.num_kv_heads * dim;
+      uint8_t* keys = const_cast<uint8_t*>(place.keys) + offset * place.block_size;
+      uint8_t* values = const_cast<uint8_t*>(place.values) + offset * place.block_size;
+      for (int64_t d = 0; d < dim; ++d) {
+        if (model_.cache_format == kBfloat16) {
+          reinterpret_cast<uint16_t*>(keys)[d * kBlockTokens + token] = float_to_bfloat16(key[d]);
+          reinterpret_cast<uint16_t*>(values)[token * dim + d] = float_to_bfloat16(value[d]);
+        } else {
+          reinterpret_cast<float*>(keys)[d * kBlockTokens + token] = key[d];
+          reinterpret_cast<float*>(values)[token * dim + d] = value[d];
+        }
+      }
+    }
+  }
+
+  // Rows of a chunk that are attended together: `kRowsTogether` of them, fewer where heads share keys widely.
+  int64_t rows_together() const {
+    return std::max<int64_t>(1, kRowsTogether * 4 / std::max<int64_t>(4, model_.num_heads / model_.num_kv_heads));
+  }
+
+  void attend(const Layer& layer, int64_t width) {
+    const int64_t size = rows_together();
+    int64_t pieces = 0, spans = 0;
+    for (int64_t i = 0; i < step_.num_chunks; ++i) {
+      const Chunk& chunk = step_.chunks[i];
+      pieces += ceil_div(chunk.num_rows, size);
+      spans = std::max(spans, ceil_div(chunk.start + chunk.num_rows, kSpan));
+    }
+    const int64_t kv_heads = model_.num_kv_heads, group = model_.num_heads / kv_heads;
+    const bool is_split = pieces * kv_heads < 4 * team_.num_threads() && spans > 1 &&
+                          pieces * kv_heads * spans * size * group * (model_.head_dim + 2) <= model_.num_partials;
+    if (is_split) return attend_split(layer, width, pieces, spans);
+    team_.each(pieces * kv_heads, [&](int64_t item, int thread) {
+      // The latest chunks are the longest prompts: they begin first.
+      Queries own = make_queries(pieces - 1 - item / kv_heads, item % kv_heads, width, workspace(thread));
+      const int64_t stride = size * group;
+      float* scores = workspace(thread) + stride * model_.head_dim;
+      Partial* parts = reinterpret_cast<Partial*>(scores + stride * kSpan);
+      Partial* wholes = parts + stride;
+      float* values = reinterpret_cast<float*>(wholes + stride);
+      float* sums = values + stride * model_.head_dim;
+      for (int r = 0; r < own.rows; ++r) wholes[r] = {-INFINITY, 0.0f};
+      const int64_t num_spans = end_span(own);
+      for (int64_t span = 0; span < num_spans; ++span) {
+        attend_span(own, cache(layer, item % kv_heads), model_.cache_format, span, scores, parts, values);
+        for (int r = 0; r < own.rows; ++r) {
+          merge(wholes[r], sums + r * own.head_dim, parts[r], values + r * own.head_dim, own.head_dim);
+        }
+      }
+      for (int r = 0; r < own.rows; ++r) finish_row(own, item % kv_heads, r, wholes[r], sums + r * own.head_dim);
+    });
+  }
+
+  // Few sequences of long contexts: each span is an item, and the spans are merged afterwards.
+  void attend_split(const Layer& layer, int64_t width, int64_t pieces, int64_t spans) {
+    const int64_t kv_heads = model_.num_kv_heads, group = model_.num_heads / kv_heads;
+    const int64_t stride = rows_together() * group, dim = model_.head_dim;
+    const auto place = [&](int64_t unit, int64_t span) {
+      return model_.partials + (unit * spans + span) * stride * (dim + 2);
+    };
+    team_.each(pieces * kv_heads * spans, [&](int64_t item, int thread) {
+      const int64_t unit = item / spans, span = item % spans;
+      const Queries own = make_queries(unit / kv_heads, unit % kv_heads, width, workspace(thread));
+      if (span >= end_span(own)) return;
+      float* out = place(unit, span);
+      attend_span(own, cache(layer, unit % kv_heads), model_.cache_format, span,
+                  workspace(thread) + stride * dim, reinterpret_cast<Partial*>(out), out + 2 * stride);
+    });
+    team_.each(pieces * kv_heads, [&](int64_t unit, int thread) {
+      const Queries own = make_queries(unit / kv_heads, unit % kv_heads, width, workspace(thread));
+      float* sums = workspace(thread) + stride * dim;
+      for (int r = 0; r < own.rows; ++r) {
+        Partial whole = {-INFINITY, 0.0f};
+        for (int64_t span = 0; span < end_span(own); ++span) {
+          const float* from = place(unit, span);
+          merge(whole, sums, reinterpret_cast<const Partial*>(from)[r], from + 2 * stride + r * dim, dim);
+        }
+        finish_row(own, unit % kv_heads, r, whole, sums);
+      }
+    });
+  }
+
+  int64_t end_span(const Queries& own) const {
+    return ceil_div(own.position + (own.rows - 1) / own.group + 1, kSpan);
+  }
+
+  // Collects the queries of a piece, rows of one chunk that are attended together, for one KV head.
+  Queries make_queries(int64_t index, int64_t kv_head, int64_t width, float* queries) {
+    const int64_t size = rows_together(), group = model_.num_heads / model_.num_kv_heads, dim = model_.head_dim;
+    const Chunk* chunk = step_.chunks;
+    for (; index >= ceil_div(chunk->num_rows, size); ++chunk) index -= ceil_div(chunk->num_rows, size);
+    const int64_t first = index * size, rows = std::min(size, chunk->num_rows - first);
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* from = model_.wide_rows + (chunk->row + first + row) * width + kv_head * group * dim;
+      memcpy(queries + row * group * dim, from, group * dim * sizeof(float));
+    }
+    return {queries, static_cast<int>(rows * group), static_cast<int>(group), chunk->start + first,
+            dim, chunk->blocks, chunk->row + first};
+  }
+
+  void finish_row(const Queries& own, int64_t kv_head, int r, Partial whole, const float* sums) {
+    const int64_t head = kv_head * own.group + r % own.group;
+    float* out = model_.attended + (own.row + r / own.group) * model_.num_heads * own.head_dim;
+    finish(whole, sums, own.head_dim, out + head * own.head_dim);
+  }
+
+  void sample() {
+    normalise(model_.norm, model_.head, step_.num_sampled, [&](int64_t row) { return step_.sampled_rows[row]; });
+    const int64_t vocab = model_.vocab;
+    multiply_rows(model_.head, model_.attended, step_.num_sampled,
+                  [&](int64_t row, int64_t column, const float* results) {
+                    put(step_.logits + row * vocab + column, results);
+                  });
+    team_.each(step_.num_sampled, [&](int64_t row, int) { step_.best[row] = likeliest(step_.logits + row * vocab); });
+  }
+
+  int32_t likeliest(const float* logits) const {
+    F most = load(logits), spoilt = zero();
+    for (int64_t k = 0; k < model_.vocab; k += F::kWidth) {
+      const F v = load(logits + k);
+      most = max(most, v);
+      spoilt = fma(v, zero(), spoilt);  // 0, or not a number
+    }
+    if (!(sum(spoilt) == 0.0f)) return -1;
+    const float limit = largest(most);
+    for (int64_t k = 0; k < model_.vocab; ++k) {
+      if (logits[k] == limit) return static_cast<int32_t>(k);
+    }
+    return -1;
+  }
+
+  const Model& model_;
+  const Step& step_;
+  Team& team_;
+};
+
+}  // namespace ULLAGE_ISA
+}  // namespace ullage
