@@ -1,6 +1,6 @@
 """Messages between the server process and its worker, and the requests that they carry.
 
-Messages are msgpack over a ZeroMQ PAIR on ipc://. The worker connects and sends `Loading` (any
+Messages are msgpack on a Unix stream (`frames.py`). The worker connects and sends `Loading` (any
 number), then `Ready` once or `StartFailed` once; from then on the server sends `Submit` and
 `Cancel`, the worker `StepDone` after each step and `StateReport` when its memory changes. Every
 request of a `Submit` is answered by tokens ending with a finish, by one `Embedding`, by one

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
-import zmq.asyncio
 
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_engine.kv_tiers.tiers import KvTiers
@@ -233,15 +233,14 @@ class WorkerSupervisor:
             SupervisorError: no worker can be had.
         """
         self._kv = kv
-        with zmq.asyncio.Context() as context:
-            try:
-                while not self._stopping.is_set():
-                    worker = await self._run_worker(context, launch)
-                    if not self._stopping.is_set():
-                        await self._recover(worker)
-            finally:
-                if self._standby is not None:
-                    self._standby.close()
+        try:
+            while not self._stopping.is_set():
+                worker = await self._run_worker(launch)
+                if not self._stopping.is_set():
+                    await self._recover(worker)
+        finally:
+            if self._standby is not None:
+                self._standby.close()
 
     async def stop(self) -> None:
         """Asks the worker to end, then kills it. Returns when its process is gone."""
@@ -257,18 +256,15 @@ class WorkerSupervisor:
         worker.process.kill()
         await asyncio.wait({worker.exited})
 
-    async def _run_worker(self, context: zmq.asyncio.Context, launch: WorkerLaunch) -> WorkerHandle:
+    async def _run_worker(self, launch: WorkerLaunch) -> WorkerHandle:
         """Runs one worker from start to end, its last messages included."""
         self._num_starts += 1
-        worker = await self._start(context, launch)
+        worker = self._start(launch)
         receiving = asyncio.create_task(self._receive(worker))
         try:
             while not worker.exited.done():
-                await asyncio.wait(
-                    {worker.exited, receiving, worker.link.sending},
-                    timeout=_CHECK_S,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                ends: set[asyncio.Future[Any]] = {worker.exited, receiving, worker.link.failure}
+                await asyncio.wait(ends, timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
                 if self._kill_if_broken(worker, receiving):
                     await asyncio.wait({worker.exited})
                 elif self._has_standby and worker.ready_at is not None:
@@ -282,13 +278,13 @@ class WorkerSupervisor:
             await asyncio.gather(receiving, worker.exited, return_exceptions=True)
             if self._kv is not None:
                 self._kv.worker_lost()
-            await worker.link.close()
+            worker.link.close()
         return worker
 
-    async def _start(self, context: zmq.asyncio.Context, launch: WorkerLaunch) -> WorkerHandle:
+    def _start(self, launch: WorkerLaunch) -> WorkerHandle:
         clear_endpoints(self._run_dir)
         address = endpoint(self._run_dir, self._num_starts)
-        link = ServerLink(context, address)
+        link = ServerLink(address)
         standby, self._standby = self._standby, None
         if standby is not None and standby.failure():
             standby.close()
@@ -299,7 +295,7 @@ class WorkerSupervisor:
             else:
                 process = ChildProcess(self._command(launch, address), launch.environment)
         except OSError:
-            await link.close()  # an open socket would keep the context from ending
+            link.close()
             raise
         log.info("worker started", extra={"pid": process.pid, "start": self._num_starts})
         self._worker = WorkerHandle(process, link, HangDetector(self._policy))
@@ -351,8 +347,8 @@ class WorkerSupervisor:
         pid = worker.process.pid
         if receiving.done():
             log.error("worker sent what is not a message", exc_info=receiving.exception())
-        elif worker.link.sending.done():
-            error = worker.link.sending.exception()
+        elif worker.link.failure.done():
+            error = worker.link.failure.exception()
             log.error("nothing can be sent to the worker; killing it", exc_info=error)
         elif reason := worker.check_health(has_work=bool(self._journal.unfinished())):
             log.error("worker hangs; killing it", extra={"pid": pid, "reason": reason})

@@ -1,7 +1,7 @@
-"""One worker process seen from the server: its environment, its ZeroMQ link and its health.
+"""One worker process seen from the server: its environment, its link and its health.
 
-The link is a PAIR with one msgpack message a frame. glibc and OpenMP read the environment before
-any Python runs.
+The link is a Unix stream of msgpack messages (`protocol/frames.py`). glibc and OpenMP read the
+environment before any Python runs.
 """
 
 import asyncio
@@ -12,16 +12,16 @@ import signal
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.cores import is_pinned, usable_cores
+from ullage_engine.protocol.frames import READ_BYTES, Frames, framed
 from ullage_engine.protocol.messages import (
     Loading,
     Ready,
@@ -136,9 +136,9 @@ class EndpointError(Exception):
 
 
 def endpoint(run_dir: Path, number: int) -> str:
-    """Returns the address for the worker with this number; sockets of its ranks have longer
-    names."""
-    return f"ipc://{run_dir}/{_PREFIX}{number}.ipc"
+    """Returns the path of the socket for the worker with this number; sockets of its ranks have
+    longer names."""
+    return f"{run_dir}/{_PREFIX}{number}.ipc"
 
 
 def clear_endpoints(run_dir: Path) -> None:
@@ -155,28 +155,34 @@ class ServerLink:
     each open request.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
-        path = endpoint.removeprefix("ipc://")
-        if len(path.encode()) > MAX_PATH_BYTES:
-            raise EndpointError(f"server.run_dir: {path} is longer than a socket's path may be")
-        self._socket: zmq.asyncio.Socket = context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise EndpointError(f"server.run_dir: cannot make {path}: {error}") from error
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._listener = _listener(path)
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        """The connection, once the worker has made it."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
-        self._outbox: asyncio.Queue[ToWorker] = asyncio.Queue()
-        self.sending = asyncio.create_task(self._send_all())
-        """The sending task, done only when it failed: then no message reaches the worker any
-        more."""
+        self._unsent = bytearray()
+        self._frames = Frames()
+        self._messages: deque[bytes] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self.failure: asyncio.Future[None] = self._loop.create_future()
+        """Has an exception once no message reaches the worker any more, though it lives."""
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def post(self, message: ToWorker) -> None:
-        """Queues a message; it is lost if the worker dies before taking it."""
-        self._outbox.put_nowait(message)
+        """Sends a message, or queues it; it is lost if the worker dies before taking it."""
+        try:
+            data = framed(self._encoder.encode(message))
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            return
+        is_waiting = bool(self._unsent)
+        self._unsent += data
+        if self._socket is not None and not is_waiting:
+            self._write(self._socket)
 
     async def receive(self) -> ToServer:
         """Waits for the next message.
@@ -184,17 +190,86 @@ class ServerLink:
         Raises:
             msgspec.MsgspecError: the worker sent something that is not a message.
         """
-        return self._decoder.decode(await self._socket.recv())
+        while not self._messages:
+            self._reader = self._loop.create_future()
+            await self._reader
+        return self._decoder.decode(self._messages.popleft())
 
-    async def close(self) -> None:
-        self.sending.cancel()
-        await asyncio.gather(self.sending, return_exceptions=True)
-        self._socket.close()
+    def close(self) -> None:
+        if self.failure.done():
+            self.failure.exception()  # whoever waited for it may have gone
+        self._stop_listening()
+        self._path.unlink(missing_ok=True)
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
 
-    async def _send_all(self) -> None:
-        while True:
-            message = await self._outbox.get()
-            await self._socket.send(self._encoder.encode(message))
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        self._stop_listening()
+        connected.setblocking(False)
+        self._socket = connected
+        self._loop.add_reader(connected.fileno(), self._read, connected)
+        if self._unsent:
+            self._write(connected)
+
+    def _stop_listening(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+
+    def _read(self, connected: socket.socket) -> None:
+        try:
+            data = connected.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:  # the worker has gone, which its process says
+            self._loop.remove_reader(connected.fileno())
+            return
+        self._messages.extend(self._frames.feed(data))
+        if self._messages and self._reader is not None:
+            reader, self._reader = self._reader, None
+            if not reader.done():
+                reader.set_result(None)
+
+    def _write(self, connected: socket.socket) -> None:
+        """Sends as much as the worker's buffer takes, and the rest when it takes more."""
+        try:
+            del self._unsent[: connected.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the worker has gone
+            self._unsent.clear()
+        if self._unsent:
+            self._loop.add_writer(connected.fileno(), self._write, connected)
+        else:
+            self._loop.remove_writer(connected.fileno())
+
+
+def _listener(path: str) -> socket.socket:
+    """Returns a socket that one worker may connect to.
+
+    Raises:
+        EndpointError: it cannot be made.
+    """
+    if len(path.encode()) > MAX_PATH_BYTES:
+        raise EndpointError(f"server.run_dir: {path} is longer than a socket's path may be")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
+    try:
+        listener.bind(path)
+        listener.listen(1)
+    except OSError as error:
+        listener.close()
+        raise EndpointError(f"server.run_dir: cannot make {path}: {error}") from error
+    return listener
 
 
 log = logging.getLogger("ullage.engine.supervisor")

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import math
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import zmq
 
 from ullage_common.config.engine import BatchingSection, EngineConfig
 from ullage_common.process import logs
@@ -38,6 +36,7 @@ from ullage_engine.protocol.errors import (
     WorkerStartError,
     one_line,
 )
+from ullage_engine.protocol.frames import connect
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
@@ -74,9 +73,8 @@ log = logging.getLogger("ullage.engine.worker")
 TRACES_WITHIN_S = 1.0
 """Longest time that the last spans may take to leave: the server waits for the worker's end."""
 
-_SEND_TIMEOUT_MS = 30_000
-_MAX_UNSENT = 10_000
-"""Number of unsent messages at which a server that reads none for the time above is gone."""
+_SEND_TIMEOUT_S = 30.0
+"""Seconds after which a server that reads nothing is gone."""
 _STATE_INTERVAL_S = 0.1
 _HEARTBEAT_S = 0.5
 _LOG_INTERVAL_S = 10.0
@@ -93,30 +91,30 @@ class ServerGoneError(Exception):
 class Link:
     """The worker's end of the socket."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.set_hwm(_MAX_UNSENT)
-        self._socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
-        # Time for the last words, such as StartFailed, to leave before the process does.
-        self._socket.setsockopt(zmq.LINGER, 2_000)
-        self._socket.connect(endpoint)
+    def __init__(self, endpoint: str) -> None:
+        try:
+            self._link = connect(endpoint, _SEND_TIMEOUT_S)
+        except OSError as error:
+            raise ServerGoneError from error
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
     def send(self, message: ToServer) -> None:
         try:
-            self._socket.send(self._encoder.encode(message))
-        except zmq.Again as error:
+            self._link.send(self._encoder.encode(message))
+        except OSError as error:
             raise ServerGoneError from error
 
     def receive(self, timeout_s: float) -> ToWorker | None:
         """Returns the next message; None if none came in time."""
-        if not self._socket.poll(math.ceil(timeout_s * 1000)):
-            return None
-        return self._decoder.decode(self._socket.recv())
+        try:
+            message = self._link.receive(timeout_s)
+        except OSError as error:
+            raise ServerGoneError from error
+        return None if message is None else self._decoder.decode(message)
 
     def close(self) -> None:
-        self._socket.close()
+        self._link.close()
 
 
 class KvTransfers(Protocol):
@@ -435,7 +433,7 @@ def run(
     """
     parent = os.getppid()
     parser.add_argument("--config", type=Path, required=True, help="the engine's configuration")
-    parser.add_argument("--endpoint", required=True, help="ZeroMQ address of the server")
+    parser.add_argument("--endpoint", required=True, help="path of the server's socket")
     parser.add_argument(
         "--standby", action="store_true", help="import libraries, then wait for a line of input"
     )
@@ -455,15 +453,11 @@ def run(
             os.write(sys.stdin.fileno(), b"\n")
         if not sys.stdin.readline():
             return 0
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = Link(context, options.endpoint)
     try:
-        return _serve(options, link, start)
+        with contextlib.closing(Link(options.endpoint)) as link:
+            return _serve(options, link, start)
     except ServerGoneError:
         return 0
-    finally:
-        link.close()
-        context.term()
 
 
 def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:

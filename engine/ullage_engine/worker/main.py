@@ -1,4 +1,4 @@
-"""The native worker's process: `python -m ullage_engine.worker.main --config F --endpoint ipc://...`.
+"""The native worker's process: `python -m ullage_engine.worker.main --config F --endpoint PATH`.
 
 See `ullage_engine.worker.loop` for what it does.
 """
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start(config: EngineConfig, report: loop.Report, options: argparse.Namespace) -> Started:
-    group_path = Path(options.endpoint.removeprefix("ipc://"))
+    group_path = Path(options.endpoint)
     command = _rank_command(options.config, options.kv_arena, options.kv_bytes)
     host_tier = HostTier(options.kv_arena, options.kv_bytes) if options.kv_arena else None
     return start(config, report, group_path, command, host_tier)

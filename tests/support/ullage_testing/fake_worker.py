@@ -1,7 +1,7 @@
 """A hand-made worker: no model, the real protocol, tokens that are a function of position.
 
 The first prompt token chooses a behaviour; see `Script`. Run as a process:
-`python fake_worker.py '{"step_s": 0.01}' --endpoint ipc://...`
+`python fake_worker.py '{"step_s": 0.01}' --endpoint PATH`
 """
 
 import contextlib
@@ -12,11 +12,11 @@ import sys
 import time
 
 import msgspec
-import zmq
 
 from ullage_common.config.engine import DegradeSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.memory.pressure import PressureController
+from ullage_engine.protocol.frames import connect
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
@@ -143,9 +143,7 @@ def vector_of(token_ids: list[int], adapter: str = "") -> tuple[float, ...]:
 class FakeWorker:
     def __init__(self, options: Options, endpoint: str) -> None:
         self._options = options
-        self._socket = zmq.Context().socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.connect(endpoint)
+        self._link = connect(endpoint, 30.0)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._sequences: dict[str, Sequence] = {}
         self._embeds: list[EngineRequest] = []
@@ -155,7 +153,7 @@ class FakeWorker:
         self._num_ooms = 0
         self._num_steps = 0
         self._parent = os.getppid()
-        self._marker = endpoint.removeprefix("ipc://").rsplit("-", 1)[0] + ".hit"
+        self._marker = endpoint.rsplit("-", 1)[0] + ".hit"
 
     def run(self) -> int:
         for done in (0, 50, 100):
@@ -166,13 +164,13 @@ class FakeWorker:
         if self._options.start_failed:
             options = self._options
             self._send(StartFailed(error=options.start_failed, may_retry=options.may_retry))
-            self._socket.close(linger=1000)
+            self._link.close()
             return 1 if options.may_retry else 2
         self._send(self._ready())
         while os.getppid() == self._parent:
             wait_s = self._options.step_s if self._sequences or self._embeds else 0.2
-            while self._socket.poll(int(wait_s * 1000)):
-                if not self._take(self._decoder.decode(self._socket.recv())):
+            while (message := self._link.receive(wait_s)) is not None:
+                if not self._take(self._decoder.decode(message)):
                     return 0
                 wait_s = 0
             self._step()
@@ -237,7 +235,7 @@ class FakeWorker:
         elif first == Script.WEDGES_ONCE and self._once():
             time.sleep(3600)
         elif first == Script.NONSENSE_ONCE and self._once():
-            self._socket.send(b"nonsense")
+            self._link.send(b"nonsense")
         elif request.embed:
             self._embeds.append(request)
         elif len(request.token_ids) - request.num_prompt_tokens >= request.max_tokens:
@@ -345,7 +343,7 @@ class FakeWorker:
         return self._pressure.judge(state)
 
     def _send(self, message: ToServer) -> None:
-        self._socket.send(msgspec.msgpack.encode(message))
+        self._link.send(msgspec.msgpack.encode(message))
 
     def _trace(self, line: str) -> None:
         if self._options.trace:
@@ -363,7 +361,9 @@ def main() -> int:
             return 0
     if options.exit_code is not None:
         return options.exit_code
-    return FakeWorker(options, sys.argv[sys.argv.index("--endpoint") + 1]).run()
+    with contextlib.suppress(OSError):  # the server has gone
+        return FakeWorker(options, sys.argv[sys.argv.index("--endpoint") + 1]).run()
+    return 1
 
 
 if __name__ == "__main__":

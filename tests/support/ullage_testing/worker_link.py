@@ -1,6 +1,8 @@
 """A worker process, spoken to as the server does."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 import psutil
-import zmq
 
+from ullage_engine.protocol.frames import BlockingLink
 from ullage_engine.protocol.messages import (
     EngineRequest,
     Loading,
@@ -58,7 +60,7 @@ class Answer:
 class WorkerProcess:
     """A worker and the server's end of its socket."""
 
-    def __init__(self, process: subprocess.Popen[bytes], socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], listener: socket.socket) -> None:
         self.process = process
         self.answers: dict[str, Answer] = {}
         self.state: WorkerState | None = None
@@ -67,20 +69,38 @@ class WorkerProcess:
         """The latest answer to a `StartProfile`."""
         self.order: list[str] = []
         """The request of each output, in their order."""
-        self._socket = socket
+        self._listener = listener
+        self._link: BlockingLink | None = None
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 
     def send(self, message: ToWorker) -> None:
-        self._socket.send(msgspec.msgpack.encode(message))
+        self._connected().send(msgspec.msgpack.encode(message))
 
     def receive(self) -> ToServer:
-        deadline = time.monotonic() + DEADLINE_S
-        while not self._socket.poll(100):
-            assert time.monotonic() < deadline, "the worker says nothing"
-            assert self.process.poll() is None or self._socket.poll(100), "the worker is gone"
-        message = self._decoder.decode(self._socket.recv())
+        message = self.receive_within(DEADLINE_S)
+        assert message is not None, "the worker says nothing"
+        return message
+
+    def receive_within(self, timeout_s: float) -> ToServer | None:
+        """Returns the next message; None if none came in time."""
+        try:
+            received = self._connected().receive(timeout_s)
+        except OSError as error:
+            raise AssertionError("the worker is gone") from error
+        if received is None:
+            return None
+        message = self._decoder.decode(received)
         self._note(message)
         return message
+
+    def _connected(self) -> BlockingLink:
+        deadline = time.monotonic() + DEADLINE_S
+        while self._link is None:
+            assert time.monotonic() < deadline, "the worker says nothing"
+            assert self.process.poll() is None, "the worker is gone"
+            with contextlib.suppress(TimeoutError):
+                self._link = BlockingLink(self._listener.accept()[0], DEADLINE_S)
+        return self._link
 
     def wait_ready(self) -> Ready:
         """Waits until it serves."""
@@ -137,6 +157,10 @@ class WorkerProcess:
     def rss(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
     def stop(self) -> int:
         self.send(Shutdown())
         return self.process.wait(30)
@@ -176,24 +200,26 @@ def launcher() -> Iterator[Launch]:
     """Launches workers by a command, the folder with their engine.yaml, and what to add to their
     environment; ends them with itself."""
     with ExitStack() as stack:
-        context = stack.enter_context(zmq.Context())
 
         def launch(
             command: Sequence[str], folder: Path, environment: Mapping[str, str]
         ) -> WorkerProcess:
-            endpoint = f"ipc://{folder}/w.ipc"
-            socket: zmq.Socket[bytes] = stack.enter_context(context.socket(zmq.PAIR))
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDTIMEO, int(DEADLINE_S * 1000))
-            socket.bind(endpoint)
-            arguments = ["--config", str(folder / "engine.yaml"), "--endpoint", endpoint]
+            path = folder / "w.ipc"
+            path.unlink(missing_ok=True)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.settimeout(0.1)
+            listener.bind(str(path))
+            listener.listen(1)
+            arguments = ["--config", str(folder / "engine.yaml"), "--endpoint", str(path)]
             process = subprocess.Popen(
                 [*command, *arguments],
                 stdin=subprocess.PIPE,
                 env={**os.environ, **environment},
             )
             stack.callback(end, process)
-            return WorkerProcess(process, socket)
+            worker = WorkerProcess(process, listener)
+            stack.callback(worker.close)
+            return worker
 
         yield launch
 

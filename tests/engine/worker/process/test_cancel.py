@@ -15,8 +15,8 @@ PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47]
 def read_all(worker: Any) -> list[Any]:
     """Everything the worker has said, until it is silent for a moment."""
     messages = []
-    while worker._socket.poll(200):
-        messages.append(worker.receive())
+    while (message := worker.receive_within(0.2)) is not None:
+        messages.append(message)
     return messages
 
 
