@@ -7,6 +7,7 @@ client that reads slowly gets it in fewer, larger pieces.
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.flow_control import AT_ONCE, Pace
 from ullage_engine.protocol.messages import Embedding, EngineRequest, TokenLogprobs, TokenOutput
 from ullage_engine.server.request import PartialAnswer, Reason, ValidatedRequest
 from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
@@ -40,6 +42,60 @@ class Update:
     finish: Finish | None = None
 
 
+class News:
+    """Wakes the one who sends a request's samples: at once, or when tokens that wait for others may
+    leave."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._reader: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Wakes the reader for tokens that waited."""
+
+    def tell(self) -> None:
+        """Wakes the reader now."""
+        self._has_come = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._wake()
+
+    def tell_from(self, due: float) -> None:
+        """Wakes the reader at a time on the event loop's clock, or now if that has passed."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= due:
+            self.tell()
+        elif self._timer is None and not self._has_come:
+            self._timer = loop.call_at(due, self.tell)
+
+    def forget(self) -> None:
+        """Forgets what nobody has waited for."""
+        self._has_come = False
+
+    async def wait(self, until: float) -> bool:
+        """Waits for news, at most until a time on the event loop's clock; returns whether there are
+        any."""
+        if not self._has_come:
+            await self._woken(until)
+        has_come, self._has_come = self._has_come, False
+        return has_come
+
+    async def _woken(self, until: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._reader = loop.create_future()
+        alarm = loop.call_at(until, self._wake) if until < math.inf else None
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+            if alarm is not None:
+                alarm.cancel()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
 class TierHit(NamedTuple):
     """Prompt tokens of one request whose KV one tier below the device had."""
 
@@ -59,14 +115,16 @@ class JournalEntry:
         token_bytes: TokenBytes,
         *,
         index: int,
-        news: asyncio.Event,
+        news: News,
         prefix: str,
+        pace: Pace = AT_ONCE,
     ) -> None:
         """
         Args:
             index: which of the request's samples.
-            news: set whenever there is an update to take.
+            news: told whenever there is an update to take.
             prefix: text that begins the answer.
+            pace: how tokens wait for others.
         """
         self.job = job
         self.index = index
@@ -96,6 +154,9 @@ class JournalEntry:
         self._detokenizer = Detokenizer(token_bytes, job.stop_strings, job.special_tokens)
         self._update = Update(text=prefix)
         self._news = news
+        self._pace = pace
+        self._due = 0.0
+        """Time on the event loop's clock at which new tokens leave, however few."""
         self._num_received = 0
         """Characters of the coming text that the client has already, from another engine."""
 
@@ -169,7 +230,10 @@ class JournalEntry:
         if not self.output_ids and not self.resumes:
             self.num_cached_tokens = output.num_cached_tokens
         self._append_tokens(output.token_ids, output.logprobs or [], output.finish)
-        self._news.set()
+        if len(self._update.token_ids) >= self._pace.max_tokens:
+            self._news.tell()
+        else:
+            self._news.tell_from(self._due)
 
     def set_embedding(self, embedding: Embedding) -> None:
         """Ends the request with the embedding that it asked for."""
@@ -193,7 +257,7 @@ class JournalEntry:
         """Ends the request with an error; does nothing if it is over."""
         if not self.is_over:
             self.failure = error
-            self._news.set()
+            self._news.tell()
 
     def pop_update(self) -> Update | None:
         """Removes and returns what is new, with the finish if it has ended; None if nothing is."""
@@ -201,6 +265,8 @@ class JournalEntry:
             return None
         update, self._update = self._update, Update()
         update.finish = self.finish
+        if self._pace.pause_s:
+            self._due = self._pace.next_tick(asyncio.get_running_loop().time())
         return update
 
     def _append_tokens(
@@ -239,7 +305,7 @@ class JournalEntry:
 
     def _finish(self, finish: Finish) -> None:
         self.finish = finish
-        self._news.set()
+        self._news.tell()
 
 
 class Submission(NamedTuple):

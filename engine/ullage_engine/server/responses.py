@@ -3,7 +3,6 @@
 Messages are built from what the engine reports; nothing here decides anything.
 """
 
-import asyncio
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ import msgspec
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.wire import memory_profile
+from ullage_common.wire.flow_control import AT_ONCE, Pace
 from ullage_engine.server.health import EngineStatus
-from ullage_engine.server.journal import Finish, JournalEntry, Update
+from ullage_engine.server.journal import Finish, JournalEntry, News, Update
 from ullage_engine.server.request import Reason, ValidatedRequest, sample_seed
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
@@ -30,15 +30,24 @@ class SampleGroup:
     search, nothing is sent before all have ended: then the likeliest first.
     """
 
-    def __init__(self, job: ValidatedRequest, token_bytes: TokenBytes, prefix: str = "") -> None:
+    def __init__(
+        self,
+        job: ValidatedRequest,
+        token_bytes: TokenBytes,
+        prefix: str = "",
+        pace: Pace = AT_ONCE,
+    ) -> None:
         """
         Args:
             prefix: text that begins every answer.
+            pace: how tokens of a sample wait for others.
         """
         self.job = job
-        self._news = asyncio.Event()
+        self._news = news = News()
         self.entries = [
-            JournalEntry(_sample_job(job, i), token_bytes, index=i, news=self._news, prefix=prefix)
+            JournalEntry(
+                _sample_job(job, i), token_bytes, index=i, news=news, prefix=prefix, pace=pace
+            )
             for i in range(job.samples.num_generated)
         ]
         for entry, answer in zip(self.entries, job.received, strict=bool(job.received)):
@@ -46,9 +55,9 @@ class SampleGroup:
         self._returned = self.entries
         self._unfinished = [entry for entry in self.entries if not self._is_end_received(entry)]
         if self.is_over:
-            self._news.set()
+            self._news.tell()
         else:  # Accepted waits until a worker has admitted what is not over
-            self._news.clear()
+            self._news.forget()
 
     def _is_end_received(self, entry: JournalEntry) -> bool:
         received = self.job.received
@@ -101,14 +110,16 @@ class SampleGroup:
             entry.end(reason)
         return ended
 
-    async def next_updates(self) -> list[Update]:
+    async def next_updates(self, until: float = math.inf) -> list[Update] | None:
         """Waits for news and returns updates, possibly none; each finish comes once.
+
+        None: no news came until a time on the event loop's clock.
 
         Raises:
             ServiceError: a sample failed, and with it the request.
         """
-        await self._news.wait()
-        self._news.clear()
+        if not await self._news.wait(until):
+            return None
         failed = next((entry.failure for entry in self.entries if entry.failure), None)
         if failed is not None:
             raise failed
@@ -183,15 +194,19 @@ def accepted(group: SampleGroup, engine: str, predicted_bytes: int) -> pb.Genera
 
 
 def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.GenerateResponse:
-    message = pb.Delta(
-        text=update.text,
-        num_tokens=len(update.token_ids),
-        token_ids=update.token_ids if job.delta_token_ids else (),
-        logprobs=_logprobs(update, token_bytes),
-        sample=update.sample,
-        embedding=update.embedding,
-    )
-    return pb.GenerateResponse(delta=message)
+    response = pb.GenerateResponse()
+    message = response.delta
+    message.text = update.text
+    message.num_tokens = len(update.token_ids)
+    if job.delta_token_ids:
+        message.token_ids.extend(update.token_ids)
+    if update.logprobs:
+        message.logprobs.extend(_logprobs(update, token_bytes))
+    if update.sample:
+        message.sample = update.sample
+    if update.embedding:
+        message.embedding = update.embedding
+    return response
 
 
 def sample_finished(update: Update) -> pb.GenerateResponse:

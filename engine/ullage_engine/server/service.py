@@ -24,7 +24,8 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks
 from ullage_common.wire.errors import ServiceError, abort, invalid
-from ullage_common.wire.multiplex import serve_multiplex
+from ullage_common.wire.flow_control import AT_ONCE, Pace
+from ullage_common.wire.multiplex import CallContext, serve_multiplex
 from ullage_engine.protocol.messages import Ready, StartProfile
 from ullage_engine.protocol.request_events import ServedRequest
 from ullage_engine.server import responses
@@ -124,7 +125,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             tokenizer_bundle = self._accepting()
             job = await self._job(request, key, served, tokenizer_bundle)
             prefix = tokenizer_bundle.tokenizer.decode(job.request.token_ids) if job.echo else ""
-            group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix)
+            group = SampleGroup(job, tokenizer_bundle.token_bytes, prefix, _pace_of(context))
         except ServiceError as error:
             self._metrics.refused(error.reason)
             served.end("refused", _refusal_fields(error), error=error.reason)
@@ -279,12 +280,12 @@ class InferenceService(rpc.InferenceServiceServicer):
         if now >= deadline:
             # News that are there already do not wait, so the timeout below would not see the time.
             self._end(group, "timeout")
-        try:
-            async with asyncio.timeout_at(min(deadline, news_by)):
-                return await group.next_updates()
-        except TimeoutError:
+        updates = await group.next_updates(min(deadline, news_by))
+        if updates is None:
             self._end(group, "timeout")
-            return await group.next_updates()
+            updates = await group.next_updates()
+        assert updates is not None, "an end that is no news"
+        return updates
 
     async def _in_time(self, streaming: Coroutine[Any, Any, Finish], context: Context) -> Finish:
         """Bounds a call whose client does not read, so that nothing of it stays behind."""
@@ -310,6 +311,11 @@ class InferenceService(rpc.InferenceServiceServicer):
         blocks = request_blocks(profile, request.num_prompt_tokens, num_tokens, num_samples)
         charged = blocks * profile.block_bytes
         return responses.accepted(group, self._config.server.engine_id, charged)
+
+
+def _pace_of(context: Context) -> Pace:
+    """Returns how tokens of a call leave together: one that shares no stream has each at once."""
+    return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 
 def _tiers(accepted: pb.Accepted) -> dict[str, object]:

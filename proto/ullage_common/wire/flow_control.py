@@ -34,6 +34,24 @@ class _Pending:
         return responses
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How tokens of one sample leave together."""
+
+    pause_s: float = 0.0
+    """Seconds between two ticks; 0: each token leaves when it comes."""
+    max_tokens: int = 1
+    """Tokens that do not wait for the tick."""
+
+    def next_tick(self, now: float) -> float:
+        """Returns when tokens may leave again after some have, on the clock of `now`."""
+        return next_tick(now, self.pause_s)
+
+
+AT_ONCE = Pace()
+"""Tokens wait for nothing."""
+
+
 class SendWindow:
     """Sends the responses of one call, at most as many as its reader granted.
 
@@ -47,8 +65,7 @@ class SendWindow:
         self._loop = asyncio.get_running_loop()
         self._window = max(1, call.window)
         self._opened: asyncio.Future[None] | None = None
-        self._pause_s = call.coalesce_ms / 1000
-        self._max_tokens = max(1, call.coalesce_tokens)
+        self.pace = Pace(call.coalesce_ms / 1000, max(1, call.coalesce_tokens))
         self._samples: dict[int, _Pending] = {}
         self.is_finished = False
         """Whether the last response was Finished."""
@@ -86,14 +103,14 @@ class SendWindow:
     async def _write_delta(self, response: pb.GenerateResponse) -> None:
         delta = response.delta
         pending = self._samples.setdefault(delta.sample, _Pending())
-        if pending.num_tokens + delta.num_tokens > self._max_tokens:
+        if pending.num_tokens + delta.num_tokens > self.pace.max_tokens:
             await self._flush(pending)
         if not pending.responses and self._loop.time() >= pending.due:
             await self._send_when_open(response)
             return
         pending.responses.append(response)
         pending.num_tokens += delta.num_tokens
-        if pending.num_tokens >= self._max_tokens:
+        if pending.num_tokens >= self.pace.max_tokens:
             await self._flush(pending)
         elif pending.timer is None:
             pending.timer = self._loop.call_at(pending.due, self._on_due, pending)
@@ -118,7 +135,7 @@ class SendWindow:
         self.is_finished = response.HasField("finished")
         if response.HasField("delta"):
             pending = self._samples.setdefault(response.delta.sample, _Pending())
-            pending.due = next_tick(self._loop.time(), self._pause_s)
+            pending.due = self.pace.next_tick(self._loop.time())
         self._send(response)
 
 

@@ -21,7 +21,7 @@ from google.rpc import code_pb2, status_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.channels import MAX_REQUEST_BYTES
 from ullage_common.wire.errors import ServiceError, invalid, to_status
-from ullage_common.wire.flow_control import SendWindow
+from ullage_common.wire.flow_control import Pace, SendWindow
 
 # Responses in one message: it stays far below the longest that gRPC takes.
 MAX_BATCH = 256
@@ -61,7 +61,8 @@ class _Stream:
         self._generate = generate
         self._calls: dict[int, CallContext] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._outbox: list[pb.MultiplexEvent] = []
+        self._outbox: list[tuple[int, pb.GenerateResponse | bytes]] = []
+        """Tags, each with a response or the status that ends its call."""
         self._has_news = asyncio.Event()
 
     def take(self, request: pb.MultiplexRequest) -> None:
@@ -81,7 +82,13 @@ class _Stream:
             batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
             if not self._outbox:
                 self._has_news.clear()
-            await context.write(pb.MultiplexResponse(events=batch))
+            message = pb.MultiplexResponse()
+            for tag, news in batch:
+                if isinstance(news, bytes):
+                    message.events.add(tag=tag, status=news)
+                else:
+                    message.events.add(tag=tag, response=news)
+            await context.write(message)
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -133,11 +140,11 @@ class _Stream:
         return status_pb2.Status()
 
     def _send(self, tag: int, response: pb.GenerateResponse) -> None:
-        self._outbox.append(pb.MultiplexEvent(tag=tag, response=response))
+        self._outbox.append((tag, response))
         self._has_news.set()
 
     def _send_status(self, tag: int, status: Any) -> None:
-        self._outbox.append(pb.MultiplexEvent(tag=tag, status=status.SerializeToString()))
+        self._outbox.append((tag, status.SerializeToString()))
         self._has_news.set()
 
 
@@ -159,6 +166,12 @@ class CallContext:
         self._metadata = tuple(call.metadata.items())
         self._deadline = time.monotonic() + call.timeout_ms / 1000 if call.timeout_ms else None
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def pace(self) -> Pace:
+        """How tokens of one sample leave together: those that come faster need not be written one
+        by one."""
+        return self.send_window.pace
 
     def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
         """Sends a response; waits for a router that has not taken those before."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from types import ModuleType
@@ -149,8 +150,12 @@ class Updates:
         self.is_streamed = is_streamed
         self.queue: asyncio.Queue[list[str]] = asyncio.Queue()
 
-    async def next_updates(self) -> list[str]:
-        return await self.queue.get()
+    async def next_updates(self, until: float = math.inf) -> list[str] | None:
+        try:
+            async with asyncio.timeout_at(None if until == math.inf else until):
+                return await self.queue.get()
+        except TimeoutError:
+            return None
 
 
 def test_only_silence_and_the_whole_time_end_an_answer(config: EngineConfig) -> None:
