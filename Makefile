@@ -2,12 +2,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+PEERS  := .peers
 comma  := ,
 override CUDA := $(filter-out 0,$(CUDA))
 KIND   := $(if $(CUDA),cuda,cpu)
 ARGS   ?=
 
-.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint faults images e2e clean
+.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint faults bench images e2e clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -107,6 +108,9 @@ faults: install             ## 200 injected faults in a row, twice; a quarter of
 	$(BIN)/python benchmarks/faults.py --faults 200
 	$(BIN)/python benchmarks/faults.py --faults 200 --dtype bfloat16 --deterministic
 
+bench: install              ## beside llama.cpp and vLLM, which it installs (docs/benchmarks.md)
+	$(BIN)/python benchmarks/compare.py $(PEERS) --quality $(ARGS)
+
 lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -132,4 +136,4 @@ endif
 	scripts/e2e.sh $(BIN)/python $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) .run dist
+	rm -rf $(VENV) $(VLLM) $(PEERS) .run dist

