@@ -281,6 +281,8 @@ def attend_decodes(
         pieces = shaped(partials, rows, heads, splits, head_dim)
         sums = shaped(partials[pieces.numel() :], rows, heads, splits)
     group, has_sinks = heads // kv_heads, sinks is not None
+    # Float8 is unpacked in registers, for which those of four warps are too few.
+    warps = 4 if cache.scales is None else 8
     launch(
         attend_split, (rows, kv_heads, splits),
         queries, cache.keys, cache.values, tables, lengths,
@@ -288,7 +290,7 @@ def attend_decodes(
         head_dim**-0.5 * LOG2_E, queries.stride(0), cache.keys.stride(0), width, splits,
         GROUP=group, ROWS=max(16, power_of_two(group)), HEAD_DIM=head_dim,
         BLOCK_TOKENS=block_tokens, SPAN=span, WHOLE=splits == 1, WINDOW=window, SINKS=has_sinks,
-        FP8=cache.scales is not None, num_warps=4, num_stages=3,
+        FP8=cache.scales is not None, num_warps=warps, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         launch(
@@ -450,7 +452,7 @@ def attend_tiles(
         BLOCK_TOKENS=cache.keys.shape[1] // num_blocks,
         SPAN=span_tokens(head_dim, queries.element_size()), WINDOW=window,
         SINKS=sinks is not None, FP8=cache.scales is not None,
-        num_warps=8 if tokens * padded >= 128 else 4, num_stages=3,
+        num_warps=4 if queries.element_size() == 4 else 8, num_stages=3,
     )  # fmt: skip
 
 
@@ -494,4 +496,4 @@ def _rows(head_dim: int, itemsize: int) -> int:
     cores."""
     if itemsize == 4:
         return 32
-    return 128 if head_dim <= 64 else 64
+    return 128 if head_dim <= 128 else 64

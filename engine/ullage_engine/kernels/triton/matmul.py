@@ -194,10 +194,11 @@ def group_of(
     return depth // groups
 
 
-def step_of(depth: int, group: int, format: Format, itemsize: int) -> int:
-    """Returns how much of the depth is multiplied at once: within a group, without a remainder if
-    possible."""
-    largest = 64 if itemsize == 4 else 128
+def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) -> int:
+    """Returns how much of the depth is multiplied at once by a tile of so many rows: within a
+    group, without a remainder if possible, and no more than registers hold."""
+    is_wide = itemsize == 4 or rows >= 64 or format == "mxfp4"
+    largest = 64 if is_wide else 128
     within = depth if format == "mxfp4" or not group else group
     return next((step for step in (128, 64, 32) if step <= largest and within % step == 0), 64)
 
@@ -270,7 +271,8 @@ def quantized_matmul(
         multiply_tile, (-(-rows // block_rows), -(-columns // block_columns)),
         x, bytes_of(packed), x if scales is None else scales, x if zeros is None else zeros, out,
         rows, columns, depth,
-        ROWS=block_rows, COLUMNS=block_columns, STEP=step_of(depth, group, format, x.itemsize),
+        ROWS=block_rows, COLUMNS=block_columns,
+        STEP=step_of(depth, group, format, x.itemsize, block_rows),
         GROUP=group, FORMAT=format, ZEROS=zeros is not None, ADDS=adds,
         num_warps=warps, num_stages=3,
     )  # fmt: skip
@@ -280,10 +282,16 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
     """Returns (rows, columns, warps) of a program's tile: small where weights are what is waited
     for, and rather small than leave multiprocessors idle."""
     if rows > 64:
-        return 128, 64, 4
+        return 128, 64, warps_of(128)
     block_rows = max(16, power_of_two(rows))
     fits = [size for size in (64, 32) if columns // size >= MULTIPROCESSORS]
-    return block_rows, fits[0] if fits else 16, 4
+    return block_rows, fits[0] if fits else 16, warps_of(block_rows)
+
+
+def warps_of(rows: int) -> int:
+    """Returns the warps of a program whose tile has so many rows: the sums of a large one do not
+    fit into the registers of four."""
+    return 8 if rows >= 128 else 4
 
 
 @jit
@@ -420,9 +428,9 @@ def _multiply(
         x, bytes_of(packed), x if scales is None else scales, x if zeros is None else zeros,
         picks, out, columns, depth,
         SORTED=not share, SHARE=max(1, share), EXPERTS=experts, PADDED=power_of_two(experts),
-        ROWS=rows, COLUMNS=block_columns, STEP=step_of(depth, group, format, x.itemsize),
+        ROWS=rows, COLUMNS=block_columns, STEP=step_of(depth, group, format, x.itemsize, rows),
         GROUP=group, FORMAT=format, ZEROS=zeros is not None,
-        num_warps=4, num_stages=3,
+        num_warps=warps_of(rows), num_stages=3,
     )  # fmt: skip
 
 

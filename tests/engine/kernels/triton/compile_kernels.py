@@ -1,26 +1,41 @@
-"""Compiles every kernel for the GPU architectures given (80, 90, ...), without a GPU.
+"""Compiles kernels in the variants that a runner launches, for GPU architectures, without a GPU.
 
-Prints a line of JSON for each: name, arch, bytes of shared memory, and whether tensor cores are
-used. A process of its own, because the tests' Triton interprets.
+`compile_kernels.py 90:common,sample 80:common` compiles two lists of variants for sm90 and one for
+sm80. Prints a line of JSON for each kernel: its name, the architecture, the variant, bytes of
+shared memory, bytes of registers that were spilled to memory, and whether tensor cores are used. A
+process of its own, because the tests' Triton interprets.
 """
 
+import contextlib
+import io
 import json
+import re
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ullage_engine.kernels.batch import ConvPlan
-from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales
+from ullage_engine.kernels.kv_pool import LayerCache, head_scales
+from ullage_engine.kernels.triton import Format
 from ullage_engine.kernels.triton.attention import attend_decodes, attend_tiles
 from ullage_engine.kernels.triton.conv import FusedConvolution
 from ullage_engine.kernels.triton.launch import SIZE, launch_count
 from ullage_engine.kernels.triton.matmul import grouped_matmul, picked_matmul, quantized_matmul
 
+Variant = tuple[str, Callable[[], None]]
+"""What it is, and what launches its kernels."""
+
 BYTES, INTS, HALVES = torch.uint8, torch.int32, torch.bfloat16
+HEADS, KV_HEADS, BLOCK_TOKENS, DEPTH = 32, 8, 16, 256
 
 
 class Absent:
@@ -39,78 +54,206 @@ class Absent:
         return 0
 
 
+@dataclass(frozen=True)
+class Pages:
+    """What attention is compiled for."""
+
+    head_dim: int
+    dtype: torch.dtype = HALVES
+    window: int = 0
+    has_sinks: bool = False
+    is_fp8: bool = False
+
+    def cache(self) -> LayerCache:
+        dtype = BYTES if self.is_fp8 else self.dtype
+        blocks = torch.zeros(2 * KV_HEADS, 4, BLOCK_TOKENS * self.head_dim, dtype=dtype)
+        slots = blocks.view(2 * KV_HEADS, -1, self.head_dim)
+        scales = None
+        if self.is_fp8:
+            scales = head_scales([1.0] * 2 * KV_HEADS, self.dtype, torch.device("cpu"))
+        return LayerCache(blocks, slots[:KV_HEADS], slots[KV_HEADS:], scales)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=self.dtype)
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        return self.zeros(HEADS) if self.has_sinks else None
+
+
+def decodes(pages: Pages, *, whole: bool) -> None:
+    """`whole`: each sequence is attended by one program a head; else by several, and merged."""
+    queries, out = pages.zeros(HEADS, 4, pages.head_dim), pages.zeros(4, HEADS * pages.head_dim)
+    tables = torch.zeros(4, 1 if whole else 1024, dtype=INTS)
+    lengths, partials = torch.zeros(4, dtype=INTS), torch.zeros(1 << 21)
+    cache = pages.cache()
+    attend_decodes(queries, cache, tables, lengths, out, partials, pages.window, pages.sinks)
+
+
+def tiles(pages: Pages) -> None:
+    queries, out = pages.zeros(HEADS, 4, pages.head_dim), pages.zeros(4, HEADS * pages.head_dim)
+    tables, rows = torch.zeros(4, 64, dtype=INTS), torch.zeros(4, dtype=INTS)
+    cache = pages.cache()
+    attend_tiles(queries, cache, tables, rows, rows, rows, out, pages.window, pages.sinks)
+
+
+def weights(
+    format: Format, columns: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Codes, scales and zeros, which a GGUF file's int8 has too; group 0: a scale for the whole
+    column."""
+    if format == "plain":
+        return torch.zeros(columns, DEPTH, dtype=HALVES), None, None
+    width = DEPTH // 2 if format in ("int4", "mxfp4") else DEPTH
+    codes = torch.zeros(columns, width, dtype=torch.int8 if format == "int8" else BYTES)
+    groups = DEPTH // group if group else 1
+    scales = torch.zeros(columns, groups, dtype=BYTES if format == "mxfp4" else HALVES)
+    has_zeros = format == "int4" or (format == "int8" and group > 0)
+    return codes, scales, scales if has_zeros else None
+
+
+def linear(format: Format, group: int, rows: int, columns: int, adds: bool = False) -> None:
+    x = torch.zeros(rows, DEPTH, dtype=HALVES)
+    out = torch.zeros(rows, columns, dtype=HALVES)
+    quantized_matmul(x, *weights(format, columns, group), out, format, adds)
+
+
+def experts(format: Format, group: int, rows: int, *, picked: bool) -> None:
+    """`rows` of each of two experts."""
+    codes, scales, zeros = weights(format, 2 * 512, group)
+    stacked = [None if each is None else each.view(2, 512, -1) for each in (scales, zeros)]
+    x = torch.zeros(2 * rows, DEPTH, dtype=HALVES)
+    out = torch.zeros(2 * rows, 512, dtype=HALVES)
+    packed = codes.view(2, 512, -1)
+    if picked:
+        chosen = torch.zeros(2 * rows, dtype=torch.int64)
+        picked_matmul(x, chosen, packed, *stacked, out, format)
+    else:
+        ends = torch.zeros(2, dtype=INTS)
+        grouped_matmul(x, ends, packed, *stacked, out, format)
+
+
+def convolution(taps: int) -> None:
+    plan = ConvPlan([[column] for column in range(taps)], list(range(1, taps)), [0], [1], [])
+    projected, kernel = torch.zeros(1, 192, dtype=HALVES), torch.zeros(taps, 64, dtype=HALVES)
+    state, out = torch.zeros(2, taps - 1, 64, dtype=HALVES), torch.zeros(1, 64, dtype=HALVES)
+    FusedConvolution(plan, projected, out).run(kernel, state)
+
+
+def counting() -> None:
+    launch_count(torch.zeros(SIZE, dtype=INTS))
+
+
+SCALES: list[tuple[Format, int]] = [
+    ("int8", 0), ("int8", 32), ("fp8", 0), ("fp8", 128), ("int4", 32), ("int4", 64), ("int4", 128),
+    ("mxfp4", 32),
+]  # fmt: skip
+"""Formats that checkpoints and rounding leave, and the weights of a column that share a scale."""
+
+ROWS = (16, 32, 64, 128)
+"""Rows of a program's tile."""
+
+COLUMNS = (512, 4224, 8448)
+"""Columns of matrices that are cut into tiles of 16, 32 and 64 for few rows."""
+
+
+def common() -> Iterator[Variant]:
+    """What most models are served with: bfloat16, no window, no sinks, head_dim 128."""
+    pages = Pages(128)
+    yield "decodes, split", partial(decodes, pages, whole=False)
+    yield "tiles", partial(tiles, pages)
+    yield "int8, one row", partial(linear, "int8", 0, 1, 4224)
+
+
+def sample() -> Iterator[Variant]:
+    """Every kernel, and every option of each of them at least once."""
+    small = Pages(64, window=128, has_sinks=True)
+    yield f"decodes, split, {small}", partial(decodes, small, whole=False)
+    large = Pages(256, window=128, has_sinks=True, is_fp8=True)
+    yield f"decodes, whole, {large}", partial(decodes, large, whole=True)
+    yield f"tiles, {large}", partial(tiles, large)
+    yield "int4, 128 rows", partial(linear, "int4", 128, 128, 512, adds=True)
+    yield "sorted mxfp4", partial(experts, "mxfp4", 32, 128, picked=False)
+    yield "picked fp8", partial(experts, "fp8", 0, 1, picked=True)
+    yield "convolution", partial(convolution, 3)
+    yield "counting", counting
+
+
+def every() -> Iterator[Variant]:
+    """All that a runner launches."""
+    for pages in product((64, 128, 256), [HALVES], (0, 128), (False, True), (False, True)):
+        yield from _attention(Pages(*pages))
+    for head_dim, dtype in product((64, 128, 256), (torch.float32, torch.float16)):
+        yield from _attention(Pages(head_dim, dtype))
+    for (format, group), rows, columns in product(SCALES, ROWS, COLUMNS):
+        name = f"{format} of {group}, {rows} rows, {columns} columns"
+        yield name, partial(linear, format, group, rows, columns)
+        if columns == COLUMNS[0]:
+            yield f"{name}, adds", partial(linear, format, group, rows, columns, adds=True)
+    for (format, group), rows in product([*SCALES, ("plain", 0)], ROWS):
+        name = f"experts, {format} of {group}, {rows} rows"
+        yield name, partial(experts, format, group, rows, picked=False)
+        if rows == ROWS[0]:
+            yield f"{name}, picked", partial(experts, format, group, rows, picked=True)
+    for taps in (3, 5):
+        yield f"convolution, {taps}", partial(convolution, taps)
+    yield "counting", counting
+
+
+def _attention(pages: Pages) -> Iterator[Variant]:
+    yield f"decodes, whole, {pages}", partial(decodes, pages, whole=True)
+    yield f"decodes, split, {pages}", partial(decodes, pages, whole=False)
+    yield f"tiles, {pages}", partial(tiles, pages)
+
+
+LISTS: dict[str, Callable[[], Iterator[Variant]]] = {
+    "common": common,
+    "sample": sample,
+    "every": every,
+}
+
+
 def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
     """In place of kernel[grid]."""
 
     def compiled(*args: object, **constants: object) -> None:
-        binary = kernel.warmup(*args, grid=grid, **constants)
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            binary = kernel.warmup(*args, grid=grid, **constants)
+        LOGS.setdefault(binary.hash, log.getvalue())
+        spills = re.findall(r"(\d+) bytes spill stores", LOGS[binary.hash])
+        assert spills, f"the assembler says nothing of spills: {LOGS[binary.hash]}"
         facts = {
             "name": binary.metadata.name,
             "arch": driver.active.get_current_target().arch,
+            "variant": VARIANT[-1],
             "shared": binary.metadata.shared,
+            "spilled": sum(map(int, spills)),
             "uses_tensor_cores": "mma" in binary.asm["ptx"],
         }
-        print(json.dumps(facts))
+        print(json.dumps(facts), flush=True)
 
     return compiled
 
 
-def attention(head_dim: int, scales: HeadScales | None, window: int) -> None:
-    blocks = torch.zeros(4, 8, 16 * head_dim, dtype=BYTES if scales else HALVES)
-    slots = blocks.view(4, -1, head_dim)
-    cache = LayerCache(blocks, slots[:2], slots[2:], scales)
-    queries = torch.zeros(8, 4, head_dim, dtype=HALVES)
-    tables, lengths = torch.zeros(4, 64, dtype=INTS), torch.zeros(4, dtype=INTS)
-    out, sinks = torch.zeros(4, 8 * head_dim, dtype=HALVES), torch.zeros(8, dtype=HALVES)
-    partials = torch.zeros(1 << 18)
-    attend_decodes(queries, cache, tables, lengths, out, partials, window, sinks)
-    attend_tiles(queries, cache, tables, lengths, lengths, lengths, out, window, sinks)
+LOGS: dict[str, str] = {}
+"""What the assembler said of each binary: one that another variant has, too, is not made again."""
+
+VARIANT: list[str] = []
+"""The last one is being compiled."""
 
 
-def products(rows: int) -> None:
-    x, out = torch.zeros(rows, 256, dtype=HALVES), torch.zeros(rows, 512, dtype=HALVES)
-    scales = torch.zeros(512, 2, dtype=HALVES)
-    quantized_matmul(x, torch.zeros(512, 128, dtype=BYTES), scales, scales, out, "int4")
-    single = torch.zeros(512, 1, dtype=HALVES)
-    quantized_matmul(x, torch.zeros(512, 256, dtype=torch.int8), single, None, out, "int8")
-    quantized_matmul(x, torch.zeros(512, 256, dtype=BYTES), single, None, out, "fp8", adds=True)
-
-
-def experts(rows: int) -> None:
-    x, out = torch.zeros(rows, 256, dtype=HALVES), torch.zeros(rows, 512, dtype=HALVES)
-    packed = torch.zeros(2, 512, 128, dtype=BYTES)
-    scales = torch.zeros(2, 512, 8, dtype=BYTES)
-    wide = torch.zeros(2, 512, 2, dtype=HALVES)
-    ends = torch.zeros(2, dtype=INTS)
-    grouped_matmul(x, ends, packed, scales, None, out, "mxfp4")
-    plain = torch.zeros(2, 512, 256, dtype=HALVES)
-    grouped_matmul(x, ends, plain, None, None, out, "plain")
-    chosen = torch.zeros(rows, dtype=torch.int64)
-    picked_matmul(x, chosen, packed, scales, None, out, "mxfp4")
-    grouped_matmul(x, ends, packed, wide, wide, out, "int4")
-    single = torch.zeros(2, 512, 1, dtype=HALVES)
-    grouped_matmul(x, ends, torch.zeros(2, 512, 256, dtype=torch.int8), single, None, out, "int8")
-    picked_matmul(x, chosen, torch.zeros(2, 512, 256, dtype=BYTES), single, None, out, "fp8")
-
-
-def convolutions() -> None:
-    plan = ConvPlan([[0], [1], [2]], [1, 2], [0], [1], [])
-    projected, weights = torch.zeros(1, 192, dtype=HALVES), torch.zeros(3, 64, dtype=HALVES)
-    state, out = torch.zeros(2, 2, 64, dtype=HALVES), torch.zeros(1, 64, dtype=HALVES)
-    FusedConvolution(plan, projected, out).run(weights, state)
-
-
-def main(archs: list[int]) -> None:
+def main(given: list[str]) -> None:
     JITFunction.__getitem__ = compile_only
-    for arch in archs:
-        driver.set_active(Absent(arch))
-        attention(64, head_scales([1.0] * 4, HALVES, torch.device("cpu")), 0)
-        attention(128, None, 128)
-        products(512)
-        experts(512)
-        convolutions()
-        launch_count(torch.zeros(SIZE, dtype=INTS))
+    knobs.nvidia.dump_ptxas_log = True
+    for each in given:
+        arch, _, names = each.partition(":")
+        driver.set_active(Absent(int(arch)))
+        for name in names.split(","):
+            for variant, launch in LISTS[name]():
+                VARIANT.append(variant)
+                launch()
 
 
 if __name__ == "__main__":
-    main([int(arch) for arch in sys.argv[1:]])
+    main(sys.argv[1:])
