@@ -8,7 +8,7 @@ override CUDA := $(filter-out 0,$(CUDA))
 KIND   := $(if $(CUDA),cuda,cpu)
 ARGS   ?=
 
-.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint faults bench images e2e clean
+.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint faults bench gpu images e2e clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -110,6 +110,9 @@ faults: install             ## 200 injected faults in a row, twice; a quarter of
 
 bench: install              ## beside llama.cpp and vLLM, which it installs (docs/benchmarks.md)
 	$(BIN)/python benchmarks/compare.py $(PEERS) --quality $(ARGS)
+
+gpu: $(VENV)/.dev           ## all that a GPU has to show, with pass or fail, within ten minutes
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/ruff format --check .

@@ -68,9 +68,9 @@ MODELS: dict[str, dict[str, Any]] = {
 """config.json of each, for about 20 to 40 million parameters."""
 
 
-def write_model(name: str, folder: Path) -> str:
-    """Writes the model; its source."""
-    config = MODELS[name]
+def write_model(name: str, folder: Path, changes: dict[str, Any] | None = None) -> str:
+    """Writes the model, with other settings where `changes` has them; its source."""
+    config = MODELS[name] | (changes or {})
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     torch.manual_seed(SEED)
