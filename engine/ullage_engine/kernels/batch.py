@@ -4,7 +4,9 @@ Pure arithmetic over lists; the runner turns the arrays into tensors once a step
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from ullage_engine.kernels.arena import context_bucket, decode_rows, tile_bucket, tile_rows
 from ullage_engine.protocol.step_plan import Chunk, StepPlan

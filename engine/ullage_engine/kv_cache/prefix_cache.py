@@ -183,6 +183,10 @@ class PrefixCache:
         written."""
         return self._pool.ref_count(block) > 1
 
+    def is_shared_at(self, table: list[int], index: int) -> bool:
+        """Whether a table has a block at an index, and it is shared."""
+        return 0 <= index < len(table) and self.is_shared(table[index])
+
     def match(self, token_ids: list[int], salt: str = "") -> list[int]:
         """Finds the cached blocks of the longest prefix of `token_ids`, its last token excluded.
 
@@ -208,9 +212,10 @@ class PrefixCache:
         Raises:
             PoolExhaustedError: fewer are available.
         """
-        missing = min(count - self._pool.num_free, self._tree.num_reclaimable)
-        for _ in range(missing):
-            self._pool.free([self._evict()])
+        if count > self._pool.num_free:
+            missing = min(count - self._pool.num_free, self._tree.num_reclaimable)
+            for _ in range(missing):
+                self._pool.free([self._evict()])
         return self._pool.allocate(count, after)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -238,28 +243,29 @@ class PrefixCache:
 
     def insert(
         self, token_ids: list[int], table: list[int], first: int, end: int, salt: str = ""
-    ) -> int:
+    ) -> list[int]:
         """Caches the full blocks `first` to `end` - 1 of a block table; those before are cached.
 
-        Where the cache stores the same tokens in another block, the table gets that block and its
-        own is freed. Returns the number of blocks merged that way.
+        Returns the table. Where the cache stores the same tokens in another block, it is a new one
+        with that block, and its own is freed.
         """
         if not self.has_cache:
-            return 0
-        size, num_merged = self.block_tokens, 0
+            return table
+        size, merged = self.block_tokens, table
         for index in range(first, end):
-            parent, own = table[index - 1] if index else None, table[index]
+            parent, own = merged[index - 1] if index else None, table[index]
             is_known = own in self._tree
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             kept = self._tree.insert(parent, tokens, own, salt)
             if kept != own:
                 self.share([kept])
                 self.free([own])
-                table[index] = kept
-                num_merged += 1
+                if merged is table:
+                    merged = list(table)
+                merged[index] = kept
             elif not is_known:
                 self._pool.share([own])
-        return num_merged
+        return merged
 
     def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
         """Caches window blocks, of which the first belongs to block `first` of a cached table.

@@ -10,12 +10,12 @@ is computed.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from torch import distributed
 
 from ullage_engine.kernels.kv_pool import shaped

@@ -373,7 +373,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The output of one step for one request."""
 
     request_id: str

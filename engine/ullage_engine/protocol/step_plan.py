@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ullage_engine.protocol.messages import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of one sequence to compute in one step; decode is a chunk of one token."""
 
     request_id: str
@@ -15,7 +16,8 @@ class Chunk:
     start: int
     """Position of the first token."""
     block_ids: list[int]
-    """Block table covering positions 0 to end - 1, in order."""
+    """Block table covering positions 0 to end - 1, in order, and perhaps some behind them. A
+    sequence's steps have the same list as long as no entry changes; it grows between them."""
     sampling: SamplingParams | None
     """Parameters of choosing the token after the last of `token_ids`; None: a prompt chunk with
     more prompt to come, nothing is sampled."""
@@ -33,9 +35,9 @@ class Chunk:
     so that computing a plan again gives the same. Models without convolutions have no slots."""
     allowed: bytes | None = None
     """Tokens that may be chosen, a bit each, the lowest of a byte first; None: any."""
-    banned: list[int] = field(default_factory=list)
+    banned: list[int] = msgspec.field(default_factory=list)
     """Tokens that may not be chosen."""
-    window_block_ids: list[int] = field(default_factory=list)
+    window_block_ids: list[int] = msgspec.field(default_factory=list)
     """Block table of the layers with sliding windows, where these have blocks of their own, as long
     as `block_ids`. In place of blocks that every window has slid past stands the first held one."""
     history_start: int = 0
@@ -107,8 +109,7 @@ NO_TOKEN = -1
 """Token id of a sequence whose logits are NaN or infinite, so that none was chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The next token of one sequence."""
 
     request_id: str

@@ -13,6 +13,7 @@ from ullage_engine.scheduler.sequence import (
     Sequence,
     WalkLimiter,
     holder_shares,
+    prefix_under_way,
     shared_tokens,
 )
 from ullage_engine.scheduler.state import SchedulerState
@@ -176,6 +177,22 @@ class AdmissionControl:
     def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
         """Refuses ids that are in use, also within the group itself."""
         return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
+
+    def can_start(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence may start: it has its memory, and nobody computes more of its
+        prefix than it holds."""
+        if sequence.parent or not self._reservations.is_granted(sequence):
+            return False
+        if sequence.awaited_prefix is None and self._cache.has_cache and not sequence.swapped:
+            size = self._cache.block_tokens
+            sequence.awaited_prefix = prefix_under_way(sequence, self._sequences.running, size)
+        if sequence.awaited_prefix is None:
+            return True
+        other, num_tokens = sequence.awaited_prefix
+        if other.is_running and other.num_computed < num_tokens:
+            return False
+        sequence.awaited_prefix = None
+        return True
 
     def is_complete(self, request: EngineRequest, resumed: bool) -> bool:
         """Whether nothing is left to produce of a request that was admitted before."""

@@ -308,6 +308,8 @@ class BeamSearches:
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         """Keeps the outputs of beams; returns the others and those of searches that are over."""
+        if not self._by_member:
+            return outputs
         passed = [each for each in outputs if each.request_id not in self._by_member]
         for output in outputs:
             group = self._by_member.get(output.request_id)

@@ -13,6 +13,7 @@ is admitted. A waiting sequence whose reservation is deferred holds nothing at a
 waits for memory that another one holds while waiting.
 """
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -119,13 +120,14 @@ class BlockReservations:
             return False
         self._set_deferred(child, 0)
         child.block_ids = parent.block_ids[: -(-num_tokens // size)]
-        child.num_computed = num_tokens
+        child.set_computed(num_tokens)
         child.num_cached_blocks = min(parent.num_cached_blocks, num_tokens // size)
         if self._cache.is_windowed:
             skipped, num_blocks = first - parent.first_window_block, len(child.block_ids)
             windows = parent.window_block_ids[skipped : num_blocks - parent.first_window_block]
             child.first_window_block, child.window_block_ids = first, windows
         self._cache.share(child.held_blocks)
+        parent.num_writable = child.num_writable = 0
         return True
 
     def slide_window(self, sequence: Sequence, position: int) -> None:
@@ -153,10 +155,13 @@ class BlockReservations:
     def cache_blocks(self, sequence: Sequence, first: int, full: int) -> int:
         """Caches the blocks `first` to `full` - 1 of a sequence, which are complete; returns how
         many of them were cached already, which it then shares."""
-        table = list(sequence.block_ids)
-        salt = sequence.request.cache_salt
-        num_merged = self._cache.insert(sequence.token_ids, table, first, full, salt)
-        sequence.block_ids, sequence.num_cached_blocks = table, full
+        own, salt = sequence.block_ids, sequence.request.cache_salt
+        table = self._cache.insert(sequence.token_ids, own, first, full, salt)
+        num_merged = 0
+        if table is not own:
+            num_merged = sum(map(operator.ne, own[first:full], table[first:full]))
+            sequence.block_ids = table
+        sequence.num_cached_blocks = full
         if self._cache.is_windowed:
             skipped = max(0, first - sequence.first_window_block)
             held = sequence.window_block_ids
@@ -187,12 +192,15 @@ class BlockReservations:
         self._cache.free(sequence.held_blocks)
         sequence.block_ids, sequence.window_block_ids = [], []
         sequence.first_window_block = 0
-        sequence.num_computed = sequence.num_cached_blocks = 0
+        sequence.set_computed(0)
+        sequence.num_cached_blocks = sequence.num_writable = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Asserts the invariant of the module and that the counts are those of `sequences`."""
         present = list(sequences)
         self._cache.check_integrity(sequence.held_blocks for sequence in present)
+        for each in present:
+            self._check_writable(each)
         num_reserved = sum(each.num_reserved for each in present)
         assert all(each.num_reserved >= 0 for each in present), "allocated without a reservation"
         assert num_reserved == self._num_reserved, (
@@ -206,6 +214,13 @@ class BlockReservations:
         for each in present:
             if not each.is_running and not self.is_granted(each):
                 assert not each.held_blocks and not each.num_reserved, "waits and holds memory"
+
+    def _check_writable(self, sequence: Sequence) -> None:
+        size = self._cache.block_tokens
+        assert sequence.num_writable <= len(sequence.block_ids) * size, "more than its blocks hold"
+        written = range(sequence.num_computed // size, sequence.num_writable // size)
+        is_shared = any(self._cache.is_shared(sequence.block_ids[index]) for index in written)
+        assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
         """Counts the blocks of the whole sequence, less those it will share with its parent, or
@@ -246,7 +261,7 @@ class BlockReservations:
         sequence.block_ids = hits
         self.replace_windows(sequence, len(hits) - len(windows), windows)
         sequence.num_cached_blocks = len(sequence.block_ids)
-        sequence.num_computed = len(sequence.block_ids) * self._cache.block_tokens
+        sequence.set_computed(len(sequence.block_ids) * self._cache.block_tokens)
 
     def _reserve(self, sequence: Sequence, count: int) -> None:
         sequence.num_reserved += count

@@ -6,10 +6,10 @@ It counts blocks and tokens and knows neither device nor model.
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import compress
 
 from ullage_common.request_cost import MemoryProfile
 from ullage_engine.kv_cache.prefix_cache import KvPolicy
-from ullage_engine.protocol.figures import Figures
 from ullage_engine.protocol.messages import (
     EngineRequest,
     Rejected,
@@ -27,17 +27,14 @@ from ullage_engine.scheduler.sequence import (
     SchedulerLimits,
     Sequence,
     Transfers,
-    WalkLimiter,
     common_prefix,
-    finish_of,
     logprobs_of,
     make_chunk,
-    pick_decodes,
-    prefix_under_way,
+    make_decode,
+    postponed_decodes,
     prompt_share,
-    stored_tokens,
 )
-from ullage_engine.scheduler.state import SchedulerState
+from ullage_engine.scheduler.state import SchedulerState, SchedulerStatistics
 from ullage_engine.scheduler.tiers import TierTransfers
 
 __all__ = ["KvPolicy", "Scheduler", "SchedulerLimits"]
@@ -72,6 +69,9 @@ class Scheduler:
         self._limits = limits
         self._output_lengths = output_lengths
         self._cache = state.cache
+        self._block_tokens = state.cache.block_tokens
+        self._is_plain = not (limits.replay_tokens or state.cache.is_windowed)
+        """Whether a sequence holds nothing but the blocks of one table."""
         self._reservations = state.reservations
         self._sequences = state.sequences
         self._fork_groups = state.fork_groups
@@ -82,20 +82,13 @@ class Scheduler:
         if policy.kv_space:
             self.tiers = TierTransfers(state.cache, state.reservations, policy, throughput, clock)
         self._admission = AdmissionControl(profile, state)
-        self._walks = WalkLimiter(clock)
-        self._num_tail_tokens = 0
-        """Tokens in blocks outside the prefix cache, when they were last counted."""
         self._in_flight: deque[Planned] = deque()
         """Plans that are not committed, the oldest first."""
         self._max_running = limits.max_sequences
         self._max_read_bytes = limits.decode_tokens * profile.decode_read_bytes(1)
-        self.figures = Figures()
+        self._statistics = SchedulerStatistics(profile, state)
+        self.figures = self._statistics.figures
         self.events = RequestEvents()
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._prefix_lookup_tokens = 0
-        self._prefix_hit_tokens = 0
-        self._prefix_merged_tokens = 0
 
     # what it holds -------------------------------------------------------------------------------
 
@@ -112,42 +105,14 @@ class Scheduler:
     @property
     def num_steps(self) -> int:
         """Steps with work that were committed."""
-        return self._num_steps
+        return self._statistics.num_steps
 
     def stats(self) -> SchedulerStats:
         """Collects the statistics.
 
         Of many sequences `kv_used_bytes` may be a moment old; all else is counted as it changes.
         """
-        cache, size = self._cache, self._cache.block_tokens
-        if self._walks.is_due(len(self._sequences)):
-            self._num_tail_tokens = stored_tokens(
-                self._sequences, size, cache.is_cached, cache.is_private
-            )
-        num_used_tokens = cache.num_cached_used * size + self._num_tail_tokens
-        num_committed = cache.num_available - self._reservations.num_available
-        return SchedulerStats(
-            kv_pool_bytes=self._profile.kv_pool_bytes,
-            kv_free_bytes=cache.num_free * self._profile.block_bytes,
-            kv_reclaimable_bytes=cache.num_reclaimable * self._profile.block_bytes,
-            kv_committed_bytes=num_committed * self._profile.block_bytes,
-            kv_used_bytes=num_used_tokens * self._profile.block_bytes // size,
-            num_running=self._sequences.num_running,
-            num_waiting=self._sequences.num_waiting,
-            num_steps=self._num_steps,
-            expected_output_tokens=self._output_lengths.estimate,
-            prefill_backlog_tokens=self._sequences.num_backlog_tokens,
-            num_preemptions=self._num_preemptions,
-            num_swaps=self._swap.num_swaps,
-            swap_out_bytes=self._swap.num_blocks_out * self._profile.block_bytes,
-            swap_in_bytes=self._swap.num_blocks_in * self._profile.block_bytes,
-            prefix_lookup_tokens=self._prefix_lookup_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
-            prefix_merged_tokens=self._prefix_merged_tokens,
-            num_sessions=len(cache.sessions),
-            session_bytes=cache.num_session_blocks * self._profile.block_bytes,
-            figures=self.figures.copy(),
-        )
+        return self._statistics.collect()
 
     def releases(self) -> list[ReleaseState]:
         """Lists predicted releases of memory, soonest first; the last sums up all the rest."""
@@ -333,8 +298,7 @@ class Scheduler:
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the oldest plan in flight computes the request, which was not cancelled since."""
-        planned = self._in_flight[0].entries if self._in_flight else []
-        return any(sequence.request_id == request_id for sequence, _ in planned)
+        return bool(self._in_flight) and request_id in self._in_flight[0].entries
 
     def commit(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Advances the sequences of the oldest plan in flight by its sampled tokens.
@@ -342,29 +306,44 @@ class Scheduler:
         A token that ends its sequence is part of the output, stop tokens included. Tokens of
         sequences that were cancelled meanwhile are dropped.
         """
-        oldest = self._in_flight.popleft() if self._in_flight else Planned([], [])
+        oldest = self._in_flight.popleft() if self._in_flight else Planned({}, [])
         planned = oldest.entries
         if self.tiers:
             self.tiers.finish(oldest.transfers)
         # All blocks are cached before anybody forks: children then share the cached ones.
-        for sequence, chunk in planned:
-            sequence.num_computed = max(sequence.num_computed, chunk.end)
-            self._conv_states.commit(sequence, chunk)
-            sequence.last_step = self._num_steps
-            self._cache_full_blocks(sequence)
-        for sequence, _ in planned:
-            for child in self._fork_groups.take_ready(sequence):
-                child.cached_prompt_tokens = sequence.cached_prompt_tokens
-                self._fork(sequence, child, child.num_shared_tokens)
+        for sequence, chunk in planned.values():
+            self._advance(sequence, chunk)
+        if self._fork_groups:
+            self._fork_children([sequence for sequence, _ in planned.values()])
         # A step that computes nothing is no progress, or a hang would not be seen.
-        self._num_steps += bool(planned)
-        # Of the plan and not by id alone: a new request may have a cancelled one's id.
-        sequences = {sequence.request_id: sequence for sequence, _ in planned}
-        return [
-            self._append(sequences[token.request_id], token)
-            for token in sampled
-            if token.request_id in sequences
-        ]
+        self._statistics.num_steps += bool(planned)
+        outputs: list[TokenOutput] = []
+        for token in sampled:
+            # Of the plan and not by id alone: a new request may have a cancelled one's id.
+            entry = planned.get(token.request_id)
+            if entry:
+                outputs.append(self._append(entry[0], token))
+        return outputs
+
+    def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Counts a chunk's tokens as computed, and caches the blocks that they fill."""
+        num_computed = chunk.start + len(chunk.token_ids)
+        if sequence.is_decoding and chunk.sampling:
+            sequence.num_computed = num_computed
+        elif num_computed > sequence.num_computed:
+            sequence.set_computed(num_computed)
+        if self._conv_states.replay_tokens:
+            self._conv_states.commit(sequence, chunk)
+        sequence.last_step = self._statistics.num_steps
+        num_uncached = num_computed - sequence.num_cached_blocks * self._block_tokens
+        if num_uncached >= self._block_tokens:
+            self._cache_full_blocks(sequence)
+
+    def _fork_children(self, parents: list[Sequence]) -> None:
+        for parent in parents:
+            for child in self._fork_groups.take_ready(parent):
+                child.cached_prompt_tokens = parent.cached_prompt_tokens
+                self._fork(parent, child, child.num_shared_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's memory; it waits until it can have all it needs at once."""
@@ -374,7 +353,7 @@ class Scheduler:
         self._conv_states.release_next(sequence)
         self._sequences.stop(sequence)
         sequence.num_preemptions += 1
-        self._num_preemptions += 1
+        self._statistics.num_preemptions += 1
         self.events.on_preempted(sequence.request, sequence.num_preemptions, bool(sequence.swapped))
         # It outlived its estimate: reserve for what it has and as much again as is usual.
         sequence.expected_output = sequence.num_output + self._output_lengths.estimate
@@ -389,10 +368,12 @@ class Scheduler:
         # First what was revoked, by importance; only what remains may start anybody else.
         self._reservations.grant_deferred(self._sequences)
         num_slots = self._max_running - self._sequences.num_running
+        if not self._sequences.num_waiting:
+            return
         for sequence in self._sequences:
             if num_slots <= 0:
                 return
-            if not sequence.is_running and self._can_start(sequence):
+            if not sequence.is_running and self._admission.can_start(sequence):
                 self._start(sequence)
                 num_slots -= 1
 
@@ -405,36 +386,33 @@ class Scheduler:
             max_decodes = min(max_decodes, -(-num_decoding // self._limits.max_in_flight))
             in_flight = self._sequences_in_flight()
             running = [each for each in running if each not in in_flight]
-        if self.tiers:
-            running = [each for each in running if not self.tiers.is_waiting(each)]
-        # KV is copied in beside this step, unless there is nothing else to compute.
-        present = [each for each in running if not self._swap.is_arriving(each)]
-        if self.tiers:
-            present = [each for each in present if not self.tiers.is_arriving(each)]
-        running = present or running
-        ready = [each for each in running if self._can_decode(each)]
-        decoding = pick_decodes(
-            ready, max_decodes, self._max_read_bytes, self._profile.decode_read_bytes
+        running = self._present(running)
+        decodable = [each.is_decoding for each in running]
+        if self._conv_states.replay_tokens:
+            decodable = [self._can_decode(each) for each in running]
+        postponed = postponed_decodes(
+            list(compress(running, decodable)),
+            max_decodes,
+            self._max_read_bytes,
+            self._profile.decode_read_bytes,
         )
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
-        planned: list[tuple[Sequence, Chunk]] = []
+        planned: dict[str, tuple[Sequence, Chunk]] = {}
         # Oldest first: whoever is preempted for another's block is newer, so not yet planned.
-        for sequence in running:
-            start = self._conv_states.next_position(sequence)
-            is_decode = self._can_decode(sequence)
+        for sequence, is_decode in zip(running, decodable, strict=True):
+            # An older sequence of this loop may have preempted this one.
+            if not sequence.is_running or sequence.request_id in postponed:
+                continue
             if is_decode:
-                count = 1 if sequence.request_id in decoding else 0
+                chunk = self._decode(sequence)
             else:
+                start = self._conv_states.next_position(sequence)
                 count = prompt_share(self._end(sequence) - start, prompt_tokens, is_chunked)
-            # `is_running` again: an older sequence of this loop may have preempted this one.
-            if not sequence.is_running or not count:
+                chunk = self._chunk(sequence, start, count)
+            if chunk is None:
                 continue
-            if not self._allocate(sequence, start, start + count):
-                continue
-            slots = self._conv_states.assign_slots(sequence)
-            chunk = make_chunk(sequence, start, count, self._cache.block_tokens, slots)
-            planned.append((sequence, chunk))
+            planned[sequence.request_id] = (sequence, chunk)
             if is_decode:
                 decodes.append(chunk)
             else:
@@ -444,9 +422,35 @@ class Scheduler:
             self._in_flight.append(Planned(planned, []))
         return decodes + prompts
 
+    def _present(self, running: list[Sequence]) -> list[Sequence]:
+        """Leaves out sequences whose KV is still to come from outside the device."""
+        if self.tiers:
+            running = [each for each in running if not self.tiers.is_waiting(each)]
+        # KV is copied in beside this step, unless there is nothing else to compute.
+        present = running
+        if self._swap.has_arriving:
+            present = [each for each in present if not self._swap.is_arriving(each)]
+        if self.tiers:
+            present = [each for each in present if not self.tiers.is_arriving(each)]
+        return present or running
+
+    def _chunk(self, sequence: Sequence, start: int, count: int) -> Chunk | None:
+        """Makes the chunk of `count` tokens; None where there are none, or no blocks for them."""
+        end = start + count
+        if not count or (end > sequence.num_writable and not self._allocate(sequence, start, end)):
+            return None
+        return make_chunk(sequence, start, count, self._conv_states.assign_slots(sequence))
+
+    def _decode(self, sequence: Sequence) -> Chunk | None:
+        """Makes the chunk of a decode; None where there is no block for it."""
+        start = sequence.num_computed
+        if start < sequence.num_writable and self._is_plain:
+            return make_decode(sequence)
+        return self._chunk(sequence, start, 1)
+
     def _sequences_in_flight(self) -> set[Sequence]:
         """Collects the sequences of plans that are not committed."""
-        return {sequence for planned in self._in_flight for sequence, _ in planned.entries}
+        return {sequence for planned in self._in_flight for sequence, _ in planned.entries.values()}
 
     def _can_decode(self, sequence: Sequence) -> bool:
         """Whether one token gives the next; tokens to replay before it count as prompt tokens."""
@@ -465,20 +469,6 @@ class Scheduler:
             return min(end, children[0].num_shared_tokens)
         return end
 
-    def _can_start(self, sequence: Sequence) -> bool:
-        if sequence.parent or not self._reservations.is_granted(sequence):
-            return False
-        if sequence.awaited_prefix is None and self._cache.has_cache and not sequence.swapped:
-            size = self._cache.block_tokens
-            sequence.awaited_prefix = prefix_under_way(sequence, self._sequences.running, size)
-        if sequence.awaited_prefix is None:
-            return True
-        other, num_tokens = sequence.awaited_prefix
-        if other.is_running and other.num_computed < num_tokens:
-            return False
-        sequence.awaited_prefix = None
-        return True
-
     def _start(self, sequence: Sequence) -> None:
         # Cached blocks first: what the cache has need not be copied in from the host.
         self._reservations.add_cached(sequence)
@@ -487,8 +477,8 @@ class Scheduler:
             sequence.cached_prompt_tokens = min(num_hits, sequence.request.num_prompt_tokens)
             self.figures.observe_start(sequence.request.accepted_at)
             if self._cache.has_cache:
-                self._prefix_lookup_tokens += len(sequence.token_ids)
-                self._prefix_hit_tokens += num_hits
+                self._statistics.prefix_lookup_tokens += len(sequence.token_ids)
+                self._statistics.prefix_hit_tokens += num_hits
         self.events.on_started(sequence.request, sequence.num_computed)
         if self.tiers and not sequence.swapped:
             self.tiers.ask(sequence)
@@ -511,8 +501,10 @@ class Scheduler:
         num_windows *= self._cache.is_windowed
         while True:
             # Asked again in every round: a preempted sequence may have been the other holder.
-            is_shared = self._is_shared(sequence.block_ids, first)
-            is_window_shared = self._is_shared(windows, first - sequence.first_window_block)
+            is_shared = self._cache.is_shared_at(sequence.block_ids, first)
+            is_window_shared = self._cache.is_shared_at(
+                windows, first - sequence.first_window_block
+            )
             count = num_missing + num_windows + is_shared + is_window_shared
             blocks = self._reservations.take(sequence, count, self._sequences)
             if blocks is not None:
@@ -530,13 +522,11 @@ class Scheduler:
             first -= sequence.first_window_block
             sequence.window_block_ids = self._copied(windows, first, blocks.pop(0))
         if blocks:
-            sequence.block_ids = sequence.block_ids + blocks[:num_missing]
+            sequence.block_ids += blocks[:num_missing]
             sequence.window_block_ids = sequence.window_block_ids + blocks[num_missing:]
+        if not self._cache.is_windowed:
+            sequence.num_writable = len(sequence.block_ids) * size
         return True
-
-    def _is_shared(self, table: list[int], index: int) -> bool:
-        """Whether others read a block of a table that is written next."""
-        return 0 <= index < len(table) and self._cache.is_shared(table[index])
 
     def _copied(self, table: list[int], index: int, block: int) -> list[int]:
         """Returns a table with a shared block replaced by its copy."""
@@ -551,7 +541,7 @@ class Scheduler:
         first, full = sequence.num_cached_blocks, sequence.num_computed // self._cache.block_tokens
         if self._cache.has_cache and full > first:
             num_merged = self._reservations.cache_blocks(sequence, first, full)
-            self._prefix_merged_tokens += num_merged * self._cache.block_tokens
+            self._statistics.prefix_merged_tokens += num_merged * self._cache.block_tokens
             if self.tiers:
                 self.tiers.offer(sequence, first, full)
 
@@ -560,18 +550,21 @@ class Scheduler:
             self._conv_states.share(parent, child)
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
-        sequence.token_ids.append(sampled.token_id)
-        finish = finish_of(sequence, sampled.token_id)
-        if finish:
+        request, tokens, token = sequence.request, sequence.token_ids, sampled.token_id
+        tokens.append(token)
+        sequence.is_decoding = True
+        finish: Finish = ""
+        if token in request.stop_token_ids or len(tokens) >= sequence.max_length:
+            finish = "stop" if token in request.stop_token_ids else "length"
             self._observe_output(sequence, finish)
             self._remove(sequence)
         return TokenOutput(
-            request_id=sampled.request_id,
-            token_ids=[sampled.token_id],
-            finish=finish,
-            logprobs=logprobs_of(sequence, sampled),
-            num_preemptions=sequence.num_preemptions,
-            num_cached_tokens=sequence.cached_prompt_tokens or 0,
+            sampled.request_id,
+            [token],
+            finish,
+            None if request.sampling.top_logprobs is None else [logprobs_of(sampled)],
+            sequence.num_preemptions,
+            sequence.cached_prompt_tokens or 0,
         )
 
     def _observe_output(self, sequence: Sequence, finish: Finish) -> None:
@@ -591,9 +584,9 @@ class Scheduler:
         self._conv_states.release(sequence)
         self._sequences.remove(sequence)
         for planned in self._in_flight:
-            others = [entry for entry in planned.entries if entry[0] is not sequence]
-            if len(others) < len(planned.entries):
-                planned.entries[:] = others
+            entry = planned.entries.get(sequence.request_id)
+            if entry and entry[0] is sequence:
+                del planned.entries[sequence.request_id]
                 planned.cancelled.append(sequence)
         # Their reservations counted on sharing with the parent that is gone.
         for child in orphans:

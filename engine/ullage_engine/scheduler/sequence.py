@@ -5,9 +5,12 @@ What a step computes of one sequence, and whether it ends then, are pure functio
 
 import bisect
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from ullage_engine.protocol.messages import EngineRequest, KvRead, KvSlot, TokenLogprobs
 from ullage_engine.protocol.step_plan import Chunk, SampledToken
@@ -73,19 +76,26 @@ class Sequence:
     """Order among sequences of one arrival: the samples of a prompt, the beams of a search."""
     priority: int
     limit: int
-    """Length in tokens at which the sequence ends."""
+    """Longest that the engine lets it become, tokens."""
     expected_output: int
     """Output length that blocks are reserved for, tokens."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output so far."""
-    _num_computed: int = 0
+    num_computed: int = 0
+    """Tokens whose KV is stored in `block_ids`; see `set_computed`."""
+    is_decoding: bool = False
+    """Whether all tokens but the last one are computed, so that this one gives the next."""
     block_ids: list[int] = field(default_factory=list)
+    """Its block table; changed entries make another list of it, more entries do not."""
     num_cached_blocks: int = 0
     """Leading blocks of `block_ids` that are in the prefix cache."""
     window_block_ids: list[int] = field(default_factory=list)
     """Blocks of layers with sliding windows, where these have blocks of their own."""
     first_window_block: int = 0
     """Index of the first of them: those before were given back."""
+    num_writable: int = 0
+    """Tokens that its blocks hold of which it alone holds those behind `num_computed`: so many may
+    be computed without another look at the blocks. 0: unknown."""
     num_reserved: int = 0
     """Blocks that are reserved and not yet allocated."""
     parent: "Sequence | None" = None
@@ -112,25 +122,24 @@ class Sequence:
     is_running: bool = False
     backlog: "Backlog | None" = None
     """Counter of the table that the sequence is in."""
+    request_id: str = field(init=False)
+    max_length: int = field(init=False, default=0)
+    """Length in tokens at which it ends, known when it is in a table."""
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
 
     @property
     def rank(self) -> tuple[int, int, int]:
         """Order of importance, smallest first: larger priority, then earlier arrival."""
         return (-self.priority, self.arrival, self.serial)
 
-    @property
-    def num_computed(self) -> int:
-        """Tokens whose KV is stored in `block_ids`."""
-        return self._num_computed
-
-    @num_computed.setter
-    def num_computed(self, num_tokens: int) -> None:
+    def set_computed(self, num_tokens: int) -> None:
+        """Sets `num_computed` and what follows from it, which one more token of a decode and the
+        next one behind it leave as it is."""
         before = self.num_prefill
-        self._num_computed = num_tokens
+        self.num_computed = num_tokens
+        self.is_decoding = num_tokens > 0 and len(self.token_ids) - num_tokens == 1
         if self.backlog:
             self.backlog.num_tokens += self.num_prefill - before
 
@@ -146,11 +155,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be stored before the next token can be chosen."""
-        return len(self.token_ids) - self._num_computed
-
-    @property
-    def is_decoding(self) -> bool:
-        return self._num_computed > 0 and len(self.token_ids) - self._num_computed == 1
+        return len(self.token_ids) - self.num_computed
 
     @property
     def held_blocks(self) -> list[int]:
@@ -231,6 +236,8 @@ class SequenceTable:
 
     def add(self, sequence: Sequence) -> None:
         self._by_id[sequence.request_id] = sequence
+        most = sequence.request.num_prompt_tokens + sequence.request.max_tokens
+        sequence.max_length = min(sequence.limit, most)
         bisect.insort(self._by_rank, sequence, key=_rank_of)
         sequence.backlog = self._backlog
         self._backlog.num_tokens += sequence.num_prefill
@@ -257,6 +264,9 @@ class SequenceTable:
         assert len(self._by_rank) == len(self._by_id), "sequences lost or doubled"
         running = [sequence for sequence in self._by_rank if sequence.is_running]
         assert running == self._running, "running sequences lost or doubled"
+        for each in self._by_rank:
+            is_decoding = each.num_computed > 0 and each.num_remaining == 1
+            assert each.is_decoding == is_decoding, f"{each.request_id}: decodes or does not"
         num_prefill = sum(sequence.num_prefill for sequence in self._by_rank)
         assert num_prefill == self._backlog.num_tokens, f"{num_prefill} tokens to compute"
         ranks = [sequence.rank for sequence in self._by_rank]
@@ -276,8 +286,8 @@ class Transfers(NamedTuple):
 class Planned(NamedTuple):
     """A plan that is not committed yet."""
 
-    entries: list[tuple[Sequence, Chunk]]
-    """Its sequences, each with the chunk of it that the plan computes."""
+    entries: dict[str, tuple[Sequence, Chunk]]
+    """Its sequences by their request's id, each with the chunk of it that the plan computes."""
     cancelled: list[Sequence]
     """Sequences that it computes and that were dropped since."""
     transfers: Transfers = Transfers()
@@ -346,6 +356,9 @@ class ForkGroups:
     def __init__(self) -> None:
         self._children: dict[Sequence, list[Sequence]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._children)
+
     def form(self, parent: Sequence, children: list[Sequence], num_shared_tokens: int) -> None:
         """Makes `children` wait until the parent has computed its first `num_shared_tokens`."""
         parent.has_children = bool(children)
@@ -407,24 +420,35 @@ MIN_DECODES = 8
 step reads all weights."""
 
 
-def pick_decodes(
+def postponed_decodes(
     ready: list[Sequence],
     max_decodes: int,
     max_read_bytes: int,
     read_bytes: Callable[[int], int],
 ) -> set[str]:
-    """Picks the decodes of a step, longest unserved first, within the KV they read together.
+    """Lists whose decodes have no place in a step, longest unserved first, within the KV they read
+    together.
 
-    `read_bytes` gives the bytes that a decode reads by the length of its sequence.
+    `read_bytes` gives the bytes that a decode reads by the length of its sequence; twice the length
+    is never more than twice the bytes.
     """
-    picked: set[str] = set()
-    remaining = max_read_bytes
-    for sequence in sorted(ready, key=lambda each: each.last_step)[:max_decodes]:
+    count = len(ready)
+    if count <= max_decodes:
+        # So sequences of so many tokens read most together if all are of one length.
+        mean = -(-sum([len(each.token_ids) for each in ready]) // max(1, count))
+        if count <= MIN_DECODES or count * read_bytes(mean) <= max_read_bytes:
+            return set()
+    by_service = sorted(ready, key=_last_step_of)
+    num_picked, remaining = 0, max_read_bytes
+    for sequence in by_service[:max_decodes]:
         remaining -= read_bytes(len(sequence.token_ids))
-        if remaining < 0 and len(picked) >= MIN_DECODES:
+        if remaining < 0 and num_picked >= MIN_DECODES:
             break
-        picked.add(sequence.request_id)
-    return picked
+        num_picked += 1
+    return {each.request_id for each in by_service[num_picked:]}
+
+
+_last_step_of = operator.attrgetter("last_step")
 
 
 def prompt_share(remaining: int, budget: int, is_chunked: bool) -> int:
@@ -435,47 +459,59 @@ def prompt_share(remaining: int, budget: int, is_chunked: bool) -> int:
 
 
 def make_chunk(
-    sequence: Sequence, start: int, count: int, block_tokens: int, slots: tuple[int | None, int]
+    sequence: Sequence, start: int, count: int, slots: tuple[int | None, int] = (None, 0)
 ) -> Chunk:
     """Makes the chunk of `count` tokens from `start` on; the sequence has the blocks for them.
 
     Tokens before `num_computed` are replayed. `slots`: of the convolution states before and after.
     """
-    end, request = start + count, sequence.request
-    num_blocks = -(-end // block_tokens)
+    tokens, end = sequence.token_ids, start + count
     windows = sequence.window_block_ids
-    is_sampled = end == len(sequence.token_ids)
-    is_short = is_sampled and sequence.num_output < request.min_tokens
+    if windows:
+        # What a window has slid past is never read; any block of its own stands for it.
+        windows = windows[:1] * sequence.first_window_block + windows
+    is_sampled = end == len(tokens)
     return Chunk(
         request_id=sequence.request_id,
-        token_ids=sequence.token_ids[start:end],
+        token_ids=tokens[start:end],
         start=start,
-        block_ids=sequence.block_ids[:num_blocks],
-        sampling=request.sampling if is_sampled else None,
-        history=sequence.token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
+        block_ids=sequence.block_ids,
+        sampling=sequence.request.sampling if is_sampled else None,
+        history=tokens,
+        num_prompt_tokens=sequence.request.num_prompt_tokens,
         num_replayed=min(count, sequence.num_computed - start),
         state_slot=slots[0],
         next_state_slot=slots[1],
-        banned=request.stop_token_ids if is_short else [],
-        # What a window has slid past is never read; any block of its own stands for it.
-        window_block_ids=(windows[:1] * sequence.first_window_block + windows)[:num_blocks],
+        banned=banned_tokens(sequence) if is_sampled else [],
+        window_block_ids=windows,
     )
 
 
-def finish_of(sequence: Sequence, token_id: int) -> Finish:
-    """Why the token just appended ends the sequence; empty while it does not."""
-    if token_id in sequence.request.stop_token_ids:
-        return "stop"
-    is_full = len(sequence.token_ids) >= sequence.limit
-    return "length" if is_full or sequence.num_output >= sequence.request.max_tokens else ""
+def make_decode(sequence: Sequence) -> Chunk:
+    """Makes the chunk of a decode without states and windows: what `make_chunk` would, in a third
+    of the time."""
+    tokens, request = sequence.token_ids, sequence.request
+    chunk = Chunk(
+        sequence.request_id,
+        tokens[-1:],
+        sequence.num_computed,
+        sequence.block_ids,
+        request.sampling,
+        tokens,
+        request.num_prompt_tokens,
+    )
+    return replace(chunk, banned=banned_tokens(sequence)) if request.min_tokens else chunk
 
 
-def logprobs_of(sequence: Sequence, sampled: SampledToken) -> list[TokenLogprobs] | None:
-    """Returns what the request reports of a sampled token; None where it reports nothing."""
-    if sequence.request.sampling.top_logprobs is None:
-        return None
-    return [TokenLogprobs(sampled.logprob, sampled.top_ids, sampled.top_logprobs)]
+def banned_tokens(sequence: Sequence) -> list[int]:
+    """Lists the tokens that may not come next: those that end an answer which is too short."""
+    request = sequence.request
+    return request.stop_token_ids if sequence.num_output < request.min_tokens else []
+
+
+def logprobs_of(sampled: SampledToken) -> TokenLogprobs:
+    """Returns what is reported of a sampled token."""
+    return TokenLogprobs(sampled.logprob, sampled.top_ids, sampled.top_logprobs)
 
 
 def prefix_under_way(

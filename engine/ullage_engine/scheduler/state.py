@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from ullage_common.request_cost import MemoryProfile
 from ullage_engine.kv_cache.block_pool import BlockPool
 from ullage_engine.kv_cache.prefix_cache import KvPolicy, PrefixCache
+from ullage_engine.protocol.figures import Figures
+from ullage_engine.protocol.messages import SchedulerStats
 from ullage_engine.protocol.step_plan import Chunk, Moves, state_slots
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.reservations import BlockReservations
@@ -29,6 +31,8 @@ from ullage_engine.scheduler.sequence import (
     Sequence,
     SequenceTable,
     Swapped,
+    WalkLimiter,
+    stored_tokens,
 )
 
 
@@ -208,7 +212,7 @@ class SwapManager:
         num_own = len(missing) - len(swapped.window_slots)
         sequence.block_ids = sequence.block_ids + blocks[:num_own]
         reservations.replace_windows(sequence, swapped.first_window_block, blocks[num_own:])
-        sequence.num_computed = swapped.num_tokens
+        sequence.set_computed(swapped.num_tokens)
 
     def free_slots(self, sequence: Sequence) -> None:
         """Frees the host slots of a sequence."""
@@ -220,12 +224,19 @@ class SwapManager:
         self._slots.free(slots)
         sequence.swapped = None
 
+    @property
+    def has_arriving(self) -> bool:
+        """Whether KV of any sequence is still to be copied in."""
+        return bool(self._swapping_in)
+
     def is_arriving(self, sequence: Sequence) -> bool:
         """Whether the sequence's KV is still to be copied in."""
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
         """Returns the moves of the plan that computes these chunks; each move is returned once."""
+        if not (self._outs or self._swapping_in or self._copies):
+            return Moves()
         arriving = {sequence.request_id for sequence in self._swapping_in}
         # What is computed now, or is all there is to do, is copied in first.
         is_waited_for = not computed or any(chunk.request_id in arriving for chunk in computed)
@@ -323,4 +334,58 @@ class SchedulerState:
             throughput=throughput,
             output_lengths=output_lengths,
             clock=clock,
+        )
+
+
+class SchedulerStatistics:
+    """Counts what was scheduled, and reports it together with what is held."""
+
+    def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
+        self.figures = Figures()
+        self.num_steps = 0
+        """Steps with work that were committed."""
+        self.num_preemptions = 0
+        self.prefix_lookup_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.prefix_merged_tokens = 0
+        self._profile = profile
+        self._state = state
+        self._walks = WalkLimiter(state.clock)
+        self._num_tail_tokens = 0
+        """Tokens in blocks outside the prefix cache, when they were last counted."""
+
+    def collect(self) -> SchedulerStats:
+        """Collects the statistics.
+
+        Of many sequences `kv_used_bytes` may be a moment old; all else is counted as it changes.
+        """
+        cache, sequences, swap = self._state.cache, self._state.sequences, self._state.swap
+        block_bytes, size = self._profile.block_bytes, cache.block_tokens
+        if self._walks.is_due(len(sequences)):
+            self._num_tail_tokens = stored_tokens(
+                sequences, size, cache.is_cached, cache.is_private
+            )
+        num_used_tokens = cache.num_cached_used * size + self._num_tail_tokens
+        num_committed = cache.num_available - self._state.reservations.num_available
+        return SchedulerStats(
+            kv_pool_bytes=self._profile.kv_pool_bytes,
+            kv_free_bytes=cache.num_free * block_bytes,
+            kv_reclaimable_bytes=cache.num_reclaimable * block_bytes,
+            kv_committed_bytes=num_committed * block_bytes,
+            kv_used_bytes=num_used_tokens * block_bytes // size,
+            num_running=sequences.num_running,
+            num_waiting=sequences.num_waiting,
+            num_steps=self.num_steps,
+            expected_output_tokens=self._state.output_lengths.estimate,
+            prefill_backlog_tokens=sequences.num_backlog_tokens,
+            num_preemptions=self.num_preemptions,
+            num_swaps=swap.num_swaps,
+            swap_out_bytes=swap.num_blocks_out * block_bytes,
+            swap_in_bytes=swap.num_blocks_in * block_bytes,
+            prefix_lookup_tokens=self.prefix_lookup_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            prefix_merged_tokens=self.prefix_merged_tokens,
+            num_sessions=len(cache.sessions),
+            session_bytes=cache.num_session_blocks * block_bytes,
+            figures=self.figures.copy(),
         )

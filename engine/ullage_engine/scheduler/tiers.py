@@ -310,7 +310,7 @@ class TierTransfers:
         if self._cache.is_windowed:
             first_window = end - len(answer.window_slots)
             self._reservations.replace_windows(sequence, first_window, blocks[num_new:])
-        sequence.num_computed = end * size
+        sequence.set_computed(end * size)
         sequence.num_stored_blocks = end
         self._arriving[sequence] = KvRead(number=query.number, num_blocks=end - first)
         return True

@@ -251,7 +251,7 @@ class EngineCore:
         return plan
 
     def _execute(self, plan: StepPlan) -> list[SampledToken]:
-        prompt_tokens = _num_prompt_tokens(plan)
+        prompt_tokens = 0
         is_retried = False
         self._move(plan)
         while plan.chunks:
@@ -270,7 +270,8 @@ class EngineCore:
             free_cached_memory()
             if is_retried:
                 self._drop_newest(reason)
-            is_retried, prompt_tokens = True, max(1, prompt_tokens // 2)
+            prompt_tokens = max(1, (prompt_tokens or _num_prompt_tokens(plan)) // 2)
+            is_retried = True
             plan = self._constrained(self.scheduler.replan(prompt_tokens))
             self._move(plan)
         return []

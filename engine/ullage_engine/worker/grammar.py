@@ -10,10 +10,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from msgspec.structs import replace
 
 from ullage_common.process.memory import trim_heap
 from ullage_engine.protocol.grammar import COMPILE_STACK_BYTES, LIMITS
@@ -124,7 +124,7 @@ class Grammars:
                 chunks.append(replace(chunk, allowed=progress.allowed(chunk), banned=[]))
             except GrammarError as error:
                 failed[chunk.request_id] = str(error)
-        return replace(plan, chunks=chunks), failed
+        return StepPlan(chunks, plan.moves), failed
 
     def _make(self, grammar: str) -> LLMatcher:
         if self._vocabulary is None:

@@ -7,8 +7,9 @@ Requests that ended are forgotten some plans later, as are those that wait, whic
 """
 
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Generic, TypeVar
+
+from msgspec.structs import replace
 
 from ullage_engine.protocol.step_plan import Chunk
 

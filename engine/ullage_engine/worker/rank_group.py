@@ -18,13 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
 import zmq
+from msgspec.structs import replace
 
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import GROUP_LOST, GroupLostError, RankFailedError

@@ -21,7 +21,7 @@ class Turns:
         """Computes `blocks` blocks of tokens counted from `start`; the tokens."""
         tokens = [start + at for at in range(2 * blocks)]
         table = self.store.allocate(blocks)
-        self.store.insert(tokens, table, 0, blocks)
+        table = self.store.insert(tokens, table, 0, blocks)
         self.store.free(table)
         if session:
             self.store.keep_session(session, table)

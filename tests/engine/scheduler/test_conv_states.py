@@ -33,7 +33,7 @@ def make_states(*sequences: Sequence, max_sequences: int = 4) -> ConvStatePool:
 
 def compute(states: ConvStatePool, sequence: Sequence, count: int) -> None:
     start = states.next_position(sequence)
-    chunk = make_chunk(sequence, start, count, 16, states.assign_slots(sequence))
+    chunk = make_chunk(sequence, start, count, states.assign_slots(sequence))
     sequence.num_computed = max(sequence.num_computed, chunk.end)
     states.commit(sequence, chunk)
     states.check_integrity()

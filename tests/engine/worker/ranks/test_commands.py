@@ -1,10 +1,9 @@
 """What crosses to other ranks at every step."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
