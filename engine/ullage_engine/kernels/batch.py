@@ -85,7 +85,8 @@ class StepBatch:
     decodes: list[DecodeGroup]
     prefills: list[PrefillTile]
     sampled: list[Chunk]
-    """Chunks to sample, in the plan's order."""
+    """Chunks to sample, in the plan's order; what is sampled behind several of its tokens is there
+    as often, each time up to one of them."""
     sampled_rows: list[int]
     """Row of the last token of each sampled chunk."""
     conv: ConvPlan | None = None
@@ -123,11 +124,11 @@ def build_batch(
     prefills = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
     decodes.sort(key=lambda chunk: chunk.start, reverse=True)
     ordered = decodes + prefills
-    last_rows, row = {}, 0
+    first_rows, row = {}, 0
     for chunk in ordered:
+        first_rows[chunk.request_id] = row
         row += len(chunk.token_ids)
-        last_rows[chunk.request_id] = row - 1
-    sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+    sampled = plan.sampled_parts()
 
     def paged(decodes: list[Chunk], prefills: list[Chunk]) -> PagedRows:
         max_blocks = max_gather_tokens // block_tokens
@@ -146,7 +147,7 @@ def build_batch(
         decodes=rows.decodes,
         prefills=rows.prefills,
         sampled=sampled,
-        sampled_rows=[last_rows[chunk.request_id] for chunk in sampled],
+        sampled_rows=[first_rows[each.request_id] + len(each.token_ids) - 1 for each in sampled],
         conv=_conv_plan(ordered, conv_kernel) if conv_kernel else None,
         windowed=paged(_windowed(decodes), _windowed(prefills)) if windowed else None,
     )

@@ -84,9 +84,9 @@ class NativeDecoder:
         logits: torch.Tensor,
         layers: range | None = None,
     ) -> list[int]:
-        """Computes a step; writes the logits of each chunk that is sampled, in the order of chunks.
+        """Computes a step; writes the logits of each row that is sampled, in the order of chunks.
 
-        logits: float32 [sampled chunks, vocab], contiguous. `layers`: run only these.
+        logits: float32 [sampled rows, vocab], contiguous. `layers`: run only these.
 
         Returns:
             The likeliest token of each; -1 where a logit is not finite.
@@ -95,7 +95,12 @@ class NativeDecoder:
         rows = [0, *itertools.accumulate(sizes)]
         tokens, token_ids = _int32(itertools.chain(*(chunk.token_ids for chunk in chunks)))
         tables, place = _int32(itertools.chain(*(chunk.block_ids for chunk in chunks)))
-        sampled = [end - 1 for chunk, end in zip(chunks, rows[1:], strict=True) if chunk.sampling]
+        sampled = [
+            row
+            for chunk, end in zip(chunks, rows[1:], strict=True)
+            if chunk.sampling
+            for row in range(end - chunk.num_sampled, end)
+        ]
         rows_kept, sampled_rows = _int32(sampled)
         own = (Chunk * len(chunks))()
         for each, chunk, row, size in zip(own, chunks, rows[:-1], sizes, strict=True):

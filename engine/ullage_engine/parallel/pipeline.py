@@ -300,5 +300,8 @@ def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
 
 def in_plan_order(plan: StepPlan, tokens: Sequence[SampledToken]) -> list[SampledToken]:
     """Returns the tokens of all micro-batches in the order of the plan's chunks."""
-    by_request = {token.request_id: token for token in tokens}
-    return [by_request[chunk.request_id] for chunk in plan.chunks if chunk.sampling is not None]
+    by_request: dict[str, list[SampledToken]] = {}
+    for token in tokens:
+        by_request.setdefault(token.request_id, []).append(token)
+    sampled = [chunk.request_id for chunk in plan.chunks if chunk.sampling is not None]
+    return [token for request_id in sampled for token in by_request[request_id]]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from ullage_engine.protocol.messages import SamplingParams
 
@@ -42,11 +43,22 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     as `block_ids`. In place of blocks that every window has slid past stands the first held one."""
     history_start: int = 0
     """Between ranks, the number of tokens before `history` that the other rank has already."""
+    num_sampled: int = 1
+    """With `sampling`, the number of `token_ids`, the last ones, behind which a token is chosen:
+    more than one where all but the first of these were only proposed."""
 
     @property
     def end(self) -> int:
         """Position after the last token."""
         return self.start + len(self.token_ids)
+
+    def sampled_parts(self) -> "list[Chunk]":
+        """Returns the chunk up to each of its tokens behind which one is chosen."""
+        if self.num_sampled == 1:
+            return [self]
+        count = len(self.token_ids)
+        ends = range(count - self.num_sampled + 1, count + 1)
+        return [replace(self, token_ids=self.token_ids[:end], num_sampled=1) for end in ends]
 
     @property
     def first_stored(self) -> int:
@@ -104,13 +116,18 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
+    def sampled_parts(self) -> list[Chunk]:
+        """Returns the chunks that are sampled, each as often as tokens are chosen for it."""
+        sampled = [chunk for chunk in self.chunks if chunk.sampling is not None]
+        return [part for chunk in sampled for part in chunk.sampled_parts()]
+
 
 NO_TOKEN = -1
 """Token id of a sequence whose logits are NaN or infinite, so that none was chosen."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next token of one sequence."""
+    """A token that may come next in one sequence."""
 
     request_id: str
     token_id: int

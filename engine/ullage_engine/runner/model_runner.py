@@ -356,7 +356,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Computes a step; one token for each chunk with `sampling`, in the plan's order.
+        """Computes a step; a token for each row that is sampled, in the plan's order.
 
         Of several ranks every one computes its part, and the tokens are on the one that samples.
         """
@@ -378,9 +378,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
-        """Computes a step; yields each micro-batch's chunks with `sampling` and their logits.
+        """Computes a step; yields what is sampled of each micro-batch, and the logits of it.
 
-        Logits [chunks, vocab] live until the next are computed; ranks that do not sample have none.
+        Logits [rows, vocab] live until the next are computed; ranks that do not sample have none.
         """
         for chunks, logits, _ in self._computed(plan):
             yield chunks, logits
@@ -528,7 +528,7 @@ class ModelRunner:
 
     def _run_native(self, plan: StepPlan, layers: range | None = None) -> _Computed | None:
         assert self._native is not None, "not the library's"
-        sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+        sampled = plan.sampled_parts()
         logits = shaped(self._sampling["logits"], len(sampled), self.model_config.vocab)
         with ranges("prefill" if plan.num_tokens > len(plan.chunks) else "decode"):
             likeliest = self._native.run(plan.chunks, logits, layers)

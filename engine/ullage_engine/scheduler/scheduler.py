@@ -34,6 +34,7 @@ from ullage_engine.scheduler.sequence import (
     postponed_decodes,
     prompt_share,
 )
+from ullage_engine.scheduler.speculation import Speculation
 from ullage_engine.scheduler.state import SchedulerState, SchedulerStatistics
 from ullage_engine.scheduler.tiers import TierTransfers
 
@@ -81,6 +82,9 @@ class Scheduler:
         """KV outside the device; None: there is none."""
         if policy.kv_space:
             self.tiers = TierTransfers(state.cache, state.reservations, policy, throughput, clock)
+        may_speculate = limits.num_speculative_tokens and limits.max_in_flight == 1
+        may_speculate = may_speculate and self._is_plain
+        self.speculation = Speculation(limits, self._block_tokens) if may_speculate else None
         self._admission = AdmissionControl(profile, state)
         self._in_flight: deque[Planned] = deque()
         """Plans that are not committed, the oldest first."""
@@ -108,10 +112,7 @@ class Scheduler:
         return self._statistics.num_steps
 
     def stats(self) -> SchedulerStats:
-        """Collects the statistics.
-
-        Of many sequences `kv_used_bytes` may be a moment old; all else is counted as it changes.
-        """
+        """Collects the statistics; see `SchedulerStatistics.collect`."""
         return self._statistics.collect()
 
     def releases(self) -> list[ReleaseState]:
@@ -310,20 +311,24 @@ class Scheduler:
         planned = oldest.entries
         if self.tiers:
             self.tiers.finish(oldest.transfers)
+        before: dict[str, list[SampledToken]] = {}
+        if self.speculation:
+            sampled, before = self.speculation.verify(planned, sampled)
         # All blocks are cached before anybody forks: children then share the cached ones.
         for sequence, chunk in planned.values():
             self._advance(sequence, chunk)
-        if self._fork_groups:
-            self._fork_children([sequence for sequence, _ in planned.values()])
+        for sequence, _ in planned.values() if self._fork_groups else ():
+            for child in self._fork_groups.take_ready(sequence):
+                child.cached_prompt_tokens = sequence.cached_prompt_tokens
+                self._fork(sequence, child, child.num_shared_tokens)
         # A step that computes nothing is no progress, or a hang would not be seen.
         self._statistics.num_steps += bool(planned)
-        outputs: list[TokenOutput] = []
-        for token in sampled:
-            # Of the plan and not by id alone: a new request may have a cancelled one's id.
-            entry = planned.get(token.request_id)
-            if entry:
-                outputs.append(self._append(entry[0], token))
-        return outputs
+        # Of the plan and not by id alone: a new request may have a cancelled one's id.
+        return [
+            self._append(entry[0], token, before.get(token.request_id) if before else None)
+            for token in sampled
+            if (entry := planned.get(token.request_id))
+        ]
 
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
         """Counts a chunk's tokens as computed, and caches the blocks that they fill."""
@@ -338,12 +343,6 @@ class Scheduler:
         num_uncached = num_computed - sequence.num_cached_blocks * self._block_tokens
         if num_uncached >= self._block_tokens:
             self._cache_full_blocks(sequence)
-
-    def _fork_children(self, parents: list[Sequence]) -> None:
-        for parent in parents:
-            for child in self._fork_groups.take_ready(parent):
-                child.cached_prompt_tokens = parent.cached_prompt_tokens
-                self._fork(parent, child, child.num_shared_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's memory; it waits until it can have all it needs at once."""
@@ -390,12 +389,16 @@ class Scheduler:
         decodable = [each.is_decoding for each in running]
         if self._conv_states.replay_tokens:
             decodable = [self._can_decode(each) for each in running]
+        ready = list(compress(running, decodable))
         postponed = postponed_decodes(
-            list(compress(running, decodable)),
+            ready,
             max_decodes,
             self._max_read_bytes,
             self._profile.decode_read_bytes,
         )
+        proposals: dict[Sequence, list[int]] = {}
+        if self.speculation and not postponed:
+            proposals = self.speculation.propose(ready, self._sequences.num_running)
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         planned: dict[str, tuple[Sequence, Chunk]] = {}
@@ -404,7 +407,9 @@ class Scheduler:
             # An older sequence of this loop may have preempted this one.
             if not sequence.is_running or sequence.request_id in postponed:
                 continue
-            if is_decode:
+            if proposals and sequence in proposals:
+                chunk = self._chunk(sequence, sequence.num_computed, 1, proposals[sequence])
+            elif is_decode:
                 chunk = self._decode(sequence)
             else:
                 start = self._conv_states.next_position(sequence)
@@ -434,12 +439,15 @@ class Scheduler:
             present = [each for each in present if not self.tiers.is_arriving(each)]
         return present or running
 
-    def _chunk(self, sequence: Sequence, start: int, count: int) -> Chunk | None:
+    def _chunk(
+        self, sequence: Sequence, start: int, count: int, proposed: list[int] | None = None
+    ) -> Chunk | None:
         """Makes the chunk of `count` tokens; None where there are none, or no blocks for them."""
-        end = start + count
+        end = start + count + len(proposed or ())
         if not count or (end > sequence.num_writable and not self._allocate(sequence, start, end)):
             return None
-        return make_chunk(sequence, start, count, self._conv_states.assign_slots(sequence))
+        slots = self._conv_states.assign_slots(sequence)
+        return make_chunk(sequence, start, count, slots, proposed)
 
     def _decode(self, sequence: Sequence) -> Chunk | None:
         """Makes the chunk of a decode; None where there is no block for it."""
@@ -517,23 +525,16 @@ class Scheduler:
             if victim is sequence:
                 return False
         if is_shared:
-            sequence.block_ids = self._copied(sequence.block_ids, first, blocks.pop(0))
+            sequence.block_ids = self._swap.copy_shared(sequence.block_ids, first, blocks.pop(0))
         if is_window_shared:
             first -= sequence.first_window_block
-            sequence.window_block_ids = self._copied(windows, first, blocks.pop(0))
+            sequence.window_block_ids = self._swap.copy_shared(windows, first, blocks.pop(0))
         if blocks:
             sequence.block_ids += blocks[:num_missing]
             sequence.window_block_ids = sequence.window_block_ids + blocks[num_missing:]
         if not self._cache.is_windowed:
             sequence.num_writable = len(sequence.block_ids) * size
         return True
-
-    def _copied(self, table: list[int], index: int, block: int) -> list[int]:
-        """Returns a table with a shared block replaced by its copy."""
-        shared = table[index]
-        self._swap.copy(shared, block)
-        self._cache.free([shared])
-        return [*table[:index], block, *table[index + 1 :]]
 
     # results -------------------------------------------------------------------------------------
 
@@ -549,7 +550,10 @@ class Scheduler:
         if self._reservations.fork(parent, child, num_tokens, self._sequences):
             self._conv_states.share(parent, child)
 
-    def _append(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
+    def _append(
+        self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
+    ) -> TokenOutput:
+        """Appends a token to its sequence; `before` are accepted ones, which it has already."""
         request, tokens, token = sequence.request, sequence.token_ids, sampled.token_id
         tokens.append(token)
         sequence.is_decoding = True
@@ -560,9 +564,9 @@ class Scheduler:
             self._remove(sequence)
         return TokenOutput(
             sampled.request_id,
-            [token],
+            [each.token_id for each in [*before, sampled]] if before else [token],
             finish,
-            None if request.sampling.top_logprobs is None else [logprobs_of(sampled)],
+            None if request.sampling.top_logprobs is None else logprobs_of(sampled, before),
             sequence.num_preemptions,
             sequence.cached_prompt_tokens or 0,
         )

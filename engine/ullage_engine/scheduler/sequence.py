@@ -315,6 +315,9 @@ class SchedulerLimits:
     """Most sequences that one step decodes."""
     max_in_flight: int = 1
     """Plans that may be computed at the same time: as many as the pipeline has stages."""
+    num_speculative_tokens: int = 0
+    """Most tokens of a sequence that one step tries behind its last one; 0: none. Only with one
+    plan in flight, and for models without states and windows."""
 
 
 _FREELY_WALKED = 64
@@ -459,11 +462,16 @@ def prompt_share(remaining: int, budget: int, is_chunked: bool) -> int:
 
 
 def make_chunk(
-    sequence: Sequence, start: int, count: int, slots: tuple[int | None, int] = (None, 0)
+    sequence: Sequence,
+    start: int,
+    count: int,
+    slots: tuple[int | None, int] = (None, 0),
+    proposed: list[int] | None = None,
 ) -> Chunk:
     """Makes the chunk of `count` tokens from `start` on; the sequence has the blocks for them.
 
     Tokens before `num_computed` are replayed. `slots`: of the convolution states before and after.
+    `proposed`: tokens to try behind a decode's.
     """
     tokens, end = sequence.token_ids, start + count
     windows = sequence.window_block_ids
@@ -473,7 +481,7 @@ def make_chunk(
     is_sampled = end == len(tokens)
     return Chunk(
         request_id=sequence.request_id,
-        token_ids=tokens[start:end],
+        token_ids=tokens[start:end] + (proposed or []),
         start=start,
         block_ids=sequence.block_ids,
         sampling=sequence.request.sampling if is_sampled else None,
@@ -484,6 +492,7 @@ def make_chunk(
         next_state_slot=slots[1],
         banned=banned_tokens(sequence) if is_sampled else [],
         window_block_ids=windows,
+        num_sampled=1 + len(proposed or []),
     )
 
 
@@ -509,9 +518,12 @@ def banned_tokens(sequence: Sequence) -> list[int]:
     return request.stop_token_ids if sequence.num_output < request.min_tokens else []
 
 
-def logprobs_of(sampled: SampledToken) -> TokenLogprobs:
-    """Returns what is reported of a sampled token."""
-    return TokenLogprobs(sampled.logprob, sampled.top_ids, sampled.top_logprobs)
+def logprobs_of(sampled: SampledToken, before: list[SampledToken] | None) -> list[TokenLogprobs]:
+    """Returns what is reported of a sampled token and of those before it."""
+    return [
+        TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs)
+        for each in [*(before or []), sampled]
+    ]
 
 
 def prefix_under_way(

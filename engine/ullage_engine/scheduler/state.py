@@ -162,9 +162,12 @@ class SwapManager:
         self._copies: list[tuple[int, int]] = []
         self._swapping_in: list[Sequence] = []
 
-    def copy(self, source: int, destination: int) -> None:
-        """Copies one block on the device."""
-        self._copies.append((source, destination))
+    def copy_shared(self, table: list[int], index: int, block: int) -> list[int]:
+        """Copies a shared block of a table on the device; returns the table with its copy."""
+        shared = table[index]
+        self._copies.append((shared, block))
+        self._cache.free([shared])
+        return [*table[:index], block, *table[index + 1 :]]
 
     def swap_out(self, sequence: Sequence) -> None:
         """Saves a running sequence's KV to the host if that is possible and worth it.

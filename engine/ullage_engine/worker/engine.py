@@ -340,7 +340,7 @@ class EngineCore:
         that is cached where it happens again soon. That holds for what was cancelled meanwhile,
         too, of which only nobody is told.
         """
-        damaged = [each.request_id for each in sampled if each.token_id == NO_TOKEN]
+        damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
         for request_id in damaged:
             is_awaited = self.scheduler.is_awaited(request_id)
             self.scheduler.discard(request_id)
@@ -488,9 +488,9 @@ def free_cached_memory() -> None:
 
 
 def _num_prompt_tokens(plan: StepPlan) -> int:
-    """Counts the tokens of prompt chunks; a decode computes one token and always samples."""
+    """Counts the tokens of prompt chunks; a decode samples behind each token that it computes."""
     return sum(
         len(chunk.token_ids)
         for chunk in plan.chunks
-        if chunk.sampling is None or len(chunk.token_ids) > 1
+        if chunk.sampling is None or len(chunk.token_ids) > chunk.num_sampled
     )

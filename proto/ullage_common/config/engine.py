@@ -359,6 +359,8 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     """Most prompt tokens computed in one step; 0 turns chunking off. None is 512, or with vLLM what
     vLLM takes for the device."""
     max_sequences: int = 64
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    """Most tokens that a step tries behind a sequence's last one, by prompt lookup; 0: none."""
 
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ullage_engine.kernels.batch import StepBatch, begun_blocks, build_batch
 from ullage_engine.protocol.messages import SamplingParams
@@ -120,3 +121,13 @@ def test_a_last_block_is_begun_where_it_is_left_with_room(
     plan = plan_of([(start, tokens, True)])
     last = plan.chunks[0].block_ids[-1]
     assert list(begun_blocks(plan, BLOCK)) == ([last] if is_begun else [])
+
+
+def test_tokens_that_are_tried_are_sampled_each_in_its_row() -> None:
+    plan = plan_of([(40, 1, True), (10, 4, True)])
+    tried = replace(plan.chunks[1], num_sampled=3)
+    batch = build_batch(StepPlan([plan.chunks[0], tried]), 16, 1024)
+    assert batch.sampled_rows == [0, 2, 3, 4]
+    assert [part.end for part in batch.sampled] == [41, 12, 13, 14]
+    assert all(part.num_sampled == 1 for part in batch.sampled)
+    assert batch.sampled[-1].token_ids == tried.token_ids

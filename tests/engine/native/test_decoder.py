@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ullage_common.config.engine import ModelSection
 from ullage_engine.kernels.arena import StepLimits
@@ -116,6 +117,18 @@ def test_the_likeliest_token_is_known_without_reading_logits(loaded: LoadedModel
     chunks = [chunk(slot, random_tokens(20), 0, 20) for slot in range(5)]
     wanted = logits(runner, *chunks).argmax(-1).tolist()
     assert [each.token_id for each in runner.execute(StepPlan(chunks))] == wanted
+
+
+def test_a_chunk_is_sampled_behind_several_of_its_tokens(loaded: LoadedModel) -> None:
+    runner, tokens, other = make_runner(loaded), random_tokens(30), random_tokens(20)
+    one_by_one = [logits(runner, chunk(0, tokens, end - 1, end)) for end in range(1, 31)]
+    beside = logits(runner, chunk(1, other, 0, 20))
+    logits(runner, chunk(2, tokens, 0, 26))
+    tried = replace(chunk(2, tokens, 26, 30), num_sampled=3)
+    wanted = torch.cat([beside, *one_by_one[-3:]])
+    plan = StepPlan([chunk(1, other, 0, 20), tried])
+    assert torch.equal(logits(runner, *plan.chunks), wanted)
+    assert [each.token_id for each in runner.execute(plan)] == wanted.argmax(-1).tolist()
 
 
 def test_hidden_states_give_the_logits_of_every_row(loaded: LoadedModel) -> None:

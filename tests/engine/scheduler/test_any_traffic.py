@@ -85,9 +85,16 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             budget=st.sampled_from([48, 48, 5]),
             in_flight=st.sampled_from([1, 2, 3]),
             num_answers=st.sampled_from([1, 100]),
+            speculative=st.sampled_from([0, 3]),
         )
         def begin(
-            self, policy: KvPolicy, rate: float, budget: int, in_flight: int, num_answers: int
+            self,
+            policy: KvPolicy,
+            rate: float,
+            budget: int,
+            in_flight: int,
+            num_answers: int,
+            speculative: int,
         ) -> None:
             self.num_answers = num_answers
             self.rig = make_rig(
@@ -102,6 +109,7 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                 conv_layers=conv_layers,
                 window=window,
                 in_flight=in_flight,
+                speculative=speculative,
                 tier_slots=tier_slots,
             )
             self.left: dict[str, list[int]] = {}

@@ -34,9 +34,8 @@ class FakeRunner:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB\nmore")
         # The token is the position, so that a lost or doubled one is seen.
         return [
-            SampledToken(chunk.request_id, self.token_after(chunk), 0.0, [], [])
-            for chunk in plan.chunks
-            if chunk.sampling is not None
+            SampledToken(part.request_id, self.token_after(part), 0.0, [], [])
+            for part in plan.sampled_parts()
         ]
 
     def token_after(self, chunk: Chunk) -> int:
@@ -44,7 +43,7 @@ class FakeRunner:
 
 
 def make_engine(
-    fails: Callable[[StepPlan], bool], host_slots: int = 0
+    fails: Callable[[StepPlan], bool], host_slots: int = 0, speculative: int = 0
 ) -> tuple[EngineCore, FakeRunner]:
     profile = MemoryProfile(
         block_tokens=16,
@@ -56,7 +55,8 @@ def make_engine(
         kv_pool_bytes=64 * 160,
     )
     throughput, runner = ThroughputEstimator(), FakeRunner(fails)
-    limits, policy = SchedulerLimits(512, 8, 64, True, 8192), KvPolicy(host_slots=host_slots)
+    limits = SchedulerLimits(512, 8, 64, True, 8192, num_speculative_tokens=speculative)
+    policy = KvPolicy(host_slots=host_slots)
     scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=32), policy)
     return EngineCore(scheduler, runner, throughput), runner
 
@@ -260,6 +260,17 @@ def test_a_request_without_finite_logits_fails_alone_and_its_kv_is_forgotten() -
     assert run(engine) == {"again": [100]}
     # The block that `good` held when the other one failed is found no more either.
     assert sum(count for plan in runner.plans for _, count in plan) == 100
+
+
+def test_a_request_without_finite_logits_in_several_rows_fails_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, runner = make_engine(lambda plan: False, speculative=3)
+    monkeypatch.setattr(runner, "token_after", lambda part: 1 if part.end < 30 else NO_TOKEN)
+    submit(engine, "bad", 20, max_tokens=60)
+    assert run(engine) == {"bad": [1] * 9}
+    assert [each.request_id for each in engine.take_failed()] == ["bad"]
+    assert engine.num_nonfinite_logits == 1
 
 
 def test_only_repeated_damage_costs_the_others_their_cache() -> None:

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -38,6 +39,12 @@ def choose(entries: list[int], seed: int) -> int:
     return VOCAB[hash((seed, *entries)) % len(VOCAB)]
 
 
+def choose_repetitively(entries: list[int], seed: int) -> int:
+    """One that goes on with a pattern more often than not, as in text that is worth a guess."""
+    is_free = hash((seed, *entries)) % 8 == 0
+    return choose(entries, seed) if is_free else VOCAB[20 + len(entries) % 3]
+
+
 class Device:
     """Runs plans on blocks of entries; refuses what a real device could not do right."""
 
@@ -45,6 +52,7 @@ class Device:
         self.blocks = [[0] * BLOCK_TOKENS for _ in range(num_blocks)]
         self.slots = [[0] * BLOCK_TOKENS for _ in range(num_slots)]
         self.num_copies = 0
+        self.choose = choose
         self._arriving: list[tuple[int, int]] = []
 
     def move(self, moves: Moves) -> None:
@@ -79,9 +87,8 @@ class Device:
         for chunk in plan.chunks:
             self._store(chunk)
         return [
-            SampledToken(chunk.request_id, self._sample(chunk), -0.5, [], [])
-            for chunk in plan.chunks
-            if chunk.sampling is not None
+            SampledToken(part.request_id, self._sample(part), -0.5, [], [])
+            for part in plan.sampled_parts()
         ]
 
     def _arrive(self) -> None:
@@ -121,10 +128,15 @@ class Device:
     def _sample(self, chunk: Chunk) -> int:
         assert chunk.sampling is not None
         end = chunk.start + len(chunk.token_ids)
-        return choose([self._read(chunk, each) for each in range(end)], chunk.sampling.seed)
+        return self.choose([self._read(chunk, each) for each in range(end)], chunk.sampling.seed)
 
 
-def undisturbed(token_ids: list[int], seed: int, count: int) -> list[int]:
+def undisturbed(
+    token_ids: list[int],
+    seed: int,
+    count: int,
+    choose: Callable[[list[int], int], int] = choose,
+) -> list[int]:
     """The next tokens of a context that nobody disturbs."""
     entries: list[int] = []
     chosen: list[int] = []
@@ -323,6 +335,7 @@ class Rig:
     `window`: some layers see so many tokens, and have blocks of their own.
     `conv_layers`: the model has so many convolutions, each with attention behind it.
     `in_flight`: plans that are computed before the first of them is committed.
+    `speculative`: most tokens of a sequence that a step tries; its text repeats itself then.
     `tier_slots`: slots of a host tier, whose answers come when `exchange` is called, as every step
     does; `lower_tiers` are below it.
     """
@@ -347,6 +360,7 @@ class Rig:
         conv_layers: int = 0,
         replay_tokens: int | None = None,
         in_flight: int = 1,
+        speculative: int = 0,
         tier_slots: int = 0,
         lower_tiers: Sequence[LowerTier] = (),
     ) -> None:
@@ -375,6 +389,7 @@ class Rig:
             decode_tokens,
             replay,
             max_in_flight=in_flight,
+            num_speculative_tokens=speculative,
         )
         self.computed: deque[list[SampledToken]] = deque()
         """Tokens of the plans in flight, the oldest first."""
@@ -387,6 +402,9 @@ class Rig:
         self.num_blocks = blocks
         self.undisturbed: Callable[[list[int], int, int], list[int]] = undisturbed
         self.device = Device(blocks, num_slots)
+        if speculative:
+            self.device.choose = choose_repetitively
+            self.undisturbed = partial(undisturbed, choose=choose_repetitively)
         if window:
             self.device = windowed = WindowDevice(blocks, num_slots, window)
             self.undisturbed = windowed.undisturbed

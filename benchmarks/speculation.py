@@ -1,0 +1,152 @@
+"""Tokens a second with and without speculation by prompt lookup: python benchmarks/speculation.py
+
+Scheduler and model runner, without a server, on a text that repeats itself and on a plain one. Both
+ways take turns, and each figure is the best of them, because neighbours on the same cores only ever
+slow a run down. Takes some minutes.
+
+Answers are compared. Where torch computes without --deterministic some that are sampled may differ,
+as they do between any two batches, because rows are rounded otherwise in another batch.
+
+exit status: 0 measured, 1 an answer differs with --deterministic
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from step import BLOCK, POOL_BLOCKS, SOURCE, load_runner
+
+from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.model_config.dtypes import resolve_dtype
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
+from ullage_engine.worker.engine import EngineCore
+
+PROMPT_TOKENS = 180
+TABLE = "".join(
+    f'{{"id": {number}, "name": "unit-{number}", "state": "ready", "zone": "north"}},\n'
+    for number in range(100, 130)
+)
+PLAIN = (Path(__file__).parent / "quality.txt").read_text(encoding="utf-8")
+TEXTS = {
+    "repetitive, greedy": (TABLE, SamplingParams(temperature=0.0)),
+    "plain, greedy": (PLAIN, SamplingParams(temperature=0.0)),
+    "plain, temperature 0.8": (PLAIN, SamplingParams(temperature=0.8, seed=1)),
+}
+LONGEST = 1024
+
+
+@dataclass(frozen=True)
+class Run:
+    """What serving some requests took."""
+
+    seconds: float
+    answers: dict[str, list[int]]
+    num_steps: int
+    num_proposed: int
+    num_accepted: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.answers.values())) / self.seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: speculation.py --tokens 8 --rounds 5 --sequences 1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
+    parser.add_argument("--texts", nargs="+", choices=list(TEXTS), default=list(TEXTS))
+    parser.add_argument("--tokens", type=int, default=4, help="numSpeculativeTokens (%(default)s)")
+    parser.add_argument("--output", type=int, default=128, help="tokens an answer (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each (%(default)s)")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4], metavar="N")
+    arguments = parser.parse_args()
+    device = torch.device("cpu")
+    dtype = resolve_dtype(arguments.dtype, device)
+    runner = load_runner(arguments.source, device, dtype, arguments.deterministic, warms_up=False)
+    tokenizer = load_tokenizer(resolve_source(arguments.source).path).tokenizer
+    differs = False
+    print("text                    sequences  tokens/s off      on  ratio  accepted  steps off  on")
+    for name in arguments.texts:
+        text, sampling = TEXTS[name]
+        prompt = tokenizer.encode(text).ids
+        for count in arguments.sequences:
+            prompts = [prompt[number : PROMPT_TOKENS + number] for number in range(count)]
+            runs: dict[int, list[Run]] = {0: [], arguments.tokens: []}
+            for _ in range(arguments.rounds):
+                for tokens, some in runs.items():
+                    some.append(serve(runner, prompts, sampling, tokens, arguments.output))
+            off, on = (min(some, key=lambda run: run.seconds) for some in runs.values())
+            differs |= off.answers != on.answers
+            share = on.num_accepted / on.num_proposed if on.num_proposed else 0.0
+            ratio = on.tokens_per_second / off.tokens_per_second
+            print(
+                f"{name:22}  {count:9}  {off.tokens_per_second:12.1f}  "
+                f"{on.tokens_per_second:6.1f}  {ratio:5.2f}  {share:8.0%}  {off.num_steps:9}  "
+                f"{on.num_steps}{'  DIFFERS' if off.answers != on.answers else ''}",
+                flush=True,
+            )
+    return int(differs and arguments.deterministic)
+
+
+def serve(
+    runner: ModelRunner,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    num_speculative_tokens: int,
+    num_output: int,
+) -> Run:
+    """Serves all prompts at once; the time is that of the steps after their prompts."""
+    engine = new_engine(runner, num_speculative_tokens)
+    for number, prompt in enumerate(prompts):
+        request = EngineRequest(
+            request_id=str(number),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            max_tokens=num_output,
+            sampling=sampling,
+        )
+        assert engine.submit(request) is None, "refused"
+    answers: dict[str, list[int]] = {}
+    while engine.scheduler.stats().prefill_backlog_tokens:
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+    started, num_steps = time.perf_counter(), engine.num_steps
+    while engine.has_work:
+        for output in engine.step():
+            answers.setdefault(output.request_id, []).extend(output.token_ids)
+    seconds = time.perf_counter() - started
+    trials = engine.scheduler.speculation
+    counts = (trials.num_proposed, trials.num_accepted) if trials else (0, 0)
+    return Run(seconds, answers, engine.num_steps - num_steps, *counts)
+
+
+def new_engine(runner: ModelRunner, num_speculative_tokens: int) -> EngineCore:
+    group = CacheGroup(runner.kv_block_bytes // BLOCK)
+    profile = MemoryProfile(BLOCK, (group,), kv_pool_bytes=POOL_BLOCKS * runner.kv_block_bytes)
+    limits = SchedulerLimits(
+        max_model_len=LONGEST,
+        max_sequences=64,
+        prompt_tokens=512,
+        is_chunked=True,
+        decode_tokens=1 << 20,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    throughput, lengths = ThroughputEstimator(), OutputLengthEstimator(LONGEST, start=256)
+    return EngineCore(Scheduler(profile, limits, throughput, lengths), runner, throughput)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
