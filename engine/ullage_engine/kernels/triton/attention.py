@@ -282,7 +282,7 @@ def attend_decodes(
         sums = shaped(partials[pieces.numel() :], rows, heads, splits)
     group, has_sinks = heads // kv_heads, sinks is not None
     # Float8 is unpacked in registers, for which those of four warps are too few.
-    warps = 4 if cache.scales is None else 8
+    warps = 4 if cache.scales is None or head_dim <= 64 else 8
     launch(
         attend_split, (rows, kv_heads, splits),
         queries, cache.keys, cache.values, tables, lengths,
@@ -441,7 +441,8 @@ def attend_tiles(
     kv_heads, num_blocks = cache.keys.shape[0], cache.blocks.shape[1]
     group = heads // kv_heads
     padded = power_of_two(group)
-    tokens = max(1, _rows(head_dim, queries.element_size()) // padded)
+    is_plain = cache.scales is None and sinks is None
+    tokens = max(1, _rows(head_dim, queries.element_size(), is_plain) // padded)
     pieces = -(-MAX_TILE_ROWS // tokens)
     launch(
         attend_tile, (tables.shape[0] * pieces, kv_heads),
@@ -491,9 +492,9 @@ class PagedPrefill:
         )
 
 
-def _rows(head_dim: int, itemsize: int) -> int:
-    """Returns the rows of queries that a program has, heads times tokens; float32 is not for tensor
-    cores."""
+def _rows(head_dim: int, itemsize: int, is_plain: bool) -> int:
+    """Returns the rows of queries that a program has, heads times tokens, as many as registers hold
+    beside float8 or sinks; float32 is not for tensor cores."""
     if itemsize == 4:
         return 32
-    return 128 if head_dim <= 128 else 64
+    return 128 if head_dim <= (128 if is_plain else 64) else 64

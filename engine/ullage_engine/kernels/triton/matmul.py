@@ -197,7 +197,8 @@ def group_of(
 def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) -> int:
     """Returns how much of the depth is multiplied at once by a tile of so many rows: within a
     group, without a remainder if possible, and no more than registers hold."""
-    is_wide = itemsize == 4 or rows >= 64 or format == "mxfp4"
+    most_rows = 16 if format == "fp8" and group else 32
+    is_wide = itemsize == 4 or rows > most_rows or format == "mxfp4"
     largest = 64 if is_wide else 128
     within = depth if format == "mxfp4" or not group else group
     return next((step for step in (128, 64, 32) if step <= largest and within % step == 0), 64)
