@@ -108,7 +108,10 @@ def talks(start_engine: Callable[..., "Engine"], engine: "Engine") -> dict[str, 
     talks = {"cached": Talk(engine), "alone": Talk(engine, is_alone=True)}
     for talk in talks.values():
         asyncio.run(talk.run(is_taught=False))
-    small = start_engine(model={"max_model_len": 160}, memory={"max_kv": SMALL, "host_kv": SMALL})
+    small = start_engine(
+        model={"max_model_len": 160, "quantization": "none"},
+        memory={"max_kv": SMALL, "host_kv": SMALL},
+    )
     talks["small"] = Talk(small)
     asyncio.run(talks["small"].run(is_taught=True))
     small.process.terminate()

@@ -26,7 +26,7 @@ VECTOR = 16
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4}
 
-_ABI = 1
+_ABI = 2
 
 
 class Matrix(ctypes.Structure):
@@ -75,7 +75,11 @@ class Model(ctypes.Structure):
 class Chunk(ctypes.Structure):
     """Consecutive tokens of one sequence."""
 
-    _fields_ = (("row", c_int64), ("num_rows", c_int64), ("start", c_int64), ("blocks", c_void_p))
+    _fields_ = (
+        *((name, c_int64) for name in ("row", "num_rows", "start")),
+        ("blocks", c_void_p),
+        ("piece", c_int64),
+    )
 
 
 class Step(ctypes.Structure):

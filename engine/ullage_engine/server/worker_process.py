@@ -371,6 +371,9 @@ WORKER_ENV: Mapping[str, str] = MappingProxyType(
         # shapes that fell out cost about a millisecond when they come again.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "96",
         "LRU_CACHE_CAPACITY": "1",
+        # Huge pages for torch's large allocations, where the system grants them: KV is read in
+        # blocks of a page or less from all over the pool. Steps on CPUs took 8 to 15 % less.
+        "THP_MEM_ALLOC_ENABLE": "1",
     }
 )
 """Environment of every worker, on top of the parent's."""

@@ -34,9 +34,12 @@ def test_a_service_becomes_objects_that_it_owns(world, operator):
 
 
 def test_its_metrics_follow_prometheus_conventions(operator, check_exposition):
-    text = httpx.get(f"http://127.0.0.1:{operator.metrics}/metrics").text
-    assert "ullage_operator_objects{" in text and "process_cpu_seconds_total" in text
-    check_exposition(text)
+    def text():
+        return httpx.get(f"http://127.0.0.1:{operator.metrics}/metrics").text
+
+    until(lambda: "ullage_operator_objects{" in text(), "objects are counted")
+    assert "process_cpu_seconds_total" in text()
+    check_exposition(text())
 
 
 def test_an_edited_spec_changes_the_objects_and_a_removed_pool_goes(world, operator):

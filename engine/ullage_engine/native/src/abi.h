@@ -5,11 +5,11 @@
 
 extern "C" {
 
-enum Format : int64_t { kAbsent = 0, kInt4 = 1, kInt8 = 2, kBfloat16 = 3, kFloat32 = 4 };
+enum Format : int64_t { kInt4 = 1, kInt8 = 2, kBfloat16 = 3, kFloat32 = 4 };
 
-// A weight matrix [rows, columns] in tiles of 16 rows. Integers: for each group of columns the codes,
-// then 16 scales and 16 offsets in float16; weight = code * scale + offset, for codes from 0 on of
-// int4 and less 128 of int8. Floats: for each column the 16 numbers.
+// A weight matrix [rows, columns], int4 or int8, in tiles of 16 rows: for each group of columns the
+// codes, then 16 scales and 16 offsets in float16; weight = code * scale + offset, for codes from 0 on
+// of int4 and less 128 of int8.
 struct Matrix {
   const uint8_t* data;
   int64_t rows, columns, format, group;
@@ -44,13 +44,14 @@ struct Model {
 struct Chunk {
   int64_t row, num_rows, start;
   const int32_t* blocks;
+  int64_t piece;  // which attention numbers from the first chunk on; the library writes it
 };
 
 struct Step {
   int64_t num_rows, num_chunks, num_sampled, first_layer, end_layer;
   int64_t embeds;  // whether hidden_rows are made of token_ids, or are there already
   const int32_t *token_ids, *sampled_rows;
-  const Chunk* chunks;
+  Chunk* chunks;
   float* logits;   // [num_sampled, vocab]
   int32_t* best;   // [num_sampled]: the likeliest token, the first of equals; -1: not all are finite
 };

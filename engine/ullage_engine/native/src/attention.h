@@ -33,25 +33,46 @@ struct Cache {
   int64_t block_size;            // bytes
 };
 
-// Scores of kRows queries [kRows, stride] against one block, [kRows, kSpan] from `scores` on.
-template <int kRows, bool kHalf>
-inline void score_block(const float* q, int64_t stride, const uint8_t* keys, int head_dim,
-                        float* scores) {
+// Scores of kRows queries [kRows, head_dim] against kBlocks blocks, [kRows, kSpan] from `scores` on.
+template <int kRows, int kBlocks, bool kHalf>
+inline void score_blocks(const float* queries, int64_t head_dim, const Cache& cache, const int32_t* blocks,
+                         float* scores) {
   constexpr int kVectors = kBlockTokens / F::kWidth;
-  F acc[kRows][kVectors];
+  const uint8_t* keys[kBlocks];
+  F acc[kRows][kBlocks * kVectors];
+  for (int b = 0; b < kBlocks; ++b) keys[b] = cache.keys + blocks[b] * cache.block_size;
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = zero();
+    for (int v = 0; v < kBlocks * kVectors; ++v) acc[r][v] = zero();
   }
-  for (int d = 0; d < head_dim; ++d) {
-    F key[kVectors];
-    for (int v = 0; v < kVectors; ++v) key[v] = load_kv<kHalf>(keys, d * kBlockTokens + v * F::kWidth);
-    for (int r = 0; r < kRows; ++r) {
-      const F query = set1(q[r * stride + d]);
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(query, key[v], acc[r][v]);
+  for (int64_t d = 0; d < head_dim; ++d) {
+    F query[kRows];
+    for (int r = 0; r < kRows; ++r) query[r] = set1(queries[r * head_dim + d]);
+    for (int v = 0; v < kBlocks * kVectors; ++v) {
+      const F key = load_kv<kHalf>(keys[v / kVectors], d * kBlockTokens + v % kVectors * F::kWidth);
+      for (int r = 0; r < kRows; ++r) acc[r][v] = fma(query[r], key, acc[r][v]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(scores + r * kSpan + v * F::kWidth, acc[r][v]);
+    for (int v = 0; v < kBlocks * kVectors; ++v) store(scores + r * kSpan + v * F::kWidth, acc[r][v]);
+  }
+}
+
+// Scores of kRows queries against a span: as many blocks at once as keep enough sums going. The first
+// queries of a span ask for the keys that come next, and for the values that are read afterwards.
+template <int kRows, bool kHalf>
+inline void score_rows(const float* queries, int64_t head_dim, const Cache& cache, const int32_t* blocks,
+                       int tokens, bool is_first, float* scores) {
+  constexpr int kBlocks = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
+  int start = 0;
+  for (; start + kBlocks * kBlockTokens <= tokens; start += kBlocks * kBlockTokens) {
+    for (int b = start / kBlockTokens; is_first && b < start / kBlockTokens + kBlocks; ++b) {
+      prefetch(cache.values + blocks[b] * cache.block_size, cache.block_size);
+      if ((b + kBlocks) * kBlockTokens < tokens) prefetch(cache.keys + blocks[b + kBlocks] * cache.block_size, cache.block_size);
+    }
+    score_blocks<kRows, kBlocks, kHalf>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
+  }
+  for (; start < tokens; start += kBlockTokens) {
+    score_blocks<kRows, 1, kHalf>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
   }
 }
 
@@ -162,18 +183,10 @@ inline void attend_span(const Queries& own, const Cache& cache, int64_t span, fl
   const int64_t seen = last + 1 - begin < kSpan ? last + 1 - begin : kSpan;
   const int tokens = static_cast<int>((seen + kBlockTokens - 1) / kBlockTokens * kBlockTokens);
   const int32_t* blocks = own.blocks + begin / kBlockTokens;
-  for (int start = 0; start < tokens; start += kBlockTokens) {
-    const int32_t block = blocks[start / kBlockTokens];
-    const uint8_t* keys = cache.keys + block * cache.block_size;
-    prefetch(cache.values + block * cache.block_size, cache.block_size);
-    if (start + kBlockTokens < tokens) {
-      prefetch(cache.keys + blocks[start / kBlockTokens + 1] * cache.block_size, cache.block_size);
-    }
-    in_fours(own.rows, [&](auto count, int r) {
-      score_block<count.value, kHalf>(own.queries + r * own.head_dim, own.head_dim, keys,
-                                      static_cast<int>(own.head_dim), scores + r * kSpan + start);
-    });
-  }
+  in_fours(own.rows, [&](auto count, int r) {
+    score_rows<count.value, kHalf>(own.queries + r * own.head_dim, own.head_dim, cache, blocks, tokens,
+                                   r == 0, scores + r * kSpan);
+  });
   for (int r = 0; r < own.rows; ++r) {
     const int64_t end = own.position + r / own.group + 1 - begin;
     const int seen_by_row = static_cast<int>(end > kSpan ? kSpan : end < 0 ? 0 : end);

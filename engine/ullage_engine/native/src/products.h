@@ -22,8 +22,6 @@ inline int64_t code_bytes(const Matrix& m) { return m.format == kInt4 ? m.group 
 inline int64_t block_bytes(const Matrix& m) { return code_bytes(m) + 2 * kTileRows * 2; }
 
 inline const uint8_t* tile_of(const Matrix& m, int64_t tile) {
-  if (m.format == kBfloat16) return m.data + tile * m.columns * kTileRows * 2;
-  if (m.format == kFloat32) return m.data + tile * m.columns * kTileRows * 4;
   return m.data + tile * (m.columns / m.group) * block_bytes(m);
 }
 
@@ -34,9 +32,8 @@ constexpr int kMostRows = 12;
 constexpr int kMostRows = 8;
 #endif
 
-// Rows of inputs, whole or rounded.
+// Rows of inputs, rounded.
 struct Inputs {
-  const float* numbers;
   const int8_t* rounded;
   const float *scales, *sums;
   int64_t num_rows, columns, groups;
@@ -88,7 +85,7 @@ constexpr int kParts = 1;  // vectors that a tile's rows take
 constexpr int kParts = 2;
 #endif
 
-// The sums of one group: lanes are rows of the tile, from part `first` on.
+// The sums of one group: lanes are rows of the tile, from part `part` on.
 template <int kRows, int kLanes, bool kNibbles, int kGroup>
 struct Sums {
 #if ULLAGE_AVX512
@@ -195,31 +192,6 @@ inline void integer_rows(const uint8_t* tile, int part, const Inputs& in, int64_
   }
 }
 
-template <int kRows, int kLanes, bool kHalf>
-inline void float_rows(const uint8_t* tile, int part, const Inputs& in, int64_t first,
-                       float (*out)[kTileRows]) {
-  const float* x = in.numbers + first * in.columns;
-  F acc[kRows][kLanes];
-  for (int m = 0; m < kRows; ++m) {
-    for (int h = 0; h < kLanes; ++h) acc[m][h] = zero();
-  }
-  for (int64_t k = 0; k < in.columns; ++k) {
-    for (int h = 0; h < kLanes; ++h) {
-      const int64_t place = k * kTileRows + (part + h) * F::kWidth;
-      F weight;
-      if constexpr (kHalf) {
-        weight = load_bfloat16(reinterpret_cast<const uint16_t*>(tile) + place);
-      } else {
-        weight = load(reinterpret_cast<const float*>(tile) + place);
-      }
-      for (int m = 0; m < kRows; ++m) acc[m][h] = fma(set1(x[m * in.columns + k]), weight, acc[m][h]);
-    }
-  }
-  for (int m = 0; m < kRows; ++m) {
-    for (int h = 0; h < kLanes; ++h) store(out[m] + (part + h) * F::kWidth, acc[m][h]);
-  }
-}
-
 template <int kRows, int kLanes>
 inline void some_rows(const Matrix& matrix, const uint8_t* tile, const Inputs& in, int64_t first,
                       float (*out)[kTileRows]) {
@@ -230,12 +202,8 @@ inline void some_rows(const Matrix& matrix, const uint8_t* tile, const Inputs& i
       integer_rows<kRows, kLanes, true, 16>(tile, part, in, first, out);
     } else if (matrix.format == kInt8 && matrix.group == 32) {
       integer_rows<kRows, kLanes, false, 32>(tile, part, in, first, out);
-    } else if (matrix.format == kInt8) {
-      integer_rows<kRows, kLanes, false, 16>(tile, part, in, first, out);
-    } else if (matrix.format == kBfloat16) {
-      float_rows<kRows, kLanes, true>(tile, part, in, first, out);
     } else {
-      float_rows<kRows, kLanes, false>(tile, part, in, first, out);
+      integer_rows<kRows, kLanes, false, 16>(tile, part, in, first, out);
     }
   }
 }
@@ -269,16 +237,6 @@ inline void multiply_tile(const Matrix& matrix, int64_t tile, const Inputs& in, 
 inline void read_row(const Matrix& matrix, int64_t row, float* out) {
   const uint8_t* tile = tile_of(matrix, row / kTileRows);
   const int lane = row % kTileRows;
-  if (matrix.format == kBfloat16) {
-    const uint16_t* numbers = reinterpret_cast<const uint16_t*>(tile);
-    for (int64_t k = 0; k < matrix.columns; ++k) out[k] = bfloat16_to_float(numbers[k * kTileRows + lane]);
-    return;
-  }
-  if (matrix.format == kFloat32) {
-    const float* numbers = reinterpret_cast<const float*>(tile);
-    for (int64_t k = 0; k < matrix.columns; ++k) out[k] = numbers[k * kTileRows + lane];
-    return;
-  }
   const int64_t codes = code_bytes(matrix), group = matrix.group;
   for (int64_t g = 0; g < matrix.columns / group; ++g, tile += block_bytes(matrix)) {
     const uint16_t* factors = reinterpret_cast<const uint16_t*>(tile + codes);

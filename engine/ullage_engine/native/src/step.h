@@ -14,7 +14,6 @@ namespace ULLAGE_ISA {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline void round_any(const float* x, const Matrix& next, int64_t row, int64_t num_rows, const Model& model) {
-  if (next.format == kBfloat16 || next.format == kFloat32) return;
   const auto round_rows = next.group == 16 ? round_row<16> : round_row<32>;
   round_rows(x, row, num_rows, next.columns, model.rounded, model.row_scales, model.row_sums);
 }
@@ -39,6 +38,7 @@ class Stepper {
   void run() {
     team_.begin();
     if (step_.embeds) embed();
+    make_pieces();
     for (int64_t layer = step_.first_layer; layer < step_.end_layer; ++layer) run_layer(model_.layers[layer]);
     if (step_.num_sampled > 0) sample();
     team_.end();
@@ -48,7 +48,7 @@ class Stepper {
   void multiply_any(const Matrix& matrix, const float* x, int64_t num_rows, float* out) {
     team_.begin();
     round_rows(x, matrix, num_rows);
-    multiply_rows(matrix, x, num_rows, [&](int64_t row, int64_t column, const float* results) {
+    multiply_rows(matrix, num_rows, [&](int64_t row, int64_t column, const float* results) {
       put(out + row * matrix.rows + column, results);
     });
     team_.end();
@@ -72,19 +72,19 @@ class Stepper {
   void run_layer(const Layer& layer) {
     const int64_t width = (model_.num_heads + 2 * model_.num_kv_heads) * model_.head_dim;
     normalise(layer.mixer_norm, layer.qkv, step_.num_rows, [](int64_t row) { return row; });
-    multiply(layer.qkv, model_.attended, [&](int64_t row, int64_t column, const float* results) {
+    multiply(layer.qkv, [&](int64_t row, int64_t column, const float* results) {
       put(model_.wide_rows + row * width + column, results);
     });
     rotate_and_store(layer, width);
     attend(layer, width);
     round_rows(model_.attended, layer.output, step_.num_rows);
-    add_product(layer.output, model_.attended);
+    add_product(layer.output);
     normalise(layer.mlp_norm, layer.gate_up, step_.num_rows, [](int64_t row) { return row; });
-    multiply(layer.gate_up, model_.attended, [&](int64_t row, int64_t column, const float* results) {
+    multiply(layer.gate_up, [&](int64_t row, int64_t column, const float* results) {
       put(model_.wide_rows + row * 2 * model_.intermediate + column, results);
     });
     gate(layer.down);
-    add_product(layer.down, model_.wide_rows);
+    add_product(layer.down);
   }
 
   static void put(float* out, const float* results) {
@@ -111,7 +111,6 @@ class Stepper {
   }
 
   void round_rows(const float* numbers, const Matrix& next, int64_t num_rows) {
-    if (next.format == kBfloat16 || next.format == kFloat32) return;
     const int64_t size = rows_an_item(num_rows, 8);
     team_.each(ceil_div(num_rows, size), [&](int64_t item, int) {
       const int64_t end = std::min(num_rows, (item + 1) * size);
@@ -119,21 +118,16 @@ class Stepper {
     });
   }
 
-  Inputs inputs(const Matrix& matrix, const float* numbers, int64_t num_rows) const {
-    const int64_t groups = matrix.group > 0 ? matrix.columns / matrix.group : 0;
-    return {numbers, model_.rounded, model_.row_scales, model_.row_sums,
-            num_rows, matrix.columns, groups};
-  }
-
   template <typename Put>
-  void multiply(const Matrix& matrix, const float* numbers, const Put& put_results) {
-    multiply_rows(matrix, numbers, step_.num_rows, put_results);
+  void multiply(const Matrix& matrix, const Put& put_results) {
+    multiply_rows(matrix, step_.num_rows, put_results);
   }
 
   // Items are blocks of rows times some tiles: a few for each thread, whatever the shape.
   template <typename Put>
-  void multiply_rows(const Matrix& matrix, const float* numbers, int64_t num_rows, const Put& put_results) {
-    const Inputs in = inputs(matrix, numbers, num_rows);
+  void multiply_rows(const Matrix& matrix, int64_t num_rows, const Put& put_results) {
+    const Inputs in = {model_.rounded, model_.row_scales, model_.row_sums,
+                       num_rows, matrix.columns, matrix.columns / matrix.group};
     const int64_t tiles = matrix.rows / kTileRows;
     const int64_t row_blocks = ceil_div(num_rows, kRowBlock);
     const int64_t wanted = ceil_div(8 * team_.num_threads(), row_blocks);
@@ -149,35 +143,28 @@ class Stepper {
     });
   }
 
-  // hidden += matrix · numbers
-  void add_product(const Matrix& matrix, const float* numbers) {
-    multiply(matrix, numbers, [&](int64_t row, int64_t column, const float* results) {
+  // hidden += matrix · rounded rows
+  void add_product(const Matrix& matrix) {
+    multiply(matrix, [&](int64_t row, int64_t column, const float* results) {
       float* out = model_.hidden_rows + row * model_.hidden + column;
       for (int i = 0; i < kTileRows; i += F::kWidth) store(out + i, load(out + i) + load(results + i));
     });
   }
 
-  // Gates rows of [gate, up] in place, into rows of `intermediate` numbers, and rounds them.
+  // Gates rows of [gate, up] and rounds the results for the next matrix.
   void gate(const Matrix& next) {
     const int64_t width = model_.intermediate, size = rows_an_item(step_.num_rows, 8);
-    const bool is_rounded = next.format == kInt4 || next.format == kInt8;
     team_.each(ceil_div(step_.num_rows, size), [&](int64_t item, int thread) {
       const int64_t end = std::min(step_.num_rows, (item + 1) * size);
+      float* gated = workspace(thread);
       for (int64_t row = item * size; row < end; ++row) {
         const float* gates = model_.wide_rows + row * 2 * width;
-        // Rows of another width cannot overwrite each other where they are read by others.
-        float* out = is_rounded ? workspace(thread) : model_.wide_rows + row * 2 * width;
         for (int64_t k = 0; k < width; k += F::kWidth) {
-          store(out + k, silu(load(gates + k)) * load(gates + width + k));
+          store(gated + k, silu(load(gates + k)) * load(gates + width + k));
         }
-        if (is_rounded) round_any(out, next, row, step_.num_rows, model_);
+        round_any(gated, next, row, step_.num_rows, model_);
       }
     });
-    if (!is_rounded) {
-      for (int64_t row = 1; row < step_.num_rows; ++row) {
-        memmove(model_.wide_rows + row * width, model_.wide_rows + row * 2 * width, width * sizeof(float));
-      }
-    }
   }
 
   void rotate_and_store(const Layer& layer, int64_t width) {
@@ -241,27 +228,30 @@ class Stepper {
     }
   }
 
-  // Rows of a chunk that are attended together: `kRowsTogether` of them, fewer where heads share keys widely.
-  int64_t rows_together() const {
-    return std::max<int64_t>(1, kRowsTogether * 4 / std::max<int64_t>(4, model_.num_heads / model_.num_kv_heads));
+  // Shares out the step's rows to pieces, rows of one chunk that are attended together: `kRowsTogether`
+  // of them, fewer where heads share keys widely, and no more than the largest chunk has.
+  void make_pieces() {
+    const int64_t group = model_.num_heads / model_.num_kv_heads;
+    int64_t largest = 1;
+    for (int64_t i = 0; i < step_.num_chunks; ++i) largest = std::max(largest, step_.chunks[i].num_rows);
+    piece_rows_ = std::min(largest, std::max<int64_t>(1, kRowsTogether * 4 / std::max<int64_t>(4, group)));
+    for (int64_t i = 0; i < step_.num_chunks; ++i) {
+      Chunk& chunk = step_.chunks[i];
+      chunk.piece = num_pieces_;
+      num_pieces_ += ceil_div(chunk.num_rows, piece_rows_);
+      num_spans_ = std::max(num_spans_, ceil_div(chunk.start + chunk.num_rows, kSpan));
+    }
   }
 
   void attend(const Layer& layer, int64_t width) {
-    const int64_t size = rows_together();
-    int64_t pieces = 0, spans = 0;
-    for (int64_t i = 0; i < step_.num_chunks; ++i) {
-      const Chunk& chunk = step_.chunks[i];
-      pieces += ceil_div(chunk.num_rows, size);
-      spans = std::max(spans, ceil_div(chunk.start + chunk.num_rows, kSpan));
-    }
-    const int64_t kv_heads = model_.num_kv_heads, group = model_.num_heads / kv_heads;
-    const bool is_split = pieces * kv_heads < 4 * team_.num_threads() && spans > 1 &&
-                          pieces * kv_heads * spans * size * group * (model_.head_dim + 2) <= model_.num_partials;
-    if (is_split) return attend_split(layer, width, pieces, spans);
-    team_.each(pieces * kv_heads, [&](int64_t item, int thread) {
+    const int64_t kv_heads = model_.num_kv_heads, stride = piece_rows_ * (model_.num_heads / kv_heads);
+    const int64_t units = num_pieces_ * kv_heads;
+    const bool is_split = units < 4 * team_.num_threads() && num_spans_ > 1 &&
+                          units * num_spans_ * stride * (model_.head_dim + 2) <= model_.num_partials;
+    if (is_split) return attend_split(layer, width);
+    team_.each(units, [&](int64_t item, int thread) {
       // The latest chunks are the longest prompts: they begin first.
-      Queries own = make_queries(pieces - 1 - item / kv_heads, item % kv_heads, width, workspace(thread));
-      const int64_t stride = size * group;
+      Queries own = make_queries(num_pieces_ - 1 - item / kv_heads, item % kv_heads, width, workspace(thread));
       float* scores = workspace(thread) + stride * model_.head_dim;
       Partial* parts = reinterpret_cast<Partial*>(scores + stride * kSpan);
       Partial* wholes = parts + stride;
@@ -280,13 +270,13 @@ class Stepper {
   }
 
   // Few sequences of long contexts: each span is an item, and the spans are merged afterwards.
-  void attend_split(const Layer& layer, int64_t width, int64_t pieces, int64_t spans) {
-    const int64_t kv_heads = model_.num_kv_heads, group = model_.num_heads / kv_heads;
-    const int64_t stride = rows_together() * group, dim = model_.head_dim;
+  void attend_split(const Layer& layer, int64_t width) {
+    const int64_t kv_heads = model_.num_kv_heads, units = num_pieces_ * kv_heads, spans = num_spans_;
+    const int64_t stride = piece_rows_ * (model_.num_heads / kv_heads), dim = model_.head_dim;
     const auto place = [&](int64_t unit, int64_t span) {
       return model_.partials + (unit * spans + span) * stride * (dim + 2);
     };
-    team_.each(pieces * kv_heads * spans, [&](int64_t item, int thread) {
+    team_.each(units * spans, [&](int64_t item, int thread) {
       const int64_t unit = item / spans, span = item % spans;
       const Queries own = make_queries(unit / kv_heads, unit % kv_heads, width, workspace(thread));
       if (span >= end_span(own)) return;
@@ -294,7 +284,7 @@ class Stepper {
       attend_span(own, cache(layer, unit % kv_heads), model_.cache_format, span,
                   workspace(thread) + stride * dim, reinterpret_cast<Partial*>(out), out + 2 * stride);
     });
-    team_.each(pieces * kv_heads, [&](int64_t unit, int thread) {
+    team_.each(units, [&](int64_t unit, int thread) {
       const Queries own = make_queries(unit / kv_heads, unit % kv_heads, width, workspace(thread));
       float* sums = workspace(thread) + stride * dim;
       for (int r = 0; r < own.rows; ++r) {
@@ -314,10 +304,10 @@ class Stepper {
 
   // Collects the queries of a piece, rows of one chunk that are attended together, for one KV head.
   Queries make_queries(int64_t index, int64_t kv_head, int64_t width, float* queries) {
-    const int64_t size = rows_together(), group = model_.num_heads / model_.num_kv_heads, dim = model_.head_dim;
-    const Chunk* chunk = step_.chunks;
-    for (; index >= ceil_div(chunk->num_rows, size); ++chunk) index -= ceil_div(chunk->num_rows, size);
-    const int64_t first = index * size, rows = std::min(size, chunk->num_rows - first);
+    const int64_t group = model_.num_heads / model_.num_kv_heads, dim = model_.head_dim;
+    const Chunk* chunk = std::upper_bound(step_.chunks, step_.chunks + step_.num_chunks, index,
+        [](int64_t piece, const Chunk& each) { return piece < each.piece; }) - 1;
+    const int64_t first = (index - chunk->piece) * piece_rows_, rows = std::min(piece_rows_, chunk->num_rows - first);
     for (int64_t row = 0; row < rows; ++row) {
       const float* from = model_.wide_rows + (chunk->row + first + row) * width + kv_head * group * dim;
       memcpy(queries + row * group * dim, from, group * dim * sizeof(float));
@@ -335,7 +325,7 @@ class Stepper {
   void sample() {
     normalise(model_.norm, model_.head, step_.num_sampled, [&](int64_t row) { return step_.sampled_rows[row]; });
     const int64_t vocab = model_.vocab;
-    multiply_rows(model_.head, model_.attended, step_.num_sampled,
+    multiply_rows(model_.head, step_.num_sampled,
                   [&](int64_t row, int64_t column, const float* results) {
                     put(step_.logits + row * vocab + column, results);
                   });
@@ -360,6 +350,7 @@ class Stepper {
   const Model& model_;
   const Step& step_;
   Team& team_;
+  int64_t piece_rows_ = 1, num_pieces_ = 0, num_spans_ = 0;
 };
 
 }  // namespace ULLAGE_ISA

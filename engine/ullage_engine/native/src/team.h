@@ -20,8 +20,8 @@ class Team {
  public:
   using Work = void (*)(void* context, int64_t item, int thread);
 
-  explicit Team(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
-    for (int thread = 1; thread < num_threads_ && thread < kMost; ++thread) {
+  explicit Team(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads < kMost ? num_threads : kMost) {
+    for (int thread = 1; thread < num_threads_; ++thread) {
       starts_[thread] = {this, thread};
       if (pthread_create(&threads_[thread], nullptr, &Team::main, &starts_[thread])) {
         num_threads_ = thread;

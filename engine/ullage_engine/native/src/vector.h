@@ -102,9 +102,10 @@ inline F choose(F a, F other, int end) {
 
 inline F zero() { return set1(0.0f); }
 
-// e^x for x <= 88, within 2 units of the last place: 2^n times a polynomial (Cephes, expf).
+// e^x within 2 units of the last place, of x between -87 and 88: 2^n times a polynomial (Cephes, expf).
+// What is not a number stays so: the processor's min and max give their second operand then.
 inline F exp(F x) {
-  x = max(x, set1(-87.0f));
+  x = min(set1(88.0f), max(set1(-87.0f), x));
   const F n = round(x * set1(1.44269504088896341f));
   F r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
