@@ -64,7 +64,7 @@ class NativeDecoder:
         """`arena` is laid out by `ullage_engine.kernels.arena.native_arena`."""
         self._loaded, self._config, self._arena = loaded, loaded.model_config, arena
         self._kept: list[torch.Tensor] = []
-        self._team = shared_team(torch.get_num_threads())
+        self.team = shared_team(torch.get_num_threads())
         self._fill_tables(limits)
         self._layers = (Layer * self._config.num_layers)(*self._make_layers())
         self._model = self._make_model()
@@ -120,7 +120,7 @@ class NativeDecoder:
             logits=logits.data_ptr(),
             best=self._best.data_ptr(),
         )
-        self._team.step(self._model, step)
+        self.team.step(self._model, step)
         del tokens, tables, rows_kept  # kept until now, as the library reads them
         return [int(token) for token in self._best[: len(sampled)].tolist()]
 
@@ -133,7 +133,7 @@ class NativeDecoder:
             logits=out.data_ptr(),
             best=self._best.data_ptr(),
         )
-        self._team.step(self._model, step)
+        self.team.step(self._model, step)
 
     def hidden(self, num_rows: int) -> torch.Tensor:
         """Returns the last step's hidden states, not normalised, float32 [num_rows, hidden]."""

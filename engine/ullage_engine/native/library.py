@@ -5,6 +5,7 @@ All numbers are 64 bits wide and all pointers are addresses of memory that the c
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ VECTOR = 16
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4}
 
-_ABI = 2
+_ABI = 3
 
 
 class Matrix(ctypes.Structure):
@@ -92,6 +93,16 @@ class Step(ctypes.Structure):
     )
 
 
+class Draw(ctypes.Structure):
+    """How a token is chosen from a row of logits, and which: -1 where it is left to the caller."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("temperature", "top_p", "min_p", "noise")),
+        ("top_k", c_int64),
+        ("token", c_int64),
+    )
+
+
 @cache
 def load() -> ctypes.CDLL | None:
     """Loads the library; None, with a line in the log, where it cannot be used."""
@@ -108,6 +119,7 @@ def load() -> ctypes.CDLL | None:
     library.ullage_start.argtypes = (c_int64, c_char_p)
     library.ullage_stop.argtypes = (c_void_p,)
     library.ullage_step.argtypes = (c_void_p, c_void_p, c_void_p)
+    library.ullage_sample.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_int64)
     library.ullage_multiply.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
     return library
 
@@ -143,6 +155,18 @@ class Team:
         """
         arguments = (ctypes.addressof(matrix), x.data_ptr(), x.shape[0], out.data_ptr())
         self._library.ullage_multiply(self._team, *arguments, ctypes.addressof(model))
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """Chooses a token from each row of logits, float32 [rows, vocab], contiguous.
+
+        Returns:
+            A token of each row; -1 where more tokens would have to be sorted than the library does.
+        """
+        own = (Draw * len(draws))(*draws)
+        rows, vocab = logits.shape
+        address = ctypes.addressof(own)
+        self._library.ullage_sample(self._team, logits.data_ptr(), vocab, address, rows)
+        return [draw.token for draw in own]
 
     def __del__(self) -> None:
         if getattr(self, "_team", None):

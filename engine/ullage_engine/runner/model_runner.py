@@ -374,7 +374,8 @@ class ModelRunner:
         self, chunks: list[Chunk], logits: torch.Tensor, likeliest: list[int] | None
     ) -> list[SampledToken]:
         with ranges("sample"):
-            return sample(logits, chunks, self._counts, likeliest)
+            team = self._native.team if self._native is not None else None
+            return sample(logits, chunks, self._counts, likeliest, team)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ullage_engine.native.library import Draw, Team
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 
@@ -97,18 +98,30 @@ class Row:
         params = self.params
         return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
+    def draw(self) -> Draw:
+        """Returns what the C++ library chooses by."""
+        params = self.params
+        return Draw(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            noise=0.0 if self.is_greedy else uniform(params.seed, self.position),
+            top_k=params.top_k,
+        )
+
 
 def sample(
     logits: torch.Tensor,
     chunks: Sequence[Chunk],
     counts: "PenaltyCounts | None" = None,
     likeliest: Sequence[int] | None = None,
+    team: Team | None = None,
 ) -> list[SampledToken]:
     """Samples a token a row of float32 logits [rows, vocab], which penalties change in place.
 
     `counts` spares counting a history again in each of a request's steps. `likeliest`: the
     likeliest token of each row, the first of equals, -1 where not all of the row is finite; without
-    it that is looked for here.
+    it that is looked for here. `team`: the C++ library's threads, which choose if they are given.
 
     A row with a NaN or an infinity, which damaged weights or a wrong kernel give, has `NO_TOKEN`.
     """
@@ -119,7 +132,10 @@ def sample(
             SampledToken(chunk.request_id, NO_TOKEN if token < 0 else token, 0.0, [], [])
             for chunk, token in zip(chunks, likeliest, strict=True)
         ]
-    damaged = _damaged_rows(logits)
+    if likeliest is not None:
+        damaged = [index for index, token in enumerate(likeliest) if token < 0]
+    else:
+        damaged = _damaged_rows(logits)
     if damaged:
         # The rest of the code then need not know of them: zeros are logits like any others.
         logits[damaged] = 0.0
@@ -131,7 +147,7 @@ def sample(
     for row_logits, chunk in zip(logits, chunks, strict=True):
         if is_constrained(chunk):
             constrain(row_logits, chunk)
-    tokens = choose(logits, rows)
+    tokens = choose(logits, rows, team)
     for index in damaged:
         tokens[index] = NO_TOKEN
     return [
@@ -263,8 +279,21 @@ def penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) 
     logits[ids] = values
 
 
-def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """Chooses the next token of each row, penalties already applied."""
+def choose(logits: torch.Tensor, rows: Sequence[Row], team: Team | None = None) -> list[int]:
+    """Chooses the next token of each row, penalties already applied: by the library's threads or,
+    for rows of which these would have to sort too much and where there are none, with torch."""
+    if team is None:
+        return _choose_with_torch(logits, rows)
+    tokens = team.sample(logits, [row.draw() for row in rows])
+    left = [index for index, token in enumerate(tokens) if token < 0]
+    if left:
+        rest = _choose_with_torch(logits[left], [rows[index] for index in left])
+        for index, token in zip(left, rest, strict=True):
+            tokens[index] = token
+    return tokens
+
+
+def _choose_with_torch(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     greedy = [index for index, row in enumerate(rows) if row.is_greedy]
     filtered = [i for i, row in enumerate(rows) if not row.is_greedy and row.is_filtered]
     free = [i for i, row in enumerate(rows) if not row.is_greedy and not row.is_filtered]

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from ullage_engine.native.library import Team, instruction_set
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk
 from ullage_engine.runner.sampler import (
@@ -23,7 +24,11 @@ from ullage_engine.runner.sampler import (
     uniform,
 )
 
-VOCAB = 3000
+VOCAB = 3008
+TEAMS = {"torch": None} | ({"library": Team(2)} if instruction_set() else {})
+
+by_either = pytest.mark.parametrize("team", TEAMS.values(), ids=TEAMS)
+"""Runs a test with torch and, where the processor can, with the C++ library."""
 
 
 def chunk(history: list[int], num_prompt_tokens: int = 1, **params: Any) -> Chunk:
@@ -44,8 +49,8 @@ def random_logits(seed: int, rows: int = 1, scale: float = 3.0) -> torch.Tensor:
     return (torch.randn(rows, VOCAB) * scale).bfloat16().float()
 
 
-def draw(logits: torch.Tensor, item: Chunk) -> int:
-    return sample(logits.clone(), [item])[0].token_id
+def draw(logits: torch.Tensor, item: Chunk, team: Team | None = None) -> int:
+    return sample(logits.clone(), [item], team=team)[0].token_id
 
 
 def naive_kept(logits: np.ndarray, params: SamplingParams) -> list[int]:
@@ -64,6 +69,7 @@ def naive_kept(logits: np.ndarray, params: SamplingParams) -> list[int]:
     return kept
 
 
+@by_either
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -76,13 +82,19 @@ def naive_kept(logits: np.ndarray, params: SamplingParams) -> list[int]:
 # The nucleus of what top-k keeps fits the candidates first tried, and top-k does not.
 @example(seed=0, position=1, temperature=1.0, top_k=500, top_p=0.5, min_p=0.0)
 def test_the_token_is_the_naive_inverse_of_the_filtered_distribution(
-    seed: int, position: int, temperature: float, top_k: int, top_p: float, min_p: float
+    team: Team | None,
+    seed: int,
+    position: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
 ) -> None:
     logits = random_logits(seed, scale=2.0)
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
-    token = sample(logits.clone(), [chunk([3] * position, **_fields(params))])[0].token_id
+    token = draw(logits, chunk([3] * position, **_fields(params)), team)
     row = logits[0].numpy()
     kept = naive_kept(row, params)
     filtered = top_k > 0 or top_p < 1.0 or min_p > 0.0
@@ -102,19 +114,25 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in params.__struct_fields__}
 
 
+@by_either
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), temperature=st.floats(0.1, 5.0))
-def test_top_k_1_is_greedy_and_both_take_the_first_of_ties(seed: int, temperature: float) -> None:
+def test_top_k_1_is_greedy_and_both_take_the_first_of_ties(
+    team: Team | None, seed: int, temperature: float
+) -> None:
     logits = random_logits(seed)
     expected = int(np.argmax(logits[0].numpy()))
-    assert draw(logits, chunk([1], temperature=0.0)) == expected
-    assert draw(logits, chunk([1], temperature=temperature, top_k=1)) == expected
-    assert draw(logits, chunk([1], temperature=temperature, top_p=1e-9)) == expected
+    assert draw(logits, chunk([1], temperature=0.0), team) == expected
+    assert draw(logits, chunk([1], temperature=temperature, top_k=1), team) == expected
+    assert draw(logits, chunk([1], temperature=temperature, top_p=1e-9), team) == expected
 
 
+@by_either
 @settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_a_rows_token_does_not_depend_on_its_company(data: st.DataObject) -> None:
+@given(data=st.data())
+def test_a_rows_token_does_not_depend_on_its_company(
+    team: Team | None, data: st.DataObject
+) -> None:
     rows = data.draw(st.integers(2, 20))
     logits = random_logits(data.draw(st.integers(0, 100)), rows, scale=1.0)
     items = [
@@ -129,15 +147,18 @@ def test_a_rows_token_does_not_depend_on_its_company(data: st.DataObject) -> Non
         )
         for index in range(rows)
     ]
-    together = [token.token_id for token in sample(logits.clone(), items)]
-    alone = [draw(logits[index : index + 1], item) for index, item in enumerate(items)]
+    together = [token.token_id for token in sample(logits.clone(), items, team=team)]
+    alone = [draw(logits[index : index + 1], item, team) for index, item in enumerate(items)]
     assert together == alone
 
 
-def test_frequencies_follow_the_distribution() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+@by_either
+def test_frequencies_follow_the_distribution(team: Team | None) -> None:
+    logits = torch.full((1, 16), -90.0)
+    logits[0, :4] = torch.tensor([0.0, 1.0, 2.0, -1.0])
     items = [chunk([0] * position, temperature=1.0, seed=9) for position in range(1, 4001)]
-    drawn = Counter(t.token_id for t in sample(logits.expand(4000, 4).clone(), items))
+    rows = logits.expand(4000, -1).clone()
+    drawn = Counter(token.token_id for token in sample(rows, items, team=team))
     for token, probability in enumerate(logits[0].softmax(-1).tolist()):
         assert drawn[token] / 4000 == pytest.approx(probability, abs=0.03)
 
@@ -255,8 +276,9 @@ PARAMS = [
 ]
 
 
+@by_either
 def test_a_token_is_in_the_vocabulary_whatever_finite_logits_are(
-    subtests: pytest.Subtests,
+    team: Team | None, subtests: pytest.Subtests
 ) -> None:
     for value, share, params in product((3e38, -3e38), (1, 2, VOCAB), PARAMS):
         logits = random_logits(4)
@@ -264,21 +286,22 @@ def test_a_token_is_in_the_vocabulary_whatever_finite_logits_are(
         for penalty in (0.01, 1.0, 100.0, 1e-38):
             item = chunk([6, 7, 8], seed=5, repetition_penalty=penalty, top_logprobs=2, **params)
             with subtests.test(value=value, share=share, params=params, penalty=penalty):
-                (sampled,) = sample(logits.clone(), [item])
+                (sampled,) = sample(logits.clone(), [item], team=team)
                 assert 0 <= sampled.token_id < VOCAB
                 assert not math.isnan(sampled.logprob)
 
 
+@by_either
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_row_with_one_logit_that_is_not_finite_has_no_token_and_its_neighbours_have(
-    value: float, subtests: pytest.Subtests
+    value: float, team: Team | None, subtests: pytest.Subtests
 ) -> None:
     logits = random_logits(4, rows=3)
     for params in PARAMS:
         rows = [chunk([6, 7, 8], seed=seed, top_logprobs=2, **params) for seed in (5, 6, 7)]
-        wanted = [each.token_id for each in sample(logits.clone(), rows)]
+        wanted = [each.token_id for each in sample(logits.clone(), rows, team=team)]
         damaged = logits.clone()
         damaged[1, 777] = value
         with subtests.test(params=params):
-            tokens = [each.token_id for each in sample(damaged, rows)]
+            tokens = [each.token_id for each in sample(damaged, rows, team=team)]
             assert tokens == [wanted[0], NO_TOKEN, wanted[2]]

@@ -56,4 +56,12 @@ struct Step {
   int32_t* best;   // [num_sampled]: the likeliest token, the first of equals; -1: not all are finite
 };
 
+// How a token is chosen from a row of logits.
+struct Draw {
+  double temperature, top_p, min_p;
+  double noise;   // in (0, 1): where in the running sum of probabilities the token lies
+  int64_t top_k;  // 0: no limit
+  int64_t token;  // the result; -1: too many tokens would have to be sorted
+};
+
 }  // extern "C"

@@ -10,5 +10,11 @@ void multiply(const Matrix& matrix, const float* x, int64_t num_rows, float* out
   Stepper(buffers, Step{}, team).multiply_any(matrix, x, num_rows, out);
 }
 
+void sample(const float* logits, int64_t vocab, Draw* draws, int64_t num_rows, Team& team) {
+  team.begin();
+  team.each(num_rows, [&](int64_t row, int) { draws[row].token = choose(logits + row * vocab, vocab, draws[row]); });
+  team.end();
+}
+
 }  // namespace ULLAGE_ISA
 }  // namespace ullage

@@ -14,6 +14,7 @@ namespace ullage {
   namespace isa {                                                                                  \
   void run(const Model&, const Step&, Team&);                                                      \
   void multiply(const Matrix&, const float*, int64_t, float*, const Model&, Team&);                \
+  void sample(const float*, int64_t, Draw*, int64_t, Team&);                                       \
   }
 
 ULLAGE_DECLARE(avx2)
@@ -25,10 +26,11 @@ struct Kernels {
   const char* name;
   void (*run)(const Model&, const Step&, Team&);
   void (*multiply)(const Matrix&, const float*, int64_t, float*, const Model&, Team&);
+  void (*sample)(const float*, int64_t, Draw*, int64_t, Team&);
 };
 
-constexpr Kernels kAvx512 = {"avx512", avx512::run, avx512::multiply};
-constexpr Kernels kAvx2 = {"avx2", avx2::run, avx2::multiply};
+constexpr Kernels kAvx512 = {"avx512", avx512::run, avx512::multiply, avx512::sample};
+constexpr Kernels kAvx2 = {"avx2", avx2::run, avx2::multiply, avx2::sample};
 
 // Whether the processor has an instruction set and the kernel keeps its registers.
 struct Processor {
@@ -69,7 +71,7 @@ struct Engine {
 extern "C" {
 
 // The version of abi.h, which Python compares with its own.
-int64_t ullage_abi() { return 2; }
+int64_t ullage_abi() { return 3; }
 
 // The best instruction set of this processor; null: none that the library has.
 const char* ullage_instruction_set() {
@@ -98,6 +100,12 @@ void ullage_multiply(void* engine, const Matrix* matrix, const float* x, int64_t
                      const Model* buffers) {
   auto* own = static_cast<ullage::Engine*>(engine);
   own->kernels->multiply(*matrix, x, num_rows, out, *buffers, own->team);
+}
+
+// Chooses a token from each row of logits [num_rows, vocab], whose width vectors divide.
+void ullage_sample(void* engine, const float* logits, int64_t vocab, Draw* draws, int64_t num_rows) {
+  auto* own = static_cast<ullage::Engine*>(engine);
+  own->kernels->sample(logits, vocab, draws, num_rows, own->team);
 }
 
 }  // extern "C"

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "products.h"
+#include "sample.h"
 #include "team.h"
 
 namespace ullage {
@@ -329,22 +330,7 @@ class Stepper {
                   [&](int64_t row, int64_t column, const float* results) {
                     put(step_.logits + row * vocab + column, results);
                   });
-    team_.each(step_.num_sampled, [&](int64_t row, int) { step_.best[row] = likeliest(step_.logits + row * vocab); });
-  }
-
-  int32_t likeliest(const float* logits) const {
-    F most = load(logits), spoilt = zero();
-    for (int64_t k = 0; k < model_.vocab; k += F::kWidth) {
-      const F v = load(logits + k);
-      most = max(most, v);
-      spoilt = fma(v, zero(), spoilt);  // 0, or not a number
-    }
-    if (!(sum(spoilt) == 0.0f)) return -1;
-    const float limit = largest(most);
-    for (int64_t k = 0; k < model_.vocab; ++k) {
-      if (logits[k] == limit) return static_cast<int32_t>(k);
-    }
-    return -1;
+    team_.each(step_.num_sampled, [&](int64_t row, int) { step_.best[row] = likeliest(step_.logits + row * vocab, vocab); });
   }
 
   const Model& model_;

@@ -47,6 +47,10 @@ inline F choose(F a, F other, int end) {
   const uint32_t mask = end >= 16 ? 0xffffu : end <= 0 ? 0u : (1u << end) - 1;
   return {_mm512_mask_mov_ps(other.v, static_cast<__mmask16>(mask), a.v)};
 }
+// Lanes of `a` where `x` is above `limit`, else 0.
+inline F above(F x, F limit, F a) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_GT_OQ), a.v)};
+}
 
 #else
 
@@ -97,6 +101,7 @@ inline F choose(F a, F other, int end) {
   const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane);
   return {_mm256_blendv_ps(other.v, a.v, _mm256_castsi256_ps(below))};
 }
+inline F above(F x, F limit, F a) { return {_mm256_and_ps(_mm256_cmp_ps(x.v, limit.v, _CMP_GT_OQ), a.v)}; }
 
 #endif
 
