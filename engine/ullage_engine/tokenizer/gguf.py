@@ -106,13 +106,29 @@ class _Reader:
 
     def _array(self) -> list[Value]:
         kind, count = int(self._scalar("I")), int(self._scalar("Q"))
-        if kind in (_STRING, _ARRAY):
+        if kind == _STRING:
+            return self._strings(count)
+        if kind == _ARRAY:
             return [self._value(kind) for _ in range(count)]
         layout = f"<{count}{_format_of(kind)}"
         return list(struct.unpack(layout, self._take(struct.calcsize(layout))))
 
     def _string(self) -> str:
         return self._take(int(self._scalar("Q"))).decode("utf-8", "replace")
+
+    def _strings(self, count: int) -> list[Value]:
+        """Reads many strings; a vocabulary and its merges are 100,000 of them."""
+        data, at, texts = self._data, self._at, list[Value]()
+        for _ in range(count):
+            [size] = _SIZE.unpack_from(data, at)
+            at += _SIZE.size
+            text = data[at : at + size]
+            if len(text) < size:
+                raise IndexError(f"the header needs {at + size} bytes, the file has {len(data)}")
+            texts.append(text.decode("utf-8", "replace"))
+            at += size
+        self._at = at
+        return texts
 
     def _scalar(self, layout: str) -> int | float | bool:
         size = struct.calcsize("<" + layout)
@@ -126,6 +142,9 @@ class _Reader:
         taken = self._data[self._at : end]
         self._at = end
         return taken
+
+
+_SIZE = struct.Struct("<Q")
 
 
 def _format_of(kind: int) -> str:
