@@ -230,7 +230,6 @@ class _BeamGroup:
             stop_token_ids=[],
             # The likeliest beam is what the session goes on from.
             session_id="" if place else self.first.session_id,
-            beam=None,
         )
 
     def add_output(self, output: TokenOutput) -> bool:

@@ -8,15 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from ullage_testing.fake_device import choose_repetitively
 
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.messages import BeamParams, SamplingParams
 from ullage_engine.protocol.step_plan import SampledToken
+from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.speculation import (
     MAX_SPECULATING,
     NGRAM,
     PAUSE_TOKENS,
     PromptLookup,
 )
+from ullage_engine.worker.engine import EngineCore
 
 MakeRig = Callable[..., Any]
 
@@ -103,10 +106,21 @@ def test_requests_whose_next_token_depends_on_more_than_kv_try_nothing(make_rig:
         {"sampling": SamplingParams(presence_penalty=1.0)},
         {"grammar": "root ::= x"},
         {"min_tokens": 60},
+        {"beam": BeamParams(width=2)},
     ):
-        rig = make_rig(blocks=200, speculative=6, max_sequences=40)
-        rig.submit(replace(rig.request("r", [1, 2, 3] * 6, 40), **changes))
-        rig.run()
+        answers: list[list[int]] = []
+        for speculative in (0, 6):
+            rig = make_rig(blocks=200, speculative=speculative, max_sequences=40)
+            rig.device.choose = choose_repetitively
+            engine = EngineCore(rig.scheduler, rig.device, ThroughputEstimator())
+            request = replace(rig.request("r", [1, 2, 3] * 6, 40), **changes)
+            submit = engine.submit_group if request.beam else rig.scheduler.submit_group
+            assert submit([request]) == []
+            tokens: list[int] = []
+            while engine.has_work:
+                tokens += [token for output in engine.step() for token in output.token_ids]
+            answers.append(tokens)
+        assert answers[0] == answers[1] and len(answers[1]) == 40, changes
         assert rig.scheduler.speculation.num_proposed == 0, changes
 
 

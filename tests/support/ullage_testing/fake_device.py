@@ -86,10 +86,7 @@ class Device:
     def compute(self, plan: StepPlan) -> list[SampledToken]:
         for chunk in plan.chunks:
             self._store(chunk)
-        return [
-            SampledToken(part.request_id, self._sample(part), -0.5, [], [])
-            for part in plan.sampled_parts()
-        ]
+        return [told(part, self._sample(part), 0.5) for part in plan.sampled_parts()]
 
     def _arrive(self) -> None:
         """What is copied in beside a step is there when it ends, and not before."""
@@ -233,12 +230,11 @@ class SingleRank:
         self.hidden, self.num_tokens = hidden, self.num_tokens + 1
 
 
-def told(chunk: Chunk, hidden: int) -> SampledToken:
+def told(chunk: Chunk, token: int, step: float) -> SampledToken:
     """The next token and, as a search wants them, others from the likeliest on."""
     assert chunk.sampling is not None
-    token, count = choose([hidden], chunk.sampling.seed), chunk.sampling.top_logprobs or 0
-    likeliest = [VOCAB[(token + number) % len(VOCAB)] for number in range(count)]
-    step = (1 + hidden % 5) / 5
+    count, first = chunk.sampling.top_logprobs or 0, VOCAB.index(token)
+    likeliest = [VOCAB[(first + number) % len(VOCAB)] for number in range(count)]
     logprobs = [-step * (number + 1) for number in range(count)]
     return SampledToken(chunk.request_id, token, -step, likeliest, logprobs)
 
@@ -273,7 +269,7 @@ class ConvDevice(Device):
             hidden = self._convolve(layer, hidden, batch.conv)
             hidden = self._attend(layer, hidden, batch)
         rows = zip(batch.sampled, batch.sampled_rows, strict=True)
-        return [told(chunk, hidden[row]) for chunk, row in rows]
+        return [self._told(chunk, hidden[row]) for chunk, row in rows]
 
     def undisturbed(self, token_ids: list[int], seed: int, count: int) -> list[int]:
         """The next tokens of a context that nobody disturbs."""
@@ -281,6 +277,10 @@ class ConvDevice(Device):
         for _ in range(count):
             tokens.append(choose([self._after(tuple(tokens)).hidden], seed))
         return tokens[len(token_ids) :]
+
+    def _told(self, chunk: Chunk, hidden: int) -> SampledToken:
+        assert chunk.sampling is not None
+        return told(chunk, choose([hidden], chunk.sampling.seed), (1 + hidden % 5) / 5)
 
     def _after(self, tokens: tuple[int, ...]) -> SingleRank:
         model = self._known.pop(tokens, None) or self._known.pop(tokens[:-1], None)
