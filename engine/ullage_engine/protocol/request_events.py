@@ -179,7 +179,7 @@ class RequestEvents:
             computed = self.requests.get(chunk.request_id)
             if computed is None or computed.phase != "prefill":
                 continue
-            if len(chunk.token_ids) == 1 and chunk.start >= computed.request.num_prompt_tokens:
+            if chunk.is_decode and chunk.start >= computed.request.num_prompt_tokens:
                 self.on_prefilled(chunk.request_id)  # it decodes already, since nobody looked
                 continue
             prompts += 1

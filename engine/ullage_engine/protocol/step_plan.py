@@ -9,7 +9,8 @@ from ullage_engine.protocol.messages import SamplingParams
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of one sequence to compute in one step; decode is a chunk of one token."""
+    """Tokens of one sequence to compute in one step; a decode is a chunk of one token, and of draft
+    tokens behind it."""
 
     request_id: str
     token_ids: list[int]
@@ -45,12 +46,17 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Between ranks, the number of tokens before `history` that the other rank has already."""
     num_sampled: int = 1
     """With `sampling`, the number of `token_ids`, the last ones, behind which a token is chosen:
-    more than one where all but the first of these were only proposed."""
+    more than one where all but the first of these are draft tokens."""
 
     @property
     def end(self) -> int:
         """Position after the last token."""
         return self.start + len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether a token is chosen behind each of `token_ids`, so that none is of a prompt."""
+        return self.sampling is not None and len(self.token_ids) == self.num_sampled
 
     def sampled_parts(self) -> "list[Chunk]":
         """Returns the chunk up to each of its tokens behind which one is chosen."""
@@ -115,6 +121,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def prompts(self) -> list[Chunk]:
+        """The chunks that are no decodes."""
+        return [chunk for chunk in self.chunks if not chunk.is_decode]
 
     def sampled_parts(self) -> list[Chunk]:
         """Returns the chunks that are sampled, each as often as tokens are chosen for it."""

@@ -509,7 +509,7 @@ class ModelRunner:
         )
         caches, states = self._kv.layers, self._states.layers
         received = transfers.receive(index)
-        with ranges("prefill" if plan.num_tokens > len(plan.chunks) else "decode"):
+        with ranges("prefill" if plan.prompts else "decode"):
             return batch, self.decoder.forward(batch, caches, states, received, layers)
 
     def _run(
@@ -531,6 +531,6 @@ class ModelRunner:
         assert self._native is not None, "not the library's"
         sampled = plan.sampled_parts()
         logits = shaped(self._sampling["logits"], len(sampled), self.model_config.vocab)
-        with ranges("prefill" if plan.num_tokens > len(plan.chunks) else "decode"):
+        with ranges("prefill" if plan.prompts else "decode"):
             likeliest = self._native.run(plan.chunks, logits, layers)
         return (sampled, logits, likeliest) if sampled else None

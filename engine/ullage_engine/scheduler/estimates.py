@@ -102,14 +102,18 @@ class ThroughputEstimator:
         """Decayed sums over the steps with prompts, of their prompt tokens times these tokens, and
         times the seconds that these took."""
 
-    def observe(self, seconds: float, *, num_decodes: int, num_prompt_tokens: int) -> None:
-        """Counts one step that took `seconds`."""
+    def observe(
+        self, seconds: float, *, num_decodes: int, num_prompt_tokens: int, num_accepted: int = 0
+    ) -> None:
+        """Counts one step that took `seconds`, and gave each decode a token, and all together
+        `num_accepted` more."""
         if seconds <= 0:
             return
         # Beside a prompt a step takes many times as long as most do: that is no first measurement.
         is_first = self.decode_tokens_per_second == 0.0
         if num_decodes and not (is_first and num_prompt_tokens):
-            self.decode_tokens_per_second = _average(self.decode_tokens_per_second, 1.0 / seconds)
+            speed = (1.0 + num_accepted / num_decodes) / seconds
+            self.decode_tokens_per_second = _average(self.decode_tokens_per_second, speed)
             if not num_prompt_tokens or self._steps.has(num_decodes):
                 self._steps.observe(num_decodes, seconds)
         if num_prompt_tokens:

@@ -104,6 +104,14 @@ SUSPICIOUS_STEPS = 1000
 be damaged than what the first request had."""
 
 
+class _Timed(NamedTuple):
+    """A computed step that is not committed, as its time is observed."""
+
+    seconds: float
+    num_decodes: int
+    num_prompt_tokens: int
+
+
 class EngineCore:
     """Serves requests with one runner: schedules, executes and commits steps.
 
@@ -135,6 +143,7 @@ class EngineCore:
         self._beams = BeamSearches(scheduler)
         self._failed: list[RequestFailed] = []
         self._faults: list[int] = []
+        self._timed: _Timed | None = None
 
     @property
     def has_work(self) -> bool:
@@ -208,6 +217,11 @@ class EngineCore:
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
         """Commits the oldest plan in flight; returns what clients get of it."""
         outputs = self.scheduler.commit(self._with_token(sampled))
+        if timed := self._timed:
+            # All but one token of an output are draft tokens that were right.
+            num_accepted = sum([len(output.token_ids) - 1 for output in outputs])
+            self._throughput.observe(**timed._asdict(), num_accepted=num_accepted)
+            self._timed = None
         for output in outputs:
             if output.finish:
                 self.grammars.close(output.request_id)
@@ -270,7 +284,8 @@ class EngineCore:
             free_cached_memory()
             if is_retried:
                 self._drop_newest(reason)
-            prompt_tokens = max(1, (prompt_tokens or _num_prompt_tokens(plan)) // 2)
+            prompt_tokens = prompt_tokens or sum(len(chunk.token_ids) for chunk in plan.prompts)
+            prompt_tokens = max(1, prompt_tokens // 2)
             is_retried = True
             plan = self._constrained(self.scheduler.replan(prompt_tokens))
             self._move(plan)
@@ -299,17 +314,15 @@ class EngineCore:
         return output
 
     def _observe(self, seconds: float, plans: list[StepPlan]) -> None:
-        """Counts the time of a step, in which these plans were computed, and ends the first."""
+        """Notes the time of a step, in which these plans were computed, and ends the first."""
         if chunks := plans[0].chunks:
             self.scheduler.figures.observe_step(seconds, plans[0].num_tokens, len(chunks))
             if self.events.wants_steps:
                 self.events.on_step(plans[0], seconds)
-        prompt_tokens = sum(_num_prompt_tokens(plan) for plan in plans)
-        self._throughput.observe(
-            seconds,
-            num_decodes=sum(plan.num_tokens for plan in plans) - prompt_tokens,
-            num_prompt_tokens=prompt_tokens,
-        )
+        num_chunks = sum(len(plan.chunks) for plan in plans)
+        prompts = [chunk for plan in plans for chunk in plan.prompts]
+        num_prompt_tokens = sum(len(chunk.token_ids) for chunk in prompts)
+        self._timed = _Timed(seconds, num_chunks - len(prompts), num_prompt_tokens)
 
     def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
         """Computes a failed plan's chunks alone and gives up those that fail again.
@@ -485,12 +498,3 @@ def free_cached_memory() -> None:
     """Frees what torch keeps for reuse; fragments of it may have caused the shortage."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _num_prompt_tokens(plan: StepPlan) -> int:
-    """Counts the tokens of prompt chunks; a decode samples behind each token that it computes."""
-    return sum(
-        len(chunk.token_ids)
-        for chunk in plan.chunks
-        if chunk.sampling is None or len(chunk.token_ids) > chunk.num_sampled
-    )

@@ -77,6 +77,23 @@ def test_batches_are_told_at_the_level_debug_alone(
     assert not make_rig().scheduler.events.wants_steps
 
 
+def test_a_step_of_draft_tokens_is_none_of_prompts(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        rig = make_rig(speculative=4, max_sequences=40)
+        request = rig.request("a", [1, 2, 3] * 6, 40)
+        rig.submit(request)
+        rig.scheduler.events.on_admitted(request)
+        plan = rig.scheduler.schedule()
+        while plan.chunks[0].num_sampled == 1:  # nobody looks at these
+            rig.finish(plan)
+            plan = rig.scheduler.schedule()
+        rig.scheduler.events.on_step(plan, 0.01)
+    [step] = [line for line in lines(caplog) if line["message"] == "step"]
+    assert (step["tokens"] > 1, step["prompt_tokens"], step["decodes"]) == (True, 0, 1)
+
+
 def test_a_request_is_spans_of_waiting_prefill_and_decode(make_rig: MakeRig) -> None:
     with OtlpReceiver() as receiver:
         tracer = start_tracing(TracingSection(endpoint=receiver.grpc_endpoint), "ullage-engine")

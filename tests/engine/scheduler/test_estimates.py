@@ -68,6 +68,13 @@ def test_steps_are_measured_by_the_size_of_their_batch() -> None:
     assert throughput.step_seconds == pytest.approx([0.08, 0.08, 0.08, 0.1])
 
 
+def test_draft_tokens_make_decodes_faster_and_batches_no_larger() -> None:
+    throughput = ThroughputEstimator()
+    throughput.observe(0.5, num_decodes=2, num_prompt_tokens=0, num_accepted=6)
+    assert throughput.decode_tokens_per_second == 8.0
+    assert throughput.step_seconds == [0.5, 0.5]
+
+
 def test_a_step_without_decodes_measures_no_batch() -> None:
     throughput = ThroughputEstimator()
     throughput.observe(0.5, num_decodes=0, num_prompt_tokens=100)

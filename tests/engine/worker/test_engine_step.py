@@ -262,6 +262,36 @@ def test_a_request_without_finite_logits_fails_alone_and_its_kv_is_forgotten() -
     assert sum(count for plan in runner.plans for _, count in plan) == 100
 
 
+class Observed(ThroughputEstimator):
+    """An estimator that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[dict[str, int]] = []
+
+    def observe(self, seconds: float, **counts: int) -> None:
+        self.steps.append(counts)
+        super().observe(seconds, **counts)
+
+
+def test_draft_tokens_are_no_sequences_and_count_as_far_as_they_are_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, runner = make_engine(lambda plan: False, speculative=3)
+    engine._throughput = observed = Observed()
+    monkeypatch.setattr(runner, "token_after", lambda part: part.end % 30 and 1)
+    for token, name in enumerate(("a", "b")):
+        request = make_request(name, 20, max_tokens=40)
+        assert engine.submit(msgspec.structs.replace(request, token_ids=[token] * 20)) is None
+    answers = run(engine)
+    prompts, *decodes = observed.steps
+    assert prompts == {"num_decodes": 0, "num_prompt_tokens": 40, "num_accepted": 0}
+    assert all(each["num_decodes"] <= 2 and not each["num_prompt_tokens"] for each in decodes)
+    num_tokens = sum(each["num_decodes"] + each["num_accepted"] for each in decodes)
+    assert num_tokens == sum(len(tokens) - 1 for tokens in answers.values()) == 78
+    assert max(each["num_accepted"] for each in decodes) == 6
+
+
 def test_a_request_without_finite_logits_in_several_rows_fails_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
