@@ -121,6 +121,10 @@ PREFIX_QUERIES = _counter(
 PREFIX_HITS = _counter(
     "ullage_prefix_cache_hits_tokens", "Looked-up prompt tokens whose KV was found"
 )
+DRAFT_TOKENS = _counter("ullage_spec_decode_draft_tokens", "Draft tokens of speculation checked")
+ACCEPTED_TOKENS = _counter(
+    "ullage_spec_decode_accepted_tokens", "Draft tokens of speculation that answers got"
+)
 
 WORKER_GAUGES: dict[GaugeName, Callable[[WorkerState], float]] = {
     REQUESTS_RUNNING: lambda s: s.num_running,
@@ -188,6 +192,8 @@ WORKER_COUNTERS: dict[CounterName, Callable[[WorkerState], float]] = {
         "ullage_prefix_cache_merged_tokens",
         "Tokens whose KV was computed twice and is stored once",
     ): lambda s: s.prefix_merged_tokens,
+    DRAFT_TOKENS: lambda s: s.num_draft_tokens,
+    ACCEPTED_TOKENS: lambda s: s.num_accepted_tokens,
     _counter("ullage_adapter_loads", "LoRA adapters loaded into a slot"): lambda s: (
         s.num_adapter_loads
     ),
@@ -368,6 +374,8 @@ VLLM_NAMES: dict[MetricName, str] = {
     PREFIX_QUERIES: "vllm:prefix_cache_queries",
     PREFIX_HITS: "vllm:prefix_cache_hits",
     PREEMPTIONS: "vllm:num_preemptions",
+    DRAFT_TOKENS: "vllm:spec_decode_num_draft_tokens",
+    ACCEPTED_TOKENS: "vllm:spec_decode_num_accepted_tokens",
     PROMPT_TOKENS: "vllm:prompt_tokens",
     GENERATION_TOKENS: "vllm:generation_tokens",
     TTFT: "vllm:time_to_first_token_seconds",

@@ -146,6 +146,16 @@ STEPS = Row(
             ],
             kind="xy",
         ),
+        Panel(
+            "Draft tokens",
+            "Of speculation (batching.numSpeculativeTokens): checked, and those that answers "
+            "got. Where these are few, set 0.",
+            "none",
+            [
+                all_of("ullage_spec_decode_draft_tokens_total"),
+                all_of("ullage_spec_decode_accepted_tokens_total"),
+            ],
+        ),
     ],
 )
 LATENCY = Row(

@@ -277,6 +277,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Looked-up tokens whose KV was cached."""
     prefix_merged_tokens: int = 0
     """Tokens whose KV was computed twice and is now stored once."""
+    num_draft_tokens: int = 0
+    """Draft tokens of speculation checked since the worker started."""
+    num_accepted_tokens: int = 0
+    """Those of them that answers got."""
     num_sessions: int = 0
     session_bytes: int = 0
     """KV bytes that sessions keep between their requests."""

@@ -82,9 +82,9 @@ class Scheduler:
         """KV outside the device; None: there is none."""
         if policy.kv_space:
             self.tiers = TierTransfers(state.cache, state.reservations, policy, throughput, clock)
-        may_speculate = limits.num_speculative_tokens and limits.max_in_flight == 1
-        may_speculate = may_speculate and self._is_plain
-        self.speculation = Speculation(limits, self._block_tokens) if may_speculate else None
+        has_drafts = limits.num_speculative_tokens > 0 and limits.max_in_flight == 1
+        has_drafts = has_drafts and self._is_plain
+        self.speculation = Speculation(limits, state.cache) if has_drafts else None
         self._admission = AdmissionControl(profile, state)
         self._in_flight: deque[Planned] = deque()
         """Plans that are not committed, the oldest first."""
@@ -113,7 +113,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Collects the statistics; see `SchedulerStatistics.collect`."""
-        return self._statistics.collect()
+        return self._statistics.collect(self.speculation)
 
     def releases(self) -> list[ReleaseState]:
         """Lists predicted releases of memory, soonest first; the last sums up all the rest."""
@@ -396,9 +396,9 @@ class Scheduler:
             self._max_read_bytes,
             self._profile.decode_read_bytes,
         )
-        proposals: dict[Sequence, list[int]] = {}
+        drafts: dict[Sequence, list[int]] = {}
         if self.speculation and not postponed:
-            proposals = self.speculation.propose(ready, self._sequences.num_running)
+            drafts = self.speculation.draft(ready, self._sequences.num_running)
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         planned: dict[str, tuple[Sequence, Chunk]] = {}
@@ -407,8 +407,8 @@ class Scheduler:
             # An older sequence of this loop may have preempted this one.
             if not sequence.is_running or sequence.request_id in postponed:
                 continue
-            if proposals and sequence in proposals:
-                chunk = self._chunk(sequence, sequence.num_computed, 1, proposals[sequence])
+            if drafts and sequence in drafts:
+                chunk = self._chunk(sequence, sequence.num_computed, 1, drafts[sequence])
             elif is_decode:
                 chunk = self._decode(sequence)
             else:
@@ -440,14 +440,14 @@ class Scheduler:
         return present or running
 
     def _chunk(
-        self, sequence: Sequence, start: int, count: int, proposed: list[int] | None = None
+        self, sequence: Sequence, start: int, count: int, draft: list[int] | None = None
     ) -> Chunk | None:
         """Makes the chunk of `count` tokens; None where there are none, or no blocks for them."""
-        end = start + count + len(proposed or ())
+        end = start + count + len(draft or ())
         if not count or (end > sequence.num_writable and not self._allocate(sequence, start, end)):
             return None
         slots = self._conv_states.assign_slots(sequence)
-        return make_chunk(sequence, start, count, slots, proposed)
+        return make_chunk(sequence, start, count, slots, draft)
 
     def _decode(self, sequence: Sequence) -> Chunk | None:
         """Makes the chunk of a decode; None where there is no block for it."""
@@ -578,6 +578,8 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         path = sequence.block_ids[: sequence.num_cached_blocks]
+        if self.speculation:
+            self.speculation.forget(sequence)
         orphans = self._fork_groups.remove(sequence)
         if self.tiers:
             self.tiers.forget(sequence)

@@ -316,8 +316,8 @@ class SchedulerLimits:
     max_in_flight: int = 1
     """Plans that may be computed at the same time: as many as the pipeline has stages."""
     num_speculative_tokens: int = 0
-    """Most tokens of a sequence that one step tries behind its last one; 0: none. Only with one
-    plan in flight, and for models without states and windows."""
+    """Most draft tokens of a sequence that one step checks; 0: none. Only with one plan in flight,
+    and for models without states and windows."""
 
 
 _FREELY_WALKED = 64
@@ -432,12 +432,12 @@ def postponed_decodes(
     """Lists whose decodes have no place in a step, longest unserved first, within the KV they read
     together.
 
-    `read_bytes` gives the bytes that a decode reads by the length of its sequence; twice the length
-    is never more than twice the bytes.
+    `read_bytes` gives the bytes that a decode reads by the length of its sequence: never fewer for
+    a longer one, and never more for each further token than for those before (windows bound it).
     """
     count = len(ready)
     if count <= max_decodes:
-        # So sequences of so many tokens read most together if all are of one length.
+        # As it is concave, sequences of so many tokens read most if all are of one length.
         mean = -(-sum([len(each.token_ids) for each in ready]) // max(1, count))
         if count <= MIN_DECODES or count * read_bytes(mean) <= max_read_bytes:
             return set()
@@ -466,12 +466,12 @@ def make_chunk(
     start: int,
     count: int,
     slots: tuple[int | None, int] = (None, 0),
-    proposed: list[int] | None = None,
+    draft: list[int] | None = None,
 ) -> Chunk:
     """Makes the chunk of `count` tokens from `start` on; the sequence has the blocks for them.
 
     Tokens before `num_computed` are replayed. `slots`: of the convolution states before and after.
-    `proposed`: tokens to try behind a decode's.
+    `draft`: tokens to check behind a decode's.
     """
     tokens, end = sequence.token_ids, start + count
     windows = sequence.window_block_ids
@@ -481,7 +481,7 @@ def make_chunk(
     is_sampled = end == len(tokens)
     return Chunk(
         request_id=sequence.request_id,
-        token_ids=tokens[start:end] + (proposed or []),
+        token_ids=tokens[start:end] + (draft or []),
         start=start,
         block_ids=sequence.block_ids,
         sampling=sequence.request.sampling if is_sampled else None,
@@ -492,7 +492,7 @@ def make_chunk(
         next_state_slot=slots[1],
         banned=banned_tokens(sequence) if is_sampled else [],
         window_block_ids=windows,
-        num_sampled=1 + len(proposed or []),
+        num_sampled=1 + len(draft or []),
     )
 
 

@@ -34,6 +34,7 @@ from ullage_engine.scheduler.sequence import (
     WalkLimiter,
     stored_tokens,
 )
+from ullage_engine.scheduler.speculation import Speculation
 
 
 class ConvStatePool:
@@ -357,7 +358,7 @@ class SchedulerStatistics:
         self._num_tail_tokens = 0
         """Tokens in blocks outside the prefix cache, when they were last counted."""
 
-    def collect(self) -> SchedulerStats:
+    def collect(self, speculation: Speculation | None) -> SchedulerStats:
         """Collects the statistics.
 
         Of many sequences `kv_used_bytes` may be a moment old; all else is counted as it changes.
@@ -388,6 +389,8 @@ class SchedulerStatistics:
             prefix_lookup_tokens=self.prefix_lookup_tokens,
             prefix_hit_tokens=self.prefix_hit_tokens,
             prefix_merged_tokens=self.prefix_merged_tokens,
+            num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
+            num_accepted_tokens=speculation.num_accepted_tokens if speculation else 0,
             num_sessions=len(cache.sessions),
             session_bytes=cache.num_session_blocks * block_bytes,
             figures=self.figures.copy(),

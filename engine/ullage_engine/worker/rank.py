@@ -148,7 +148,7 @@ class RankStartup:
             max_decodes=batching.decode_max_batch_tokens,
             max_in_flight=self._decode_batches(),
             replay_tokens=self.model_config.replay_tokens,
-            # Stages split chunks, and proposed tokens are checked in one.
+            # Stages split chunks, and draft tokens are checked in one.
             num_speculative_tokens=(
                 batching.num_speculative_tokens if self.layout.pipeline == 1 else 0
             ),

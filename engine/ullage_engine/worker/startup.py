@@ -263,6 +263,11 @@ def _started(
 def _engine(
     scheduler: Scheduler, runner: Runner, throughput: ThroughputEstimator, own: RankStartup
 ) -> EngineCore:
+    if own.config.batching.num_speculative_tokens and scheduler.speculation is None:
+        log.warning(
+            "batching.numSpeculativeTokens has no effect: a model with convolutions or sliding "
+            "windows, or a pipeline, has no draft tokens; set 0"
+        )
     grammars, max_in_flight = _grammars(own), own.limits.max_in_flight
     if max_in_flight == 1 or not isinstance(runner, DistributedRunner):
         return EngineCore(scheduler, runner, throughput, grammars)

@@ -360,7 +360,7 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     vLLM takes for the device."""
     max_sequences: int = 64
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
-    """Most tokens that a step tries behind a sequence's last one, by prompt lookup; 0: none."""
+    """Most draft tokens of a sequence that one step checks, found by prompt lookup; 0: none."""
 
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):

@@ -25,24 +25,30 @@ MakeRig = Callable[..., Any]
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 60)), st.integers(1, 9))
-def test_what_is_proposed_followed_the_last_tokens_where_they_were_last_before(
-    tokens: list[int], lengths: list[int], count: int
+@given(
+    st.lists(st.integers(0, 2), max_size=60),
+    st.lists(st.integers(0, 60)),
+    st.integers(1, 9),
+    st.integers(1, 60),
+)
+def test_a_draft_followed_the_last_tokens_where_they_were_last_before(
+    tokens: list[int], lengths: list[int], count: int, reach: int
 ) -> None:
     text: list[int] = []
-    lookup = PromptLookup(text)
+    lookup = PromptLookup(text, reach)
     # As it grows, and not all at once.
     for length in [*sorted(lengths), len(tokens)]:
         text += tokens[len(text) : length]
-        proposed = lookup.propose(count)
+        draft = lookup.draft(count)
+        assert lookup.num_ngrams <= reach
         ends = [
             end
-            for end in range(NGRAM, len(text))
+            for end in range(max(NGRAM, len(text) - reach), len(text))
             if text[end - NGRAM : end] == text[len(text) - NGRAM :]
         ]
-        assert len(proposed) == (count if ends else 0)
-        whole = text + proposed
-        for place in range(len(proposed)):
+        assert len(draft) == (count if ends else 0)
+        whole = text + draft
+        for place in range(len(draft)):
             assert whole[len(text) + place] == whole[ends[-1] + place]
 
 
@@ -57,8 +63,8 @@ def test_answers_are_those_without_and_take_fewer_steps(make_rig: MakeRig, count
         for seed, (name, prompt) in enumerate(prompts.items())
     }
     assert rig.scheduler.num_steps < 96
-    speculation = rig.scheduler.speculation
-    assert 0 < speculation.num_accepted < speculation.num_proposed
+    stats = rig.scheduler.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 def test_more_sequences_than_rows_are_free_for_try_nothing(make_rig: MakeRig) -> None:
@@ -69,7 +75,7 @@ def test_more_sequences_than_rows_are_free_for_try_nothing(make_rig: MakeRig) ->
         plan = rig.scheduler.schedule()
         assert all(chunk.num_sampled == 1 for chunk in plan.chunks)
         rig.finish(plan)
-    assert rig.scheduler.speculation.num_proposed == 0
+    assert rig.scheduler.speculation.num_draft_tokens == 0
 
 
 def test_a_step_has_no_more_rows_than_sequences_may_run(make_rig: MakeRig) -> None:
@@ -84,6 +90,31 @@ def test_a_step_has_no_more_rows_than_sequences_may_run(make_rig: MakeRig) -> No
         most = max(most, rows)
         rig.finish(plan)
     assert most > 3
+
+
+def test_nobody_is_preempted_for_a_draft_behind_a_fork(make_rig: MakeRig) -> None:
+    num_preemptions = []
+    for speculative in (0, 6):
+        rig = make_rig(blocks=5, expected=1, speculative=speculative, max_sequences=40)
+        rig.device.choose = choose_repetitively
+        prompt = [1, 2, 3] * 9  # its last block is shared, and copied before it is written
+        rig.submit(*(rig.request(f"r{seed}", prompt, 8, seed=seed) for seed in range(3)))
+        rig.run()
+        num_preemptions.append(rig.scheduler.stats().num_preemptions)
+    assert num_preemptions == [1, 1]
+
+
+def test_nothing_is_kept_of_sequences_that_ended(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks=200, speculative=6, max_sequences=40)
+    for seed in range(3):
+        rig.submit(rig.request(f"r{seed}", [seed, 2, 3] * 6, 40, seed=seed))
+    speculation, kept = rig.scheduler.speculation, []
+    while rig.scheduler.has_work:
+        kept.append(speculation.num_sequences)
+        rig.step()
+        rig.scheduler.cancel("r0") if len(kept) == 3 else None
+    assert max(kept) == 3 and speculation.num_accepted_tokens
+    assert speculation.num_sequences == 0
 
 
 def test_an_answer_ends_where_it_would(make_rig: MakeRig) -> None:
@@ -121,7 +152,7 @@ def test_requests_whose_next_token_depends_on_more_than_kv_try_nothing(make_rig:
                 tokens += [token for output in engine.step() for token in output.token_ids]
             answers.append(tokens)
         assert answers[0] == answers[1] and len(answers[1]) == 40, changes
-        assert rig.scheduler.speculation.num_proposed == 0, changes
+        assert rig.scheduler.speculation.num_draft_tokens == 0, changes
 
 
 def test_a_sequence_that_is_hard_to_guess_pauses(make_rig: MakeRig) -> None:
@@ -141,4 +172,4 @@ def test_a_sequence_that_is_hard_to_guess_pauses(make_rig: MakeRig) -> None:
     assert gaps[0] == 4
     assert sum(gap >= PAUSE_TOKENS for gap in gaps) == 3
     assert len(tried) < 12
-    assert rig.scheduler.speculation.num_accepted == 0
+    assert rig.scheduler.speculation.num_accepted_tokens == 0

@@ -148,6 +148,8 @@ def test_the_workers_memory_cache_and_sessions() -> None:
             prefix_lookup_tokens=1000,
             prefix_hit_tokens=640,
             prefix_merged_tokens=32,
+            num_draft_tokens=40,
+            num_accepted_tokens=30,
             num_sessions=4,
             session_bytes=2400,
             num_swaps=2,
@@ -165,6 +167,9 @@ def test_the_workers_memory_cache_and_sessions() -> None:
     assert samples["ullage_kv_waste_ratio"] == pytest.approx(0.05)
     assert samples["ullage_memory_headroom_bytes"] == 6400
     assert samples["ullage_prefix_cache_merged_tokens_total"] == 32
+    for prefix in ("ullage_spec_decode", "vllm:spec_decode_num"):
+        drafts = [samples[f"{prefix}_{each}_tokens_total"] for each in ("draft", "accepted")]
+        assert drafts == [40, 30]
     assert (samples["ullage_sessions"], samples["ullage_session_bytes"]) == (4, 2400)
     assert (samples["ullage_preemptions_total"], samples["ullage_swaps_total"]) == (5, 2)
     assert samples["ullage_engine_pressure_level"] == 2
