@@ -1,6 +1,7 @@
 """Messages on the Unix stream between an engine's two processes: each follows its own length.
 
-A message costs either side one system call, and no thread stands between them.
+A message costs one system call to send; what has come since the last look costs the worker two
+(poll, and a read for each 64 KiB) and the server's event loop one. No thread stands between them.
 """
 
 import math
@@ -12,7 +13,9 @@ from collections import deque
 READ_BYTES = 64 << 10
 """Most bytes that are read at once."""
 _LENGTH = struct.Struct("<I")
-_SEND_BUFFER_BYTES = 4 << 20
+SEND_BUFFER_BYTES = 4 << 20
+"""Bytes that either end may send before the other one reads, so that a busy worker finds a long
+prompt whole. The kernel gives at most `net.core.wmem_max`."""
 
 
 def framed(message: bytes) -> bytes:
@@ -55,7 +58,7 @@ class BlockingLink:
         seconds, fraction = divmod(send_timeout_s, 1.0)
         timeout = struct.pack("ll", int(seconds), int(fraction * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._socket = connected
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)

@@ -21,7 +21,7 @@ import msgspec
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.cores import is_pinned, usable_cores
-from ullage_engine.protocol.frames import READ_BYTES, Frames, framed
+from ullage_engine.protocol.frames import READ_BYTES, SEND_BUFFER_BYTES, Frames, framed
 from ullage_engine.protocol.messages import (
     Loading,
     Ready,
@@ -176,8 +176,7 @@ class ServerLink:
         try:
             data = framed(self._encoder.encode(message))
         except Exception as error:
-            if not self.failure.done():
-                self.failure.set_exception(error)
+            self._fail(error)
             return
         is_waiting = bool(self._unsent)
         self._unsent += data
@@ -213,6 +212,7 @@ class ServerLink:
             return
         self._stop_listening()
         connected.setblocking(False)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._socket = connected
         self._loop.add_reader(connected.fileno(), self._read, connected)
         if self._unsent:
@@ -245,12 +245,18 @@ class ServerLink:
             del self._unsent[: connected.send(self._unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # the worker has gone
+        except (BrokenPipeError, ConnectionResetError):  # the worker has gone
             self._unsent.clear()
-        if self._unsent:
+        except OSError as error:
+            self._fail(error)
+        if self._unsent and not self.failure.done():
             self._loop.add_writer(connected.fileno(), self._write, connected)
         else:
             self._loop.remove_writer(connected.fileno())
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
 
 
 def _listener(path: str) -> socket.socket:

@@ -456,7 +456,8 @@ def run(
     try:
         with contextlib.closing(Link(options.endpoint)) as link:
             return _serve(options, link, start)
-    except ServerGoneError:
+    except ServerGoneError as error:
+        log.error("the server is gone, so this worker ends: %s", error.__cause__)
         return 0
 
 

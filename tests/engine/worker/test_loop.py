@@ -1,5 +1,8 @@
 """The worker's loop between steps: how long it waits for further requests."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -87,3 +90,13 @@ def test_more_requests_are_waited_for_only_where_no_decode_is_due(
     worker._take_messages()
     assert bool(link.waited_s) == bool(window_s)
     assert all(window_s / 2 < waited <= window_s for waited in link.waited_s[:1])
+
+
+def test_a_worker_that_has_no_server_says_why_it_ends(tmp_path: Path) -> None:
+    run = "import argparse, sys; from ullage_engine.worker import loop; "
+    run += "sys.exit(loop.run(argparse.ArgumentParser(), None, sys.argv[1:]))"
+    options = ["--config", str(tmp_path / "none"), "--endpoint", str(tmp_path / "nobody")]
+    command = [sys.executable, "-c", run, *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0
+    assert "server is gone" in ended.stderr and "No such file" in ended.stderr
