@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
+from ullage_testing import jumping_clock
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.flow_control import SendWindow, merge_deltas, next_tick
@@ -88,26 +89,13 @@ def test_all_arrives_in_order_and_within_the_window(
     asyncio.run(scenario())
 
 
-class Loop(asyncio.SelectorEventLoop):
-    """Time stands still until a test moves it, or a tick could come between any two lines."""
-
-    now = 1000.0
-
-    def time(self) -> float:
-        return self.now
-
-
 async def wait(seconds: float) -> None:
     """Lets the time pass, and whoever waited for it go on."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, Loop)
-    loop.now += seconds
-    await turns()
+    await jumping_clock.clock().jump(seconds)
 
 
 def run(scenario: Callable[[], Any]) -> None:
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(scenario())
+    jumping_clock.run(scenario(), jumping_clock.StandingLoop)
 
 
 def word(text: str) -> pb.GenerateResponse:

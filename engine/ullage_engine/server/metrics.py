@@ -147,7 +147,7 @@ class EngineMetrics:
         self._steps[()] += 1
 
     def tokens(self, entry: JournalEntry, num_tokens: int) -> None:
-        """Counts new tokens of a request; call it before the entry appends them."""
+        """Counts new tokens of a request, which came together."""
         if not num_tokens:
             return
         now = time.monotonic()
@@ -159,7 +159,8 @@ class EngineMetrics:
             self._prompt_tokens.inc(0 if entry.index else entry.job.request.num_prompt_tokens)
         else:
             seconds = (now - entry.last_token_at) / num_tokens
-            self._inter_token.observe(seconds)
+            for _ in range(num_tokens):
+                self._inter_token.observe(seconds)
         entry.last_token_at = now
 
     def _count_degraded(self, entry: JournalEntry) -> None:

@@ -364,8 +364,10 @@ class WorkerSupervisor:
                 for output in outputs:
                     entry = self._journal.get(output.request_id)
                     if entry is not None and not entry.is_over:
-                        self._metrics.tokens(entry, len(output.token_ids))
+                        num_before = len(entry.output_ids)
                         entry.append_output(output)
+                        # Not those behind a stop string.
+                        self._metrics.tokens(entry, len(entry.output_ids) - num_before)
                         if entry.is_over and not output.finish:
                             self.cancel(entry)
                 for embedding in embeddings:
