@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import msgspec
@@ -21,12 +21,17 @@ from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.messages import (
     EngineRequest,
     SamplingParams,
+    StepDone,
     TokenLogprobs,
     TokenOutput,
 )
+from ullage_engine.server.health import EngineStatus
+from ullage_engine.server.journal import Finish, Journal
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.request import SamplePlan, ValidatedRequest, sample_seed
 from ullage_engine.server.responses import SampleGroup
+from ullage_engine.server.supervisor import WorkerSupervisor
+from ullage_engine.server.worker_process import WorkerHandle
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
@@ -300,7 +305,7 @@ def test_samples_asked_for_during_a_restart_go_together(serve: Serve, run_dir: P
     assert submit[2] == "False"
 
 
-def make_group(n: int, best_of: int) -> SampleGroup:
+def make_group(n: int, best_of: int, stops: tuple[str, ...] = ()) -> SampleGroup:
     request = EngineRequest(
         request_id="e-1",
         token_ids=[1, 2],
@@ -308,7 +313,7 @@ def make_group(n: int, best_of: int) -> SampleGroup:
         max_tokens=9,
         sampling=SamplingParams(seed=(1 << 64) - 1),
     )
-    job = ValidatedRequest("mine", request, (), True, False, samples=SamplePlan(n, best_of))
+    job = ValidatedRequest("mine", request, stops, True, False, samples=SamplePlan(n, best_of))
     return SampleGroup(job, TokenBytes(TOKENIZER.tokenizer))
 
 
@@ -346,3 +351,26 @@ def test_the_prompt_of_several_samples_counts_once() -> None:
     assert counts[0] == "2.0"
     tokens = [line.split()[1] for line in text.splitlines() if line.startswith("ullage_generation")]
     assert tokens[0] == "6.0"
+
+
+def test_tokens_count_up_to_a_stop_string_and_each_has_its_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        metrics, journal, group = EngineMetrics("m"), Journal(), make_group(1, 1, (" three",))
+        [entry] = group.entries
+        journal.open(entry)
+        status = cast(EngineStatus, None)
+        supervisor = WorkerSupervisor(
+            run_dir=tmp_path, engine_status=status, journal=journal, metrics=metrics
+        )
+        first, *others = TOKENIZER.tokenizer.encode("one two three four five").ids
+        for tokens in ([first], others):
+            done = StepDone(outputs=[TokenOutput(entry.key, tokens, "")])
+            supervisor._handle(cast(WorkerHandle, None), done)
+        text = generate_latest(metrics.registry).decode()
+        values = {line.split("{")[0]: line.split()[-1] for line in text.splitlines()}
+        assert len(entry.output_ids) == 3 and entry.finish == Finish("stop", " three")
+        assert values["ullage_generation_tokens_total"] == "3.0"
+        assert values["ullage_time_to_first_token_seconds_count"] == "1.0"
+        assert values["ullage_inter_token_latency_seconds_count"] == "2.0"
+
+    asyncio.run(scenario())
