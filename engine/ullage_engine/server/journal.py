@@ -44,7 +44,11 @@ class Update:
 
 class News:
     """Wakes the one who sends a request's samples: at once, or when tokens that wait for others may
-    leave."""
+    leave.
+
+    When that is, is the rule of `SendWindow`, which decides what leaves. Entries foresee it by the
+    call's `Pace`, so that nobody is woken to make a delta that would wait there.
+    """
 
     def __init__(self) -> None:
         self._has_come = False

@@ -4,6 +4,9 @@ Each message costs the reader more than the tokens in it. A first token leaves a
 any that comes after the tick behind the last one that left. Those that come earlier wait for that
 tick, up to as many as the reader wants together, and leave as one delta. Ticks are a pause apart
 and the same for all calls, so that what many of them have to say shares a message.
+
+`SendWindow` owns this rule: it alone knows what has left. Whoever makes the deltas may wait by the
+same `Pace` before it does, so as not to make any that would be merged; they then find it due.
 """
 
 import asyncio
