@@ -1,7 +1,7 @@
 """What a token costs as sequences, context and KV pool grow: `python benchmarks/growth.py`.
 
 Scheduling is measured without a model: CPU time of planning and committing a step of decodes. Steps
-are measured on the real runner and random KV: sequences and contexts up to 8k on the model of
+are measured on the real runner and KV of zeros: sequences and contexts up to 8k on the model of
 `--source`, contexts up to 32k and sizes of the KV pool on a small random one. Every figure is the
 best of several, because a neighbour on the same cores only ever adds to it. Takes two minutes.
 
@@ -76,7 +76,7 @@ class Cost:
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="examples: growth.py --only scheduling    growth.py --plot docs --json growth.json",
+        epilog="examples: growth.py --only scheduling    growth.py --plot a.svg --json a.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds a figure (%(default)s)")
     parser.add_argument("--only", choices=["scheduling", "steps"], help="measure this part alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw growth-*.svg in a folder")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw all figures as SVG")
     arguments = parser.parse_args()
     costs: list[Cost] = []
     print("cost of       sequences  context  pool blocks  ms a step     CPU ms  ms a token")
@@ -272,30 +272,73 @@ def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> l
 
 
 def superlinear(costs: Sequence[Cost]) -> list[str]:
-    """Says where a step takes more than its context, which is linear, makes it take."""
-    for before, each in pairwise(costs):
-        bound = TOLERANCE * before.ms * each.context / before.context
-        if each.ms > bound:
-            return [f"{each.axis}: {each.ms:.2f} ms at {each.context} tokens, over {bound:.2f}"]
+    """Says where a further token of context costs more than those before, which attention's do
+    not; the rest of a step is the same at every context."""
+    slopes = [
+        (each, (each.ms - before.ms) / (each.context - before.context))
+        for before, each in pairwise(costs)
+    ]
+    for (_, before), (each, slope) in pairwise(slopes):
+        if slope > TOLERANCE * before:
+            ns = f"{slope * 1e6:.0f} ns for a token of context, after {before * 1e6:.0f}"
+            return [f"{each.axis}: up to {each.context} tokens {ns}"]
     return []
 
 
-def plot(folder: Path, costs: Sequence[Cost]) -> None:
-    """Draws a file an axis: what a step and what a token of it takes."""
-    for axis, unit in (
-        ("sequences", "sequences"),
-        ("context", "tokens"),
-        ("long context", "tokens"),
-    ):
+def plot(path: Path, costs: Sequence[Cost]) -> None:
+    """Draws a panel for each axis."""
+    panels = []
+    for axis, title, unit, position, value in PLOTS:
         some = [each for each in costs if each.axis == axis]
-        if not some:
-            continue
-        xs = [float(each.sequences if axis == "sequences" else each.context) for each in some]
-        steps = [Line("wall", [each.ms for each in some])]
-        steps.append(Line("CPU", [each.cpu_ms for each in some]))
-        tokens = [Line("wall", [each.ms_a_token for each in some])]
-        panels = [Panel("ms a step", steps), Panel("ms a token", tokens)]
-        draw(folder / f"growth-{axis.replace(' ', '-')}.svg", unit, xs, panels)
+        if axis == "scheduling":
+            some = [each for each in some if each.context == SCHEDULED[0][1]]
+        if some:
+            lines = [Line("", [value(each) for each in some])]
+            panels.append(Panel(title, lines, [float(position(each)) for each in some], unit))
+    draw(path, "", (), panels)
+
+
+PLOTS: tuple[
+    tuple[str, str, str, Callable[[Cost], int], Callable[[Cost], float]],
+    ...,
+] = (
+    (
+        "scheduling",
+        "scheduling: CPU ms a step, contexts of 256 tokens",
+        "sequences",
+        lambda cost: cost.sequences,
+        lambda cost: cost.cpu_ms,
+    ),
+    (
+        "sequences",
+        "ms a token, contexts of 256 tokens",
+        "sequences",
+        lambda cost: cost.sequences,
+        lambda cost: cost.ms_a_token,
+    ),
+    (
+        "context",
+        "ms a token, 4 sequences",
+        "tokens of context",
+        lambda cost: cost.context,
+        lambda cost: cost.ms_a_token,
+    ),
+    (
+        "long context",
+        "ms a token, one sequence of a small model",
+        "tokens of context",
+        lambda cost: cost.context,
+        lambda cost: cost.ms_a_token,
+    ),
+    (
+        "KV pool",
+        "ms a token, 8 sequences of 1,024 tokens of a small model",
+        "blocks of the KV pool",
+        lambda cost: cost.pool_blocks,
+        lambda cost: cost.ms_a_token,
+    ),
+)
+"""Axis, title, unit, and what stands across and up."""
 
 
 if __name__ == "__main__":

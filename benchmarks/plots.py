@@ -22,19 +22,35 @@ class Line:
 class Panel:
     title: str
     lines: Sequence[Line]
+    xs: Sequence[float] = ()
+    """Positions of its own; empty: those of all panels."""
+    unit: str = ""
+    """Unit of its own positions."""
 
 
 def draw(path: Path, unit: str, xs: Sequence[float], panels: Sequence[Panel]) -> None:
-    """Panels of lines below one another over the same positions, which increase."""
+    """Panels of lines below one another over the same positions, which increase, or each over its
+    own."""
     body: list[str] = []
-    for number, panel in enumerate(panels):
-        body += _panel(panel, xs, TOP + number * (HEIGHT + GAP))
-    bottom = TOP + len(panels) * (HEIGHT + GAP) - GAP
+    top = TOP
+    for panel in panels:
+        body += _panel(panel, panel.xs or xs, top)
+        top += HEIGHT
+        if panel.xs:
+            body += _positions(panel.xs, panel.unit, top)
+            top += GAP
+        top += GAP
+    if xs:
+        body += _positions(xs, unit, top - GAP)
+    _write(path, top - GAP + 40 * bool(xs), body)
+
+
+def _positions(xs: Sequence[float], unit: str, top: float) -> list[str]:
+    body = [_text(WIDTH / 2, top + 32, unit, "middle")]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x = LEFT + share * (WIDTH - LEFT - RIGHT)
-        body.append(_text(x, bottom + 16, f"{share * xs[-1]:.3g}", "middle"))
-    body.append(_text(WIDTH / 2, bottom + 32, unit, "middle"))
-    _write(path, bottom + 40, body)
+        body.append(_text(x, top + 16, f"{share * xs[-1]:.5g}", "middle"))
+    return body
 
 
 def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:

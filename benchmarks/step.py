@@ -1,6 +1,7 @@
 """Milliseconds of one engine step, without server or scheduler: `python benchmarks/step.py`.
 
-Decodes of several batch sizes at one context, then prompt chunks, on random KV. Stops in a minute.
+Decodes of several batch sizes at one context, then prompt chunks, on a KV pool of zeros. Stops in a
+minute.
 """
 
 import argparse
