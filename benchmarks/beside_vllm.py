@@ -33,8 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import load
 import psutil
-from load import INPUT_WORDS, OUTPUT, prompt
+from load import INPUT_WORDS, OUTPUT, Answer, messages
 from one_engine import free_ports, start_engine
 from overload import ready, start_router
 
@@ -42,6 +43,7 @@ MODEL = "smollm2"
 START_S = 300.0
 SEQUENCES = 32
 KV_BYTES = 1 << 30
+WARM_UP_SEED = 999
 
 
 @dataclass(frozen=True)
@@ -54,82 +56,17 @@ class Server:
     """Process that computes."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What came back of one request."""
-
-    status: int
-    """0: the connection broke, or the stream ended before its last token."""
-    num_tokens: int
-    ttft_s: float
-    took_s: float
-    longest_pause_s: float
-
-
-_EXPLAINED = set[str]()
-"""Servers whose first refusal was printed."""
+_EXPLAINED = set[tuple[str, int]]()
+"""Servers and statuses of which an answer was printed."""
 
 
 async def ask(session: aiohttp.ClientSession, server: Server, number: int, output: int) -> Answer:
     """Sends one streamed request and reads it to its end."""
-    body = {
-        "model": MODEL,
-        "stream": True,
-        "max_tokens": output,
-        "temperature": 0,
-        "ignore_eos": True,
-        "messages": [{"role": "user", "content": prompt(number, INPUT_WORDS)}],
-        "stream_options": {"include_usage": True},
-    }
-    started = last = time.perf_counter()
-    first, pause, num_tokens, status = 0.0, 0.0, 0, 0
-    try:
-        async with session.post(f"{server.url}/v1/chat/completions", json=body) as response:
-            status = response.status
-            if status != 200:
-                if status != 429 or server.name not in _EXPLAINED:
-                    _EXPLAINED.add(server.name)
-                    print(server.name, status, (await response.text())[:300], file=sys.stderr)
-                await response.read()
-            else:
-                async for raw in response.content:
-                    line = raw.strip()
-                    if not line.startswith(b"data: {"):  # a comment that keeps the stream open
-                        continue
-                    line = line.removeprefix(b"data: ")
-                    chunk = json.loads(line)
-                    now = time.perf_counter()
-                    if any(choice["delta"].get("content") for choice in chunk.get("choices", ())):
-                        first = first or now
-                        pause, last = max(pause, now - last), now
-                    num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
-                if num_tokens < output:
-                    status = 0
-    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError):
-        status = 0
-    ended = time.perf_counter()
-    return Answer(status, num_tokens, (first or ended) - started, ended - started, pause)
-
-
-async def closed_loop(
-    session: aiohttp.ClientSession, server: Server, concurrency: int, numbers: list[int]
-) -> dict[str, float]:
-    """Keeps `concurrency` requests open until all are answered."""
-    unsent, answers = list(numbers), list[Answer]()
-
-    async def client() -> None:
-        while unsent:
-            answers.append(await ask(session, server, unsent.pop(), OUTPUT))
-
-    started = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(concurrency)))
-    seconds = time.perf_counter() - started
-    if bad := [each.status for each in answers if each.status != 200]:
-        raise SystemExit(f"error: {server.name} answered {bad}")
-    return {
-        "tokens_per_s": sum(each.num_tokens for each in answers) / seconds,
-        "ttft_p50_ms": statistics.median(each.ttft_s for each in answers) * 1e3,
-    }
+    answer = await load.ask(session, server.url, MODEL, messages(number, INPUT_WORDS), output)
+    if answer.error and (server.name, answer.status) not in _EXPLAINED:
+        _EXPLAINED.add((server.name, answer.status))
+        print(server.name, answer.error, file=sys.stderr)
+    return answer
 
 
 async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]:
@@ -141,7 +78,7 @@ async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]
     os.kill(server.compute_pid(), signal.SIGKILL)
     answers = await asyncio.gather(*streams)
     good = [each for each in answers if each.status == 200]
-    pauses = [round(each.longest_pause_s, 1) for each in good]
+    pauses = [round(each.longest_pause, 1) for each in good]
     return {"errors_of_8": 8 - len(good), "longest_pause_s": max(pauses, default=None)}
 
 
@@ -154,8 +91,8 @@ async def overload(
         await asyncio.sleep(max(0.0, started + number / rate - time.perf_counter()))
         tasks.append(asyncio.create_task(ask(session, server, 500_000 + number, OUTPUT)))
     answers = await asyncio.gather(*tasks)
-    refused = sorted(each.took_s * 1e3 for each in answers if each.status == 429)
-    served = sorted(each.ttft_s for each in answers if each.status == 200)
+    refused = sorted(each.e2e * 1e3 for each in answers if each.status == 429)
+    served = sorted(each.ttft for each in answers if each.status == 200)
     return {
         "requests_per_s": round(rate, 1),
         "statuses": dict(Counter(str(each.status) for each in answers)),
@@ -240,37 +177,40 @@ async def _ready(url: str, process: asyncio.subprocess.Process) -> None:
             await asyncio.sleep(0.5)
 
 
-async def measure_speed(
-    session: aiohttp.ClientSession, servers: list[Server], levels: list[int], rounds: int
-) -> dict[str, Any]:
+async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -> dict[str, Any]:
     """Measures both servers in turns; medians of all rounds."""
-    figures: dict[tuple[int, str], list[dict[str, float]]] = {}
-    number = 0
+    rows: dict[tuple[int, str], list[dict[str, float]]] = {}
     for turn in range(rounds):
         for level in levels:
             # The first of a turn is the last of the next one.
             for server in servers if turn % 2 == 0 else servers[::-1]:
-                numbers = list(range(number, number + max(32, level)))
-                number += len(numbers)
-                figure = await closed_loop(session, server, level, numbers)
-                figures.setdefault((level, server.name), []).append(figure)
-                print(f"{level:3} {server.name:7} {figure}", file=sys.stderr, flush=True)
+                row = await closed_loop(server, level, max(32, level), seed=turn)
+                rows.setdefault((level, server.name), []).append(row)
+                print(f"{server.name:7} {row}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {}
     for level in levels:
         medians = {
             server.name: {
-                key: round(statistics.median(each[key] for each in figures[level, server.name]), 1)
-                for key in ("tokens_per_s", "ttft_p50_ms")
+                key: round(statistics.median(each[key] for each in rows[level, server.name]), 1)
+                for key in ("output_tokens_per_s", "ttft_p50_ms")
             }
             for server in servers
         }
         ours, theirs = medians["ullage"], medians["vllm"]
+        ratio = ours["output_tokens_per_s"] / theirs["output_tokens_per_s"]
         result[str(level)] = {
             **medians,
-            "throughput_ratio": round(ours["tokens_per_s"] / theirs["tokens_per_s"], 3),
+            "throughput_ratio": round(ratio, 3),
             "ttft_added_ms": round(ours["ttft_p50_ms"] - theirs["ttft_p50_ms"], 1),
         }
     return result
+
+
+async def closed_loop(
+    server: Server, concurrency: int, requests: int, seed: int
+) -> dict[str, float]:
+    """Returns the figures of load.py for one server."""
+    return await load.level(server.url, MODEL, concurrency, requests, seed=seed, server=server.name)
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -286,11 +226,11 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         ):
             servers = [ours, theirs]
             for server in servers:  # libraries compile and allocate at the first steps
-                await closed_loop(session, server, 8, list(range(800_000, 800_016)))
-            result["speed"] = await measure_speed(session, servers, levels, options.rounds)
+                await closed_loop(server, 8, 16, WARM_UP_SEED)
+            result["speed"] = await measure_speed(servers, levels, options.rounds)
             steps: list[tuple[str, Callable[[Server], Awaitable[dict[str, Any]]]]] = []
             top = result["speed"][str(levels[-1])]
-            rate = 10 * top["vllm"]["tokens_per_s"] / OUTPUT
+            rate = 10 * top["vllm"]["output_tokens_per_s"] / OUTPUT
             steps.append(("overload", lambda s: overload(session, s, rate, options.overload_s)))
             # Last, since vLLM's own server does not come back.
             steps.append(("kill", lambda server: kill(session, server)))

@@ -2,14 +2,17 @@
 """Ullage beside llama.cpp's server and vLLM: speed, memory, start and quality, in one sitting.
 
 usage: compare.py DIR [--rounds 2] [--concurrency 1,8,32] [--only ullage,vllm] [--quality]
-                  [--json FILE] [--plot FILE]
+                  [-f MANIFEST] [--json FILE] [--plot FILE]
 
 Installs the two others below DIR if they are not there: some gigabytes; llama.cpp is compiled. Logs
 are written there, too. Then starts one server after another, never two at once, with the same model
 and limits out of the way, and sends each the load of load.py: 32 requests at each concurrency, 180
-tokens in, all different, and 64 out, greedy, streamed. A few requests before it are not measured.
-Prints for each server and concurrency, as means of the rounds:
+tokens in, different from the fourth on, and 64 out, greedy, streamed. A few requests before it are
+not measured. Prints for each server the seconds from its start to its first answer and its resident
+memory after the load, shared pages counted once (PSS), and for each concurrency, as means of the
+rounds:
 
+tokens in     of a prompt, which all servers have to agree about
 tok/s         output tokens a second
 TTFT p50      median time to the first text, ms
 inter-token   median of the mean time between a request's tokens, ms
@@ -19,9 +22,17 @@ others        cores that other programs took meanwhile: quiet is below 0.1
 load          the machine's load average over a minute, when the concurrency began
 
 and the ratios of Ullage to the better of the others. With --quality, too, what the served format
-adds to the perplexity of the file's own weights (quality.py).
+adds to the perplexity of the file's own weights (quality.py). The goal is judged where nothing was
+left out: all servers, 1, 8 and 32 concurrent, two rounds or more, --quality, and Ullage with
+examples/bench.yaml. The file of --json has after each server what was measured so far.
 
-exit status: 0 the goal is reached or, as not all servers ran, not judged; 1 it is not reached
+examples:
+  compare.py .peers --quality --json bench.json
+  compare.py .peers --only ullage,vllm --rounds 1 --concurrency 8
+  compare.py .peers --only ullage -f examples/smollm2.yaml
+
+exit status: 0 the goal is reached, 1 it is missed, 2 something failed or an option is wrong, 3 the
+goal is not judged, 130 interrupted
 """
 
 import argparse
@@ -34,29 +45,39 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from load import OUTPUT, level
-from peers import CORES, NAME, SERVERS, Running, Server, progress, running
+from load import OUTPUT, ServerError, level
+from peers import CORES, MANIFEST, SERVERS, Running, Server, progress, running
 from plots import draw_bars
 
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 
-HERE = Path(__file__).resolve().parent
+QUALITY = (sys.executable, str(Path(__file__).with_name("quality.py")), "--forms", "auto")
 OURS = "ullage"
 REQUESTS = 32
 WARM_UP = ((1, 2), (8, 8))
 """Concurrencies and requests of what is not measured."""
 WARM_UP_SEED = 999
 LEAST_THROUGHPUT, MOST_TTFT = 1.5, 0.6
-GOAL = f"goal: tok/s >= {LEAST_THROUGHPUT:g} and TTFT p50 <= {MOST_TTFT:g} times the better peer's"
+GOAL = (
+    f"goal: tok/s >= {LEAST_THROUGHPUT:g} and TTFT p50 <= {MOST_TTFT:g} times the better peer's, "
+    "perplexity within 0.5 % of the file's own"
+)
+JUDGED_LEVELS, LEAST_ROUNDS = (1, 8, 32), 2
+STATUSES = {"reached": 0, "missed": 1, "not judged": 3}
+FAILED, INTERRUPTED = 2, 130
 FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+Makers = Mapping[str, Callable[[Path], Server]]
 COLUMNS = {
+    "tokens in": "prompt_tokens",
     "tok/s": "output_tokens_per_s",
     "TTFT p50": "ttft_p50_ms",
     "inter-token": "time_per_token_p50_ms",
@@ -126,6 +147,93 @@ def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Rat
     return result
 
 
+def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> None:
+    """Raises ServerError where servers did not compute the same prompts."""
+    for concurrency in next(iter(figures.values())):
+        tokens = {name: each[concurrency]["prompt_tokens"] for name, each in figures.items()}
+        if len(set(tokens.values())) > 1:
+            said = ", ".join(f"{name} {number:g}" for name, number in tokens.items())
+            raise ServerError(
+                f"error: the same prompts have other numbers of tokens: {said}: do the servers "
+                "have the same tokenizer and chat template?"
+            )
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is served beside the file's own weights."""
+
+    is_kept: bool
+    gates: Sequence[str]
+
+
+@dataclass
+class Sitting:
+    """What one run has measured so far."""
+
+    manifest: Path
+    json: Path | None
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    servers: dict[str, Server] = field(default_factory=dict)
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    quality: Quality | None = None
+
+    def add(self, server: Server, measured: Round) -> None:
+        self.servers[server.name] = server
+        self.rounds.setdefault(server.name, []).append(measured)
+        self.save()
+        check_prompts({name: means(rounds) for name, rounds in self.rounds.items()})
+
+    def save(self) -> None:
+        if self.json:
+            self.json.write_text(json.dumps(self.result(), indent=2, default=asdict) + "\n")
+
+    def result(self) -> dict[str, Any]:
+        """Everything that is known."""
+        figures = {name: means(rounds) for name, rounds in self.rounds.items()}
+        compared = ratios(figures)
+        return {
+            "machine": self.machine,
+            "servers": {
+                name: {
+                    "version": self.servers[name].version,
+                    "how": self.servers[name].how,
+                    "rounds": [asdict(each) for each in rounds],
+                    "means": figures[name],
+                }
+                for name, rounds in self.rounds.items()
+            },
+            "ratios": compared,
+            "quality": self.quality,
+            "goal": GOAL,
+            "left_out": self.left_out(),
+            "verdict": self.verdict(compared),
+        }
+
+    def left_out(self) -> list[str]:
+        """What the goal is judged by and was not measured."""
+        rounds = [each for name in SERVERS for each in self.rounds.get(name, ())]
+        wanted = {
+            "all servers": self.rounds.keys() >= set(SERVERS),
+            f"{', '.join(map(str, JUDGED_LEVELS))} concurrent": all(
+                each.levels.keys() >= set(JUDGED_LEVELS) for each in rounds
+            ),
+            f"{LEAST_ROUNDS} rounds": all(
+                len(each) >= LEAST_ROUNDS for each in self.rounds.values()
+            ),
+            "--quality": self.quality is not None,
+            f"Ullage with {MANIFEST.name}": self.manifest.resolve() == MANIFEST,
+        }
+        return [what for what, is_there in wanted.items() if not is_there]
+
+    def verdict(self, compared: Sequence[Ratio]) -> str:
+        if self.left_out():
+            return "not judged"
+        judged = [each.is_reached for each in compared if each.concurrency in JUDGED_LEVELS]
+        is_kept = self.quality is not None and self.quality.is_kept
+        return "reached" if all(judged) and is_kept else "missed"
+
+
 def machine() -> dict[str, Any]:
     """What the machine is and, measured with torch, what it can do at most."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
@@ -170,7 +278,7 @@ def _matmul_gflops(dtype: torch.dtype) -> float:
 
 
 class CpuTimes:
-    """What a server and everything else but this program take of the processors, from now on."""
+    """What a server and everything else but this program take of their cores, from now on."""
 
     def __init__(self, server: Running) -> None:
         self._server = server
@@ -184,8 +292,11 @@ class CpuTimes:
         return server_s - self._server_s, max(0.0, cores)
 
     def _seconds(self) -> tuple[float, float]:
-        times = psutil.cpu_times()
-        busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+        by_core = psutil.cpu_times(percpu=True)
+        busy = sum(
+            each.user + each.nice + each.system + each.irq + each.softirq + each.steal
+            for each in (by_core[core] for core in CORES)
+        )
         server_s = self._server.cpu_s()
         return server_s, busy - server_s - time.process_time()
 
@@ -194,28 +305,23 @@ def measure(server: Server, levels: Sequence[int], log: Path) -> Round:
     """Starts a server, loads it, ends it."""
     with running(server, log) as run:
         print(f"{server.name}: ready after {run.ready_s:.1f} s", file=sys.stderr, flush=True)
+        load = partial(level, run.url, server.model, server=f"{server.name} (its log: {log})")
         with progress(f"{server.name}, warm-up"):
             for concurrency, requests in WARM_UP:
-                asyncio.run(level(run.url, NAME, concurrency, requests, seed=WARM_UP_SEED))
+                asyncio.run(load(concurrency, requests, seed=WARM_UP_SEED))
         figures = {}
         for concurrency in levels:
-            figures[concurrency] = _measured(server, run, concurrency)
+            load_average, times = os.getloadavg()[0], CpuTimes(run)
+            with progress(f"{server.name}, {concurrency} concurrent"):
+                measured = asyncio.run(load(concurrency, REQUESTS))
+            server_s, other_cores = times.spent()
+            figures[concurrency] = measured | {
+                "cpu_ms_per_token": 1e3 * server_s / (REQUESTS * OUTPUT),
+                "other_cores": other_cores,
+                "load_average": load_average,
+            }
+            print(f"{server.name:10}{_row(figures[concurrency])}", file=sys.stderr, flush=True)
         return Round(run.ready_s, run.pss_bytes() / 1e6, figures)
-
-
-def _measured(server: Server, run: Running, concurrency: int) -> dict[str, float]:
-    load_average = os.getloadavg()[0]
-    times = CpuTimes(run)
-    with progress(f"{server.name}, {concurrency} concurrent"):
-        figures = asyncio.run(level(run.url, NAME, concurrency, REQUESTS))
-    server_s, other_cores = times.spent()
-    figures |= {
-        "cpu_ms_per_token": 1e3 * server_s / (REQUESTS * OUTPUT),
-        "other_cores": other_cores,
-        "load_average": load_average,
-    }
-    print(f"{server.name:10}{_row(figures)}", file=sys.stderr, flush=True)
-    return figures
 
 
 def _row(figures: Mapping[str, float]) -> str:
@@ -242,7 +348,7 @@ def report(result: Mapping[str, Any]) -> None:
             print(f"{name:10}{_row(figures)}")
     for ratio in result["ratios"]:
         print(ratio)
-    print(GOAL if result["ratios"] else f"{GOAL}; not judged, as not all servers ran")
+    sys.stdout.flush()
 
 
 def plot(path: Path, servers: Mapping[str, Any]) -> None:
@@ -255,47 +361,47 @@ def plot(path: Path, servers: Mapping[str, Any]) -> None:
     draw_bars(path, panels)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace, makers: Makers, sitting: Sitting) -> None:
     """Measures everything that the options ask for."""
     options.folder.mkdir(parents=True, exist_ok=True)
-    servers = [SERVERS[name](options.folder.resolve()) for name in options.only]
-    facts = machine()
-    rounds: dict[str, list[Round]] = {server.name: [] for server in servers}
+    folder = options.folder.resolve()
+    servers = [makers[name](options.file if name == OURS else folder) for name in options.only]
+    sitting.machine = machine()
     for turn in range(options.rounds):
         # The first of a round is the last of the next one.
         for server in servers if turn % 2 == 0 else servers[::-1]:
             log = options.folder / f"{server.name}-{turn + 1}.log"
-            rounds[server.name].append(measure(server, options.concurrency, log))
-    figures = {name: means(each) for name, each in rounds.items()}
-    return {
-        "machine": facts,
-        "servers": {
-            server.name: {
-                "version": server.version,
-                "how": server.how,
-                "rounds": [asdict(each) for each in rounds[server.name]],
-                "means": figures[server.name],
-            }
-            for server in servers
-        },
-        "ratios": ratios(figures),
-    }
+            sitting.add(server, measure(server, options.concurrency, log))
 
 
-def has_quality() -> bool:
-    """Whether the perplexity of what is served is near enough to the file's own; prints both."""
-    sys.stdout.flush()
-    command = [sys.executable, str(HERE / "quality.py"), "--forms", "auto"]
+def measure_quality(command: Sequence[str]) -> Quality:
+    """Compares the perplexity of what is served with the file's own; prints both."""
     with progress("measuring perplexity"):
-        return subprocess.run(command, check=False).returncode == 0
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout, end="")
+    gates = [line for line in done.stdout.splitlines() if line.startswith(("pass ", "FAIL "))]
+    if not gates or done.returncode not in (0, 1):
+        raise ServerError(f"error: `{' '.join(command)}` ended with status {done.returncode}")
+    return Quality(done.returncode == 0, gates)
 
 
 def _levels(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    levels = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= each <= REQUESTS for each in levels):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give numbers from 1 to {REQUESTS}, with commas between them"
+        )
+    return list(dict.fromkeys(levels))
+
+
+def _rounds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1 on")
+    return int(text)
 
 
 def _names(text: str) -> list[str]:
-    names = text.split(",")
+    names = list(dict.fromkeys(text.split(",")))
     if unknown := set(names) - set(SERVERS):
         raise argparse.ArgumentTypeError(
             f"{', '.join(sorted(unknown))} is none of {', '.join(SERVERS)}"
@@ -303,31 +409,61 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def main() -> int:
+def _manifest(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
+
+
+def _output(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder")
+    return path
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the others are installed")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=_rounds, default=2)
     parser.add_argument("--concurrency", type=_levels, default="1,8,32")
     parser.add_argument("--only", type=_names, default=",".join(SERVERS), help="(%(default)s)")
     parser.add_argument("--quality", action="store_true", help="perplexity, too; some minutes")
-    parser.add_argument("--json", type=Path, help="writes all figures there")
-    parser.add_argument("--plot", type=Path, help="draws them there, as SVG")
-    options = parser.parse_args()
+    parser.add_argument("-f", "--file", type=_manifest, default=MANIFEST, help="served by Ullage")
+    parser.add_argument("--json", type=_output, help="writes all figures there")
+    parser.add_argument("--plot", type=_output, help="draws them there, as SVG")
+    return parser.parse_args()
+
+
+def main(makers: Makers = SERVERS, quality: Sequence[str] = QUALITY) -> int:
+    options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sitting = Sitting(options.file, options.json)
     try:
-        result = run(options)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2, default=asdict) + "\n")
+        try:
+            run(options, makers, sitting)
+        finally:
+            if sitting.rounds:
+                report(sitting.result())
         if options.plot:
-            plot(options.plot, result["servers"])
-        report(result)
-        is_good = not options.quality or has_quality()
+            plot(options.plot, sitting.result()["servers"])
+        if options.quality:
+            sitting.quality = measure_quality(quality)
+            sitting.save()
     except KeyboardInterrupt:
-        return 130
-    is_reached = all(each.is_reached for each in result["ratios"])
-    return 0 if is_good and is_reached else 1
+        return INTERRUPTED
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except Exception:  # by itself it would end with the status of a missed goal
+        traceback.print_exc()
+        return FAILED
+    result = sitting.result()
+    left_out = f", for want of: {'; '.join(result['left_out'])}" if result["left_out"] else ""
+    print(f"{GOAL}: {result['verdict']}{left_out}")
+    return STATUSES[result["verdict"]]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Closed-loop load on an OpenAI-compatible server: output tokens/s, TTFT, time per token.
 
-usage: load.py URL MODEL [--concurrency 1,8] [--requests 32] [--input-words 150] [--output 64]
+usage: load.py URL MODEL [--concurrency 1,8] [--requests 32] [--input-words 163] [--output 64]
 
-Every request has a prompt of its own (150 words are 180 tokens with SmolLM2's template), asks for
-exactly `--output` tokens, greedy, streamed. Prints one JSON object a concurrency.
+Every request has a prompt of its own (163 words are 180 tokens with SmolLM2's template), asks for
+exactly `--output` tokens, greedy, streamed. The words are the system message, so that prompts
+differ from their fourth token on. Prints one JSON object a concurrency.
 """
 
 import argparse
@@ -13,64 +14,102 @@ import json
 import random
 import statistics
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 """Words that are one token each in common vocabularies."""
-INPUT_WORDS, OUTPUT = 150, 64
+INPUT_WORDS, OUTPUT = 163, 64
+
+
+class ServerError(SystemExit):
+    """A server that did not start or did not answer as it must; ends programs with its message."""
+
+
+class _NotAnswered(Exception):
+    """The first request that went wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One finished request; seconds."""
+class Answer:
+    """What came back of one request; seconds."""
 
+    status: int
+    """0: the connection broke, or the stream ended before its last token."""
+    error: str
+    """What the server did wrong; empty if it is an answer of so many tokens."""
     ttft: float
     e2e: float
+    longest_pause: float
     prompt_tokens: int
     tokens: int
 
 
-def prompt(number: int, words: int) -> str:
+def messages(number: int, words: int) -> list[dict[str, str]]:
+    """A prompt that differs from those of other numbers before any cache finds a block of it."""
     chooser = random.Random(number)
-    return " ".join(chooser.choice(WORDS) for _ in range(words))
+    text = " ".join(chooser.choice(WORDS) for _ in range(words))
+    return [{"role": "system", "content": text}, {"role": "user", "content": "Go on."}]
 
 
-async def request(
-    session: aiohttp.ClientSession, url: str, model: str, text: str, tokens: int
-) -> Sample:
-    """Sends one request and reads its stream.
-
-    Raises:
-        SystemExit: the server did not answer with 200, or with another number of tokens.
-    """
+async def ask(
+    session: aiohttp.ClientSession, url: str, model: str, prompt: list[dict[str, str]], tokens: int
+) -> Answer:
+    """Sends one request and reads its stream to the end, whatever that is."""
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": text}],
+        "messages": prompt,
         "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    started = time.perf_counter()
-    first, usage = 0.0, {"prompt_tokens": 0, "completion_tokens": 0}
-    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-        if response.status != 200:
-            answer = (await response.text())[:300]
-            raise SystemExit(f"error: {url} answered {response.status}: {answer}")
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                chunk = json.loads(line[6:])
+    started = last = time.perf_counter()
+    status, error, first, pause = 0, "", 0.0, 0.0
+    usage = {"prompt_tokens": 0, "completion_tokens": 0}
+    try:
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            status = response.status
+            if status != 200:
+                error = f"answered {status}: {(await response.text())[:300]}"
+            async for chunk in _chunks(response):
+                if "error" in chunk:
+                    error = f"broke off an answer: {json.dumps(chunk['error'])[:300]}"
                 # The first chunk of some servers has a role and no text.
                 if any(choice["delta"].get("content") for choice in chunk.get("choices", ())):
-                    first = first or time.perf_counter()
+                    now = time.perf_counter()
+                    first = first or now
+                    pause, last = max(pause, now - last), now
                 usage = chunk.get("usage") or usage
+        if not error and usage["completion_tokens"] != tokens:
+            error = f"sent {usage['completion_tokens']} of {tokens} tokens"
+    except TimeoutError:
+        error = f"was silent or slow for {time.perf_counter() - started:.0f} s"
+    except (aiohttp.ClientError, json.JSONDecodeError) as broken:
+        error = f"broke off an answer: {broken or type(broken).__name__}"
     ended = time.perf_counter()
-    if usage["completion_tokens"] != tokens:
-        raise SystemExit(f"error: {url} sent {usage['completion_tokens']} of {tokens} tokens")
-    return Sample((first or ended) - started, ended - started, usage["prompt_tokens"], tokens)
+    if error and status == 200:
+        status = 0
+    return Answer(
+        status=status,
+        error=error,
+        ttft=(first or ended) - started,
+        e2e=ended - started,
+        longest_pause=pause,
+        prompt_tokens=usage["prompt_tokens"],
+        tokens=usage["completion_tokens"],
+    )
+
+
+async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Events of a stream; other lines are comments that keep it open, and its end."""
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
 
 
 async def level(
@@ -81,14 +120,19 @@ async def level(
     words: int = INPUT_WORDS,
     tokens: int = OUTPUT,
     seed: int = 0,
+    server: str = "",
 ) -> dict[str, float]:
     """Figures of one concurrency: every worker sends its next request when the last one ended.
 
-    Prompts of another concurrency or seed (below 1,000) are other ones.
+    Prompts of another concurrency or seed (below 1,000) are other ones. `server` is what messages
+    call it, in place of its URL.
+
+    Raises:
+        ServerError: a request was not answered with 200 and so many tokens.
     """
-    first = concurrency * 100_000 + seed * 100
+    first = (concurrency * 1000 + seed) * 1000
     numbers = iter(range(first, first + requests))
-    samples: list[Sample] = []
+    answers: list[Answer] = []
     # Some servers close a connection after a stream, while the next request is on its way.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=600)
@@ -96,28 +140,29 @@ async def level(
 
         async def worker() -> None:
             for number in numbers:
-                text = prompt(number, words)
-                samples.append(await request(session, url, model, text, tokens))
+                answers.append(await ask(session, url, model, messages(number, words), tokens))
+                if answers[-1].error:
+                    raise _NotAnswered(answers[-1].error)
 
         started = time.perf_counter()
         try:
             await asyncio.gather(*(worker() for _ in range(concurrency)))
-        except aiohttp.ClientError as error:
-            raise SystemExit(f"error: {url} broke off an answer: {error}") from error
+        except _NotAnswered as cause:
+            raise ServerError(f"error: {server or url} {cause}") from cause
         wall = time.perf_counter() - started
-    return figures(concurrency, samples, wall)
+    return figures(concurrency, answers, wall)
 
 
-def figures(concurrency: int, samples: list[Sample], wall: float) -> dict[str, float]:
-    per_token = [(s.e2e - s.ttft) / max(1, s.tokens - 1) for s in samples]
-    ends = sorted(s.e2e for s in samples)
+def figures(concurrency: int, answers: list[Answer], wall: float) -> dict[str, float]:
+    per_token = [(s.e2e - s.ttft) / max(1, s.tokens - 1) for s in answers]
+    ends = sorted(s.e2e for s in answers)
     return {
         "concurrency": concurrency,
-        "requests": len(samples),
-        "prompt_tokens": round(statistics.mean(s.prompt_tokens for s in samples), 1),
-        "output_tokens": round(statistics.mean(s.tokens for s in samples), 1),
-        "output_tokens_per_s": round(sum(s.tokens for s in samples) / wall, 1),
-        "ttft_p50_ms": round(1e3 * statistics.median(s.ttft for s in samples), 1),
+        "requests": len(answers),
+        "prompt_tokens": round(statistics.mean(s.prompt_tokens for s in answers), 1),
+        "output_tokens": round(statistics.mean(s.tokens for s in answers), 1),
+        "output_tokens_per_s": round(sum(s.tokens for s in answers) / wall, 1),
+        "ttft_p50_ms": round(1e3 * statistics.median(s.ttft for s in answers), 1),
         "time_per_token_p50_ms": round(1e3 * statistics.median(per_token), 2),
         "e2e_p95_ms": round(1e3 * ends[int(0.95 * (len(ends) - 1))], 1),
     }

@@ -38,7 +38,7 @@ import msgspec
 from load import level
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from serve import start
+from tiers_up import start
 
 from ullage_common.process.metrics import (
     CounterName,

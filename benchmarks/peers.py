@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from load import ServerError
 from one_engine import MODEL, free_ports
 
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
@@ -24,7 +25,7 @@ from ullage_engine.model_loader.source import resolve_source
 ROOT = Path(__file__).resolve().parents[1]
 MANIFEST = ROOT / "examples" / "bench.yaml"
 NAME = "smollm2"
-"""What every server calls the model."""
+"""What every server calls the model, unless a manifest says otherwise."""
 CORES = sorted(os.sched_getaffinity(0))
 LLAMA_CPP = "11434.0.0"
 LLAMA_BUILD = {
@@ -32,9 +33,11 @@ LLAMA_BUILD = {
     "LLAMA_CPP_BUILD_JOBS": str(len(CORES)),
     "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF",
 }
+LLAMA_OPTIONS = "-np 32 -c 16384"
+"""A slot for each of 32 requests at once, with KV of its own for 512 tokens: `--kv-unified` has one
+cache for all."""
 MAX_SEQUENCES = 64
 KV_GIB = 1
-LLAMA_SEQUENCES, LLAMA_CONTEXT = 32, 16384
 PROGRESS_S = 5.0
 START_S, STOP_S = 600.0, 30.0
 
@@ -50,6 +53,7 @@ class Server:
     command: Callable[[int], list[str]]
     """By the port of HTTP."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    model: str = NAME
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,20 @@ class Running:
     def family(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
-    def pss_bytes(self) -> int:
+    def pss_bytes(self) -> float:
         """Resident memory of all its processes; pages that they share count once."""
-        return sum(each.memory_full_info().pss for each in self.family())
+        return self._sum(lambda process: process.memory_full_info().pss)
 
     def cpu_s(self) -> float:
         """Processor time that its living processes have taken."""
-        times = [each.cpu_times() for each in self.family()]
-        return sum(each.user + each.system for each in times)
+        return self._sum(lambda process: sum(process.cpu_times()[:2]))
+
+    def _sum(self, figure: Callable[[psutil.Process], float]) -> float:
+        total = 0.0
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+                total += figure(process)
+        return total
 
 
 @contextlib.contextmanager
@@ -106,10 +116,9 @@ def llama_cpp(folder: Path) -> Server:
     def command(port: int) -> list[str]:
         arguments = [str(binary), "-m", model, "--alias", NAME]
         arguments += ["--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads]
-        arguments += ["-np", str(LLAMA_SEQUENCES), "-c", str(LLAMA_CONTEXT), "--kv-unified"]
-        return arguments
+        return [*arguments, *LLAMA_OPTIONS.split()]
 
-    how = f"Q4_1 file, -np {LLAMA_SEQUENCES} --kv-unified -c {LLAMA_CONTEXT} -t {threads}"
+    how = f"Q4_1 file, {LLAMA_OPTIONS} -t {threads}"
     libraries = {"LD_LIBRARY_PATH": str(binary.parent)}
     return Server("llama.cpp", LLAMA_CPP.split(".")[0], how, command, libraries)
 
@@ -148,19 +157,19 @@ def vllm(folder: Path) -> Server:
     return Server("vllm", wanted, how, command, variables)
 
 
-def ullage(folder: Path) -> Server:
-    """Ullage of this tree, as the manifest for benchmarks has it."""
-    spec = yaml.safe_load(MANIFEST.read_text())["spec"]
-    assert spec["model"]["name"] == NAME
+def ullage(manifest: Path) -> Server:
+    """Ullage of this tree, serving a manifest."""
+    spec = yaml.safe_load(manifest.read_text())["spec"]
 
     def command(port: int) -> list[str]:
-        arguments = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(MANIFEST)]
+        arguments = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
         return [*arguments, "--http-port", str(port), "--grpc-port", "0"]
 
     version = importlib.metadata.version("ullage")
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     described = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return Server("ullage", f"{version} {described}".strip(), "examples/bench.yaml", command)
+    name = spec["model"]["name"]
+    return Server("ullage", f"{version} {described}".strip(), str(manifest), command, model=name)
 
 
 SERVERS: Mapping[str, Callable[[Path], Server]] = {
@@ -168,6 +177,7 @@ SERVERS: Mapping[str, Callable[[Path], Server]] = {
     "vllm": vllm,
     "ullage": ullage,
 }
+"""What makes a server of a path: Ullage's of a manifest, others' of the folder to install in."""
 
 
 def _environment(folder: Path) -> Path:
@@ -213,7 +223,7 @@ def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
             check=False,
         )
     if result.returncode:
-        raise SystemExit("error: no checkpoint for vLLM can be made of the file; see above")
+        raise ServerError("error: no checkpoint for vLLM can be made of the file; see above")
     return result.stdout.splitlines()[-1]
 
 
@@ -223,7 +233,7 @@ def _install(what: str, command: list[str], log: Path, environment: Mapping[str,
     with log.open("wb") as output, progress("installing"):
         result = subprocess.run(command, stdout=output, stderr=output, env=variables, check=False)
     if result.returncode:
-        raise SystemExit(f"error: `{' '.join(command)}` failed:\n{_tail(log)}")
+        raise ServerError(f"error: `{' '.join(command)}` failed:\n{_tail(log)}")
 
 
 @contextlib.contextmanager
@@ -251,18 +261,19 @@ def running(server: Server, log: Path) -> Iterator[Running]:
 
 def _await_answer(server: Server, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + START_S
-    while not _answers(url):
+    while not _answers(url, server.model):
         if process.poll() is not None:
             status = process.returncode
-            raise SystemExit(f"error: {server.name} ended with status {status}:\n{_tail(log)}")
+            raise ServerError(f"error: {server.name} ended with status {status}:\n{_tail(log)}")
         if time.monotonic() > end:
-            raise SystemExit(f"error: {server.name} did not answer in {START_S:g} s:\n{_tail(log)}")
+            cause = f"did not answer in {START_S:g} s:\n{_tail(log)}"
+            raise ServerError(f"error: {server.name} {cause}")
         time.sleep(0.1)
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, model: str) -> bool:
     messages = [{"role": "user", "content": "time"}]
-    body = json.dumps({"model": NAME, "max_tokens": 1, "messages": messages}).encode()
+    body = json.dumps({"model": model, "max_tokens": 1, "messages": messages}).encode()
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
     try:
@@ -275,17 +286,26 @@ def _answers(url: str) -> bool:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends a server, in order if it does so in time, and what it leaves behind."""
     family = list[psutil.Process]()
-    with contextlib.suppress(psutil.NoSuchProcess):
+    if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    process.kill()
-    process.wait()
-    for child in psutil.wait_procs(family, timeout=5)[1]:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        process.kill()
+        process.wait()
+        psutil.wait_procs(family, timeout=1)
+    # Of a server that ended by itself, children are known by its session alone.
+    left = {*family, *(each for each in psutil.process_iter() if _session(each) == process.pid)}
+    for child in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    psutil.wait_procs(family, timeout=5)
+    psutil.wait_procs(left, timeout=5)
+
+
+def _session(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        return os.getsid(process.pid)
+    return None
 
 
 def _tail(log: Path) -> str:

@@ -23,7 +23,6 @@ from ullage.inference.v1 import inference_pb2_grpc
 
 sys.path.insert(0, str(Path(__file__).parent))
 from one_engine import MODEL, WORKERS
-from serve import start
 
 STOP_S = 60.0
 DEVICE_MIB = 1500
@@ -65,6 +64,19 @@ class Service:
             key = f"{name}/{tier[1]}" if tier else name
             sums[key] = sums.get(key, 0.0) + float(value)
         return sums
+
+
+def start(manifest: Path, state_file: Path) -> tuple[subprocess.Popen[bytes], float]:
+    """The running service and the seconds it took to be ready."""
+    command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
+    command += ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
+    started = time.monotonic()
+    service = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not state_file.exists():
+        if service.poll() is not None:
+            raise SystemExit(f"error: ullage up exited with status {service.returncode}")
+        time.sleep(0.02)
+    return service, time.monotonic() - started
 
 
 @contextlib.asynccontextmanager

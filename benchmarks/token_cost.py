@@ -38,7 +38,7 @@ TEXT = (
 """What answers consist of, so that their tokens are of ordinary lengths."""
 BOUNDS_US = {1: 1500.0, 32: 250.0}
 """Most CPU microseconds of a token over all processes, by streams."""
-PROMPT_WORDS = 140
+PROMPT_WORDS = 153
 
 
 def run_worker(step_ms: Sequence[float], arguments: Sequence[str]) -> int:

@@ -1,40 +1,62 @@
-"""What the comparison of servers judges, and that it leaves no process behind."""
+"""What the comparison of servers judges and keeps, and that it leaves no process behind."""
 
+import asyncio
 import importlib
+import json
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
+
+from ullage_common.chat.template import ChatTemplate
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
 STAND_IN = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(os.getpid(), child.pid, flush=True)
+how, port = sys.argv[1:]
+if how == "child":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(os.getpid(), child.pid, flush=True)
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.send_response(200)
+        refuses = how == "refuses" and body.get("stream")
+        self.send_response(503 if refuses else 200)
         self.end_headers()
-        if not body.get("stream"):
+        if refuses:
+            self.wfile.write(b"no room")
+        if refuses or not body.get("stream"):
             return
-        delta = [{"role": "assistant", "content": ""}, *[{"content": "a"}] * body["max_tokens"]]
+        if how == "silent":
+            time.sleep(600)
+        delta = [{"role": "assistant", "content": ""}, *[{"content": "a"}] * 4]
         usage = {"prompt_tokens": 180, "completion_tokens": body["max_tokens"]}
-        for chunk in [{"choices": [{"delta": each}]} for each in delta] + [{"usage": usage}]:
-            self.wfile.write(b"data: %s\\n\\n" % json.dumps(chunk).encode())
-        self.wfile.write(b"data: [DONE]\\n\\n")
+        chunks = [{"choices": [{"delta": each}]} for each in delta] + [{"usage": usage}]
+        if how == "fails":
+            chunks = [*chunks[:3], {"error": {"message": "a worker ended"}}]
+        if how == "short":
+            chunks[-1]["usage"]["completion_tokens"] = 3
+        stream = "".join(f"data: {json.dumps(chunk)}\\n\\n" for chunk in chunks)
+        self.wfile.write(f": a comment\\n\\n{stream}data: [DONE]\\n\\n".encode())
 
     def log_message(self, *arguments):
         pass
 
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+Server(("127.0.0.1", int(port)), Handler).serve_forever()
 """
 
 
@@ -70,14 +92,15 @@ def test_nothing_is_judged_without_both_sides(compare: Any) -> None:
     assert compare.ratios({"vllm": theirs, "llama.cpp": theirs}) == []
 
 
+def stand_in(compare: Any, name: str, how: str = "well") -> Any:
+    """A server that answers at once."""
+    command = [sys.executable, "-c", STAND_IN, how]
+    return compare.Server(name, "1", "a stand-in", lambda port: [*command, str(port)])
+
+
 def test_a_server_is_measured_and_ended_with_its_children(compare: Any, tmp_path: Path) -> None:
     log = tmp_path / "log"
-
-    def command(port: int) -> list[str]:
-        return [sys.executable, "-c", STAND_IN, str(port)]
-
-    server = compare.Server("vllm", "1", "a stand-in", command)
-    result = compare.measure(server, [1, 8], log)
+    result = compare.measure(stand_in(compare, "vllm", "child"), [1, 8], log)
     assert not [pid for pid in map(int, log.read_text().split()) if psutil.pid_exists(pid)]
     assert result.pss_mb > 0
     means = compare.means([result, result])
@@ -91,9 +114,181 @@ def test_a_server_is_measured_and_ended_with_its_children(compare: Any, tmp_path
     assert len(list(ET.parse(plot).iter("{http://www.w3.org/2000/svg}rect"))) == 4
 
 
-def test_a_server_that_ends_at_once_is_an_error_with_its_last_words(
+def test_a_server_that_ends_at_once_is_an_error_with_its_last_words_and_leaves_nothing(
     compare: Any, tmp_path: Path
 ) -> None:
-    server = compare.Server("vllm", "1", "", lambda port: ["sh", "-c", "echo no room; exit 3"])
-    with pytest.raises(SystemExit, match="vllm ended with status 3:\nno room"):
-        compare.measure(server, [1], tmp_path / "log")
+    log = tmp_path / "log"
+    command = ["sh", "-c", "sleep 600 & echo $!; echo no room; exit 3"]
+    server = compare.Server("vllm", "1", "", lambda port: command)
+    with pytest.raises(SystemExit, match=r"vllm ended with status 3:\n[0-9]+\nno room"):
+        compare.measure(server, [1], log)
+    assert not psutil.pid_exists(int(log.read_text().split()[0]))
+
+
+def test_an_answer_that_is_none_names_the_server_its_log_and_the_cause(
+    compare: Any, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    causes = {
+        "fails": 'broke off an answer: {"message": "a worker ended"}',
+        "refuses": "answered 503: no room",
+        "short": "sent 3 of 64 tokens",
+    }
+    said = {}
+    for how in causes:
+        with pytest.raises(compare.ServerError) as error:
+            compare.measure(stand_in(compare, "vllm", how), [1], log)
+        said[how] = str(error.value)
+    assert said == {how: f"error: vllm (its log: {log}) {cause}" for how, cause in causes.items()}
+
+
+def test_a_silent_server_is_an_answer_of_status_0(compare: Any, tmp_path: Path) -> None:
+    from load import ask, messages
+
+    async def answer(url: str) -> Any:
+        timeout = aiohttp.ClientTimeout(total=0.2)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            return await ask(session, url, "smollm2", messages(1, 9), 64)
+
+    with compare.running(stand_in(compare, "vllm", "silent"), tmp_path / "log") as run:
+        result = asyncio.run(answer(run.url))
+    assert (result.status, result.error) == (0, "was silent or slow for 0 s")
+
+
+def test_prompts_are_of_180_tokens_and_no_block_of_two_is_the_same(compare: Any) -> None:
+    from load import INPUT_WORDS, messages
+    from one_engine import MODEL
+
+    tokenizer = load_tokenizer(resolve_source(MODEL).path)
+    chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    prompts = [
+        tokenizer.encode_rendered(chat.render(messages(number, INPUT_WORDS)))
+        for number in (*range(1_000_000, 1_000_032), *range(32_000_000, 32_000_032))
+    ]
+    assert {len(prompt) for prompt in prompts} == {180}
+    assert len({tuple(prompt[:16]) for prompt in prompts}) == len(prompts)
+
+
+def main(
+    compare: Any, monkeypatch: pytest.MonkeyPatch, servers: dict[str, str], *arguments: object
+) -> int:
+    """Runs the program with stand-ins that behave in so many ways."""
+    makers = {
+        name: lambda path, name=name, how=how: stand_in(compare, name, how)
+        for name, how in servers.items()
+    }
+    quality = [sys.executable, "-c", "print('pass auto: perplexity +0.05%, at most +0.5%')"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
+    status: int = compare.main(makers, quality)
+    return status
+
+
+WELL = {"llama.cpp": "well", "vllm": "well", "ullage": "well"}
+
+
+def test_a_whole_run_is_judged_and_written(
+    compare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "bench.json"
+    status = main(compare, monkeypatch, WELL, tmp_path / "peers", "--quality", "--json", path)
+    result = json.loads(path.read_text())
+    printed = capsys.readouterr().out
+    # Which of two stand-ins is the faster one is chance.
+    is_reached = ": MISSED" not in printed
+    assert status == (0 if is_reached else 1)
+    assert result["verdict"] == ("reached" if is_reached else "missed")
+    assert result["goal"] in printed and result["left_out"] == []
+    assert result["quality"]["gates"] == ["pass auto: perplexity +0.05%, at most +0.5%"]
+    assert printed.count("ready after") == printed.count("MB resident (PSS)") == 3
+    assert [len(each["rounds"]) for each in result["servers"].values()] == [2, 2, 2]
+
+
+def test_what_was_measured_before_a_server_failed_is_kept(
+    compare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "bench.json"
+    servers = {**WELL, "vllm": "fails"}
+    few = ("--concurrency", "8", "--json", path)
+    assert main(compare, monkeypatch, servers, tmp_path, *few) == 2
+    printed = capsys.readouterr()
+    assert "llama.cpp 1: a stand-in" in printed.out
+    assert "error: vllm (its log: " in printed.err
+    result = json.loads(path.read_text())
+    assert [*result["servers"]] == ["llama.cpp"]
+    assert result["verdict"] == "not judged"
+
+
+def measured(compare: Any, **changes: Any) -> Any:
+    """A run that has reached its goal, with other attributes."""
+    manifest = ROOT / "examples" / "bench.yaml"
+    sitting = compare.Sitting(manifest, None)
+    for name, speed, ttft in (("llama.cpp", 10, 100), ("vllm", 5, 200), ("ullage", 15, 60)):
+        figure = {**figures(speed, ttft), "prompt_tokens": 180.0}
+        one = compare.Round(1.0, 100.0, dict.fromkeys(compare.JUDGED_LEVELS, figure))
+        sitting.rounds[name] = [one, one]
+    sitting.quality = compare.Quality(True, [])
+    for name, value in changes.items():
+        setattr(sitting, name, value)
+    return sitting
+
+
+def judged(compare: Any, sitting: Any) -> str:
+    figures = {name: compare.means(rounds) for name, rounds in sitting.rounds.items()}
+    verdict: str = sitting.verdict(compare.ratios(figures))
+    return verdict
+
+
+def test_only_a_whole_run_is_judged(compare: Any) -> None:
+    whole = measured(compare).rounds
+    one = compare.Round(1.0, 100.0, {8: figures(1, 1)})
+    cases: dict[str, tuple[dict[str, Any], str]] = {
+        "whole": ({}, "reached"),
+        "worse text": ({"quality": compare.Quality(False, [])}, "missed"),
+        "slow": ({"rounds": {**whole, "ullage": whole["vllm"]}}, "missed"),
+        "without quality": ({"quality": None}, "not judged"),
+        "one round": ({"rounds": {**whole, "vllm": whole["vllm"][:1]}}, "not judged"),
+        "one level": ({"rounds": {name: [one, one] for name in whole}}, "not judged"),
+        "two servers": (
+            {"rounds": {name: whole[name] for name in ("vllm", "ullage")}},
+            "not judged",
+        ),
+        "alone": ({"rounds": {"ullage": whole["ullage"]}}, "not judged"),
+        "another manifest": ({"manifest": ROOT / "examples" / "smollm2.yaml"}, "not judged"),
+        "nothing": ({"rounds": {}}, "not judged"),
+    }
+    verdicts = {
+        name: judged(compare, measured(compare, **changes)) for name, (changes, _) in cases.items()
+    }
+    assert verdicts == {name: verdict for name, (_, verdict) in cases.items()}
+    assert compare.STATUSES == {"reached": 0, "missed": 1, "not judged": 3}
+
+
+def test_servers_that_count_other_prompt_tokens_are_not_compared(compare: Any) -> None:
+    ours, theirs = {8: {"prompt_tokens": 180.0}}, {8: {"prompt_tokens": 181.0}}
+    compare.check_prompts({"vllm": ours, "ullage": ours})
+    with pytest.raises(compare.ServerError, match=r"llama\.cpp 181, ullage 180"):
+        compare.check_prompts({"llama.cpp": theirs, "ullage": ours})
+
+
+def test_options_that_measure_nothing_are_refused(
+    compare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = [
+        ("--concurrency", "64"), ("--concurrency", "0"), ("--concurrency", "a"),
+        ("--concurrency", ""), ("--rounds", "0"), ("--rounds", "x"), ("--only", "sglang"),
+        ("--json", tmp_path / "none" / "a.json"), ("--plot", tmp_path), ("-f", tmp_path / "none"),
+    ]  # fmt: skip
+    for arguments in wrong:
+        with pytest.raises(SystemExit, match="2"):
+            main(compare, monkeypatch, WELL, tmp_path / "peers", *arguments)
+        assert f"argument {arguments[0]}" in capsys.readouterr().err
+    assert not (tmp_path / "peers").exists()
