@@ -111,7 +111,7 @@ faults: install             ## 200 injected faults in a row, twice; a quarter of
 bench: install              ## beside llama.cpp and vLLM, which it installs (docs/benchmarks.md)
 	$(BIN)/python benchmarks/compare.py $(PEERS) --quality $(ARGS)
 
-gpu: $(VENV)/.dev           ## all that a GPU has to show, with pass or fail, within ten minutes
+gpu: $(VENV)/.dev           ## what a GPU has to show, with pass or fail; with CUDA=1
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 lint: install-dev           ## format, lint, types, layers, protos

@@ -1,4 +1,4 @@
-"""Runs everything that waits for an NVIDIA GPU, within ten minutes, with pass or fail: `make gpu`.
+"""Runs on an NVIDIA GPU what can be judged without a reader, with pass or fail: `make gpu`.
 
 parts:
   tests    every kernel against float64, in pages whose free memory is not a number
@@ -8,7 +8,7 @@ parts:
   tokens   greedy tokens of a small model of every family, equal to a CPU's
 
 Each figure is printed as it is measured, with the aim that it has to reach. Aims of speed are meant
-for H100s and H200s; `steps` takes 60 GB of the GPU's memory.
+for H100s and H200s; `steps` takes 60 GB of the GPU's memory. Meant for ten minutes; not run yet.
 
 examples:
   python benchmarks/gpu.py
@@ -83,16 +83,20 @@ def main() -> int:
         parser.error(f"there is no part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     if arguments.dry_run:
         return dry_run(chosen)
-    if not torch.cuda.is_available() or not runs_on(torch.device("cuda")):
-        print(
-            "error: there is no CUDA GPU that Triton computes on; --dry-run tries the program "
-            "without one",
-            file=sys.stderr,
-        )
+    if found := obstacle():
+        print(f"error: {found}; --dry-run tries the program without a GPU", file=sys.stderr)
         return 2
     device = Device(torch.device("cuda"), torch.bfloat16)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     return run(chosen, device, FULL_SIZES, judges_speed=True)
+
+
+def obstacle() -> str | None:
+    if torch.version.cuda is None:
+        return "torch here is without CUDA: remove .venv, then `make gpu CUDA=1`"
+    if not torch.cuda.is_available() or not runs_on(torch.device("cuda")):
+        return "there is no CUDA GPU that Triton computes on"
+    return None
 
 
 def dry_run(chosen: list[str]) -> int:

@@ -197,6 +197,7 @@ def group_of(
 def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) -> int:
     """Returns how much of the depth is multiplied at once by a tile of so many rows: within a
     group, without a remainder if possible, and no more than registers hold."""
+    # Float8 is unpacked in registers, and groups have sums of their own beside the whole.
     most_rows = 16 if format == "fp8" and group else 32
     is_wide = itemsize == 4 or rows > most_rows or format == "mxfp4"
     largest = 64 if is_wide else 128
