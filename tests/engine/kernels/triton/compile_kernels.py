@@ -3,7 +3,8 @@
 `compile_kernels.py 90:common,sample 80:common` compiles two lists of variants for sm90 and one for
 sm80. Prints a line of JSON for each kernel: its name, the architecture, the variant, bytes of
 shared memory, bytes of registers that were spilled to memory, and whether tensor cores are used. A
-process of its own, because the tests' Triton interprets.
+process of its own, because the tests' Triton interprets, with a cache of its own, because the
+assembler says nothing of what was compiled before.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import io
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +37,7 @@ Variant = tuple[str, Callable[[], None]]
 """What it is, and what launches its kernels."""
 
 BYTES, INTS, HALVES = torch.uint8, torch.int32, torch.bfloat16
-HEADS, KV_HEADS, BLOCK_TOKENS, DEPTH = 32, 8, 16, 256
+HEADS, BLOCK_TOKENS, DEPTH = 32, 16, 256
 
 
 class Absent:
@@ -63,15 +65,16 @@ class Pages:
     window: int = 0
     has_sinks: bool = False
     is_fp8: bool = False
+    kv_heads: int = 8
 
     def cache(self) -> LayerCache:
         dtype = BYTES if self.is_fp8 else self.dtype
-        blocks = torch.zeros(2 * KV_HEADS, 4, BLOCK_TOKENS * self.head_dim, dtype=dtype)
-        slots = blocks.view(2 * KV_HEADS, -1, self.head_dim)
+        blocks = torch.zeros(2 * self.kv_heads, 4, BLOCK_TOKENS * self.head_dim, dtype=dtype)
+        slots = blocks.view(2 * self.kv_heads, -1, self.head_dim)
         scales = None
         if self.is_fp8:
-            scales = head_scales([1.0] * 2 * KV_HEADS, self.dtype, torch.device("cpu"))
-        return LayerCache(blocks, slots[:KV_HEADS], slots[KV_HEADS:], scales)
+            scales = head_scales([1.0] * 2 * self.kv_heads, self.dtype, torch.device("cpu"))
+        return LayerCache(blocks, slots[: self.kv_heads], slots[self.kv_heads :], scales)
 
     def zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=self.dtype)
@@ -85,7 +88,7 @@ def decodes(pages: Pages, *, whole: bool) -> None:
     """`whole`: each sequence is attended by one program a head; else by several, and merged."""
     queries, out = pages.zeros(HEADS, 4, pages.head_dim), pages.zeros(4, HEADS * pages.head_dim)
     tables = torch.zeros(4, 1 if whole else 1024, dtype=INTS)
-    lengths, partials = torch.zeros(4, dtype=INTS), torch.zeros(1 << 21)
+    lengths, partials = torch.zeros(4, dtype=INTS), torch.zeros(1 << 22)
     cache = pages.cache()
     attend_decodes(queries, cache, tables, lengths, out, partials, pages.window, pages.sinks)
 
@@ -98,38 +101,45 @@ def tiles(pages: Pages) -> None:
 
 
 def weights(
-    format: Format, columns: int, group: int
+    format: Format, columns: int, group: int, dtype: torch.dtype = HALVES
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Codes, scales and zeros, which a GGUF file's int8 has too; group 0: a scale for the whole
     column."""
     if format == "plain":
-        return torch.zeros(columns, DEPTH, dtype=HALVES), None, None
+        return torch.zeros(columns, DEPTH, dtype=dtype), None, None
     width = DEPTH // 2 if format in ("int4", "mxfp4") else DEPTH
     codes = torch.zeros(columns, width, dtype=torch.int8 if format == "int8" else BYTES)
     groups = DEPTH // group if group else 1
-    scales = torch.zeros(columns, groups, dtype=BYTES if format == "mxfp4" else HALVES)
+    scales = torch.zeros(columns, groups, dtype=BYTES if format == "mxfp4" else dtype)
     has_zeros = format == "int4" or (format == "int8" and group > 0)
     return codes, scales, scales if has_zeros else None
 
 
-def linear(format: Format, group: int, rows: int, columns: int, adds: bool = False) -> None:
-    x = torch.zeros(rows, DEPTH, dtype=HALVES)
-    out = torch.zeros(rows, columns, dtype=HALVES)
-    quantized_matmul(x, *weights(format, columns, group), out, format, adds)
+def linear(
+    format: Format,
+    group: int,
+    rows: int,
+    columns: int,
+    adds: bool = False,
+    dtype: torch.dtype = HALVES,
+) -> None:
+    x = torch.zeros(rows, DEPTH, dtype=dtype)
+    out = torch.zeros(rows, columns, dtype=dtype)
+    quantized_matmul(x, *weights(format, columns, group, dtype), out, format, adds)
 
 
-def experts(format: Format, group: int, rows: int, *, picked: bool) -> None:
-    """`rows` of each of two experts."""
-    codes, scales, zeros = weights(format, 2 * 512, group)
-    stacked = [None if each is None else each.view(2, 512, -1) for each in (scales, zeros)]
-    x = torch.zeros(2 * rows, DEPTH, dtype=HALVES)
-    out = torch.zeros(2 * rows, 512, dtype=HALVES)
-    packed = codes.view(2, 512, -1)
+def experts(format: Format, group: int, rows: int, *, picked: bool, count: int = 2) -> None:
+    """`rows` of each of so many experts."""
+    codes, scales, zeros = weights(format, count * 512, group)
+    stacked = [None if each is None else each.view(count, 512, -1) for each in (scales, zeros)]
+    x = torch.zeros(count * rows, DEPTH, dtype=HALVES)
+    out = torch.zeros(count * rows, 512, dtype=HALVES)
+    packed = codes.view(count, 512, -1)
     if picked:
-        chosen = torch.zeros(2 * rows, dtype=torch.int64)
+        chosen = torch.zeros(count * rows, dtype=torch.int64)
         picked_matmul(x, chosen, packed, *stacked, out, format)
     else:
-        ends = torch.zeros(2, dtype=INTS)
+        ends = torch.zeros(count, dtype=INTS)
         grouped_matmul(x, ends, packed, *stacked, out, format)
 
 
@@ -180,21 +190,29 @@ def sample() -> Iterator[Variant]:
 
 
 def every() -> Iterator[Variant]:
-    """All that a runner launches."""
+    """What a runner launches, except for pages of other sizes than 16 tokens, other depths than
+    256, and most pairs of options that have nothing to do with each other."""
     for pages in product((64, 128, 256), [HALVES], (0, 128), (False, True), (False, True)):
         yield from _attention(Pages(*pages))
     for head_dim, dtype in product((64, 128, 256), (torch.float32, torch.float16)):
         yield from _attention(Pages(head_dim, dtype))
+    # One and eight query heads a KV head; all others have four.
+    for head_dim, kv_heads, is_fp8 in product((64, 128, 256), (HEADS, 4), (False, True)):
+        yield from _attention(Pages(head_dim, is_fp8=is_fp8, kv_heads=kv_heads))
     for (format, group), rows, columns in product(SCALES, ROWS, COLUMNS):
         name = f"{format} of {group}, {rows} rows, {columns} columns"
         yield name, partial(linear, format, group, rows, columns)
         if columns == COLUMNS[0]:
             yield f"{name}, adds", partial(linear, format, group, rows, columns, adds=True)
+            half = partial(linear, format, group, rows, columns, dtype=torch.float16)
+            yield f"{name}, float16", half
     for (format, group), rows in product([*SCALES, ("plain", 0)], ROWS):
         name = f"experts, {format} of {group}, {rows} rows"
         yield name, partial(experts, format, group, rows, picked=False)
         if rows == ROWS[0]:
             yield f"{name}, picked", partial(experts, format, group, rows, picked=True)
+        if rows in (ROWS[0], ROWS[-1]):
+            yield f"{name}, 32", partial(experts, format, group, rows, picked=False, count=32)
     for taps in (3, 5):
         yield f"convolution, {taps}", partial(convolution, taps)
     yield "counting", counting
@@ -246,13 +264,15 @@ VARIANT: list[str] = []
 def main(given: list[str]) -> None:
     JITFunction.__getitem__ = compile_only
     knobs.nvidia.dump_ptxas_log = True
-    for each in given:
-        arch, _, names = each.partition(":")
-        driver.set_active(Absent(int(arch)))
-        for name in names.split(","):
-            for variant, launch in LISTS[name]():
-                VARIANT.append(variant)
-                launch()
+    with tempfile.TemporaryDirectory() as folder:
+        knobs.cache.dir = folder
+        for each in given:
+            arch, _, names = each.partition(":")
+            driver.set_active(Absent(int(arch)))
+            for name in names.split(","):
+                for variant, launch in LISTS[name]():
+                    VARIANT.append(variant)
+                    launch()
 
 
 if __name__ == "__main__":
