@@ -417,7 +417,8 @@ def _manifest(text: str) -> Path:
 
 def _output(text: str) -> Path:
     path = Path(text)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder")
     return path
 

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -123,6 +124,28 @@ def test_a_server_that_ends_at_once_is_an_error_with_its_last_words_and_leaves_n
     with pytest.raises(SystemExit, match=r"vllm ended with status 3:\n[0-9]+\nno room"):
         compare.measure(server, [1], log)
     assert not psutil.pid_exists(int(log.read_text().split()[0]))
+
+
+def test_a_child_that_has_just_ended_counts_for_nothing(compare: Any) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    gone = psutil.Process(child.pid)
+    child.kill()
+    child.wait()
+
+    class Family(compare.Running):
+        def family(self) -> list[psutil.Process]:
+            return [psutil.Process(), gone]
+
+    run = Family("", 0.0, psutil.Process())
+    assert run.pss_bytes() > 0
+    assert run.cpu_s() > 0
+
+
+def test_ullage_serves_the_given_manifest_under_its_name(compare: Any) -> None:
+    manifest = ROOT / "examples" / "smollm2.yaml"
+    server = compare.SERVERS["ullage"](manifest)
+    assert server.model == "smollm2-135m"
+    assert str(manifest) in server.command(8000)
 
 
 def test_an_answer_that_is_none_names_the_server_its_log_and_the_cause(
