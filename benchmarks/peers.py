@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -293,13 +293,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(STOP_S)
         process.kill()
         process.wait()
-        psutil.wait_procs(family, timeout=1)
+        _await_end(family, 1.0)
     # Of a server that ended by itself, children are known by its session alone.
     left = {*family, *(each for each in psutil.process_iter() if _session(each) == process.pid)}
     for child in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    psutil.wait_procs(left, timeout=5)
+    _await_end(left, 5.0)
+
+
+def _await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
+    """Waits for processes that have no parent here; where nobody asks for its status, one that has
+    ended stays as a zombie."""
+    end = time.monotonic() + seconds
+    while any(map(lives, processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _session(process: psutil.Process) -> int | None:
