@@ -18,7 +18,7 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 FEW_BYTES = 16
 """Four registers: so many are spilled by decodes over float8 KV whose heads have no groups (sm80,
-sm89) and by the product of few rows with plain experts (sm80)."""
+sm89), by tiles with a window over float8 KV (sm100) and by few rows with plain experts (sm80)."""
 
 SM100_BYTES = 160
 """What products of many rows spill on sm100, of int4 and of int8 in groups: tiles half as wide
