@@ -17,8 +17,8 @@ SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """A program may have, by architecture (CUDA programming guide, compute capabilities)."""
 
 FEW_BYTES = 16
-"""Four registers: so many are spilled by decodes over float8 KV whose heads have no groups (sm80,
-sm89), by tiles with a window over float8 KV (sm100) and by few rows with plain experts (sm80)."""
+"""Four registers: so many are spilled by attention over float8 KV (all but sm90) and by few rows
+with plain experts (sm80)."""
 
 SM100_BYTES = 160
 """What products of many rows spill on sm100, of int4 and of int8 in groups: tiles half as wide
