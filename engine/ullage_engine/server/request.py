@@ -184,11 +184,12 @@ def validated_request(
     The output limit is cut to what the model's length leaves.
 
     Raises:
-        ServiceError: the prompt is empty or leaves no room for output.
+        ServiceError: the prompt is empty, has tokens that the model has not, or leaves no room for
+            output.
     """
     num_prompt = len(prompt_ids)
-    if not num_prompt:
-        raise invalid_value("prompt", "no token", "at least one token")
+    # A tokenizer may know more tokens than the model has.
+    check_prompt_tokens(prompt_ids, model.vocab_size)
     least_output = 0 if request.embed else 1
     if num_prompt + least_output > model.max_model_len:
         raise _too_long(num_prompt, model.max_model_len, least_output)
@@ -279,8 +280,6 @@ def _stop_token_ids(stop: pb.StopConditions, eos_token_ids: tuple[int, ...]) -> 
 
 
 def _check_vocabulary(request: pb.GenerateRequest, vocab_size: int) -> None:
-    if request.WhichOneof("input") == "token_ids":
-        check_prompt_tokens(request.token_ids.ids, vocab_size)
     check_vocabulary("logit_bias", request.sampling.logit_bias, vocab_size)
     check_vocabulary("stop_token_ids", request.stop.stop_token_ids, vocab_size)
     for answer in request.continuation.answers:

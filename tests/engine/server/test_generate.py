@@ -13,9 +13,10 @@ import pytest
 
 from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.config.engine import EngineConfig
+from ullage_common.config.engine import EngineConfig, LimitsSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.server.request import ModelLimits, validated_request
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -289,6 +290,16 @@ def test_every_invalid_field_is_named(serve: Serve) -> None:
             assert (await engine.generate(ask(model="smollm2-135m"))).finished is not None
 
     asyncio.run(scenario())
+
+
+def test_a_token_that_only_the_tokenizer_knows_is_refused() -> None:
+    model = ModelLimits("m", (), pb.TASK_GENERATE, 9, 64, ())
+    for request in (pb.GenerateRequest(text="a"), pb.GenerateRequest(text="a", embed=True)):
+        assert validated_request(request, [1, 8], "k", model, LimitsSection()).request.token_ids
+        with pytest.raises(ServiceError) as caught:
+            validated_request(request, [1, 9], "k", model, LimitsSection())
+        assert caught.value.metadata["field"] == "prompt"
+        assert "token 9; possible: tokens below 9" in caught.value.message
 
 
 def test_describes_the_model(serve: Serve) -> None:
