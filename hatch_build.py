@@ -10,8 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-
 SOURCES = Path("engine/ullage_engine/native/src")
 LIBRARY = SOURCES.parent / "libullage.so"
 
@@ -23,30 +21,49 @@ OPTIONS = ["-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wall"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")]
 
+OWN_COMPILER = "ULLAGE_CXX"
+"""Variable that names another compiler with its options, such as `g++` or `clang++ -g`."""
+
 OBJECTS = {
     "library": ("library.cpp", []),
     "avx2": ("isa.cpp", ["-DULLAGE_ISA=avx2", *AVX2]),
     "avx512": ("isa.cpp", ["-DULLAGE_ISA=avx512", "-DULLAGE_AVX512=1", *AVX2, *AVX512]),
 }
-"""Object files: source, and options beside those of all."""
+"""Object files: source, and options beside those of all. They are linked in this order: of inline
+functions that several have, as those of Team, the linker keeps the first, which must run on any
+processor."""
 
 
-class BuildHook(BuildHookInterface):
-    def dependencies(self) -> list[str]:
-        """Returns what is needed beside what every build needs."""
-        return [COMPILER] if has_library() and not os.environ.get("ULLAGE_CXX") else []
+def get_build_hook() -> type:
+    """Returns what hatchling, which is only where packages are built, calls for each of them."""
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        compile_protos(Path(self.root))
-        if has_library():
-            compile_library(Path(self.root))
-            build_data["pure_python"] = False
-            build_data["tag"] = "py3-none-manylinux_2_28_x86_64"
+    class BuildHook(BuildHookInterface):
+        def dependencies(self) -> list[str]:
+            """Returns what is needed beside what every build needs."""
+            return [COMPILER] if has_library() and not os.environ.get(OWN_COMPILER) else []
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            compile_protos(Path(self.root))
+            if has_library():
+                compile_library(Path(self.root))
+                build_data["pure_python"] = False
+                build_data["tag"] = wheel_tag()
+
+    return BuildHook
 
 
-def has_library() -> bool:
+def has_library(machine: str = platform.machine()) -> bool:
     """Whether the library is for this platform; others compute with torch alone."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    return sys.platform == "linux" and machine == "x86_64"
+
+
+def wheel_tag(machine: str = platform.machine()) -> str:
+    """Returns the tag of wheels that are built here."""
+    if not has_library(machine):
+        return "py3-none-any"
+    # What another compiler links may need this machine's C library.
+    return f"py3-none-{'linux' if os.environ.get(OWN_COMPILER) else 'manylinux_2_28'}_x86_64"
 
 
 def compile_protos(root: Path) -> None:
@@ -62,14 +79,13 @@ def compile_protos(root: Path) -> None:
 
 
 def compile_library(root: Path) -> None:
-    """Compiles the C++ library of `ullage_engine.native`, once for each instruction set.
-
-    ULLAGE_CXX names another compiler with its options, such as `g++` or `clang++ -g`.
-    """
-    own = os.environ.get("ULLAGE_CXX")
+    """Compiles the C++ library of `ullage_engine.native`, once for each instruction set."""
+    own = os.environ.get(OWN_COMPILER)
     compiler = shlex.split(own) if own else [sys.executable, "-m", "ziglang", "c++", *TARGET]
+    # Nothing of C++'s own library is needed, but g++ before 13 has no option to say so.
+    linking = ["-shared", "-s", *([] if own else ["-nostdlib++"])]
     source, library = root / SOURCES, root / LIBRARY
-    built = {name: library.with_name(f"{name}.tmp.o") for name in OBJECTS}
+    built = {name: library.with_name(f"{name}.{os.getpid()}.tmp.o") for name in OBJECTS}
 
     def compile_one(name: str) -> None:
         file, options = OBJECTS[name]
@@ -80,7 +96,7 @@ def compile_library(root: Path) -> None:
         with ThreadPoolExecutor(len(OBJECTS)) as threads:
             list(threads.map(compile_one, OBJECTS))
         objects = [str(path) for path in built.values()]
-        run([*compiler, "-shared", "-s", "-nostdlib++", "-o", str(partial), *objects, "-lpthread"])
+        run([*compiler, *linking, "-o", str(partial), *objects, "-lpthread"])
         # Processes that have mapped the old file keep it.
         partial.replace(library)
     finally:
@@ -90,8 +106,14 @@ def compile_library(root: Path) -> None:
 
 def run(command: list[str]) -> None:
     """Runs a compiler, whose messages go to standard error."""
-    if subprocess.run(command, check=False).returncode:
-        raise RuntimeError(f"failed: {shlex.join(command)}")
+    try:
+        status = subprocess.run(command, check=False).returncode
+    except OSError as error:
+        status = error.errno
+    if status:
+        raise RuntimeError(
+            f"failed: {shlex.join(command)}; {OWN_COMPILER} can name another C++ compiler"
+        )
 
 
 if __name__ == "__main__":

