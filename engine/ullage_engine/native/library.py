@@ -25,6 +25,9 @@ BLOCK_TOKENS = 16
 VECTOR = 16
 """Numbers of the widest vector: the library reads rows in multiples of it."""
 
+INSTRUCTION_SETS = ("avx2", "avx512")
+"""Instruction sets that the library has; a processor that has one has those before it."""
+
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4}
 
 _ABI = 3
@@ -106,10 +109,16 @@ class Draw(ctypes.Structure):
 @cache
 def load() -> ctypes.CDLL | None:
     """Loads the library; None, with a line in the log, where it cannot be used."""
-    if not PATH.exists():
-        log.info("there is no %s: the CPU computes with torch alone, several times slower", PATH)
+    try:
+        library = ctypes.CDLL(str(PATH))
+    except OSError as error:
+        log.log(
+            logging.WARNING if PATH.exists() else logging.INFO,
+            "the CPU computes with torch alone, several times slower, as the C++ library cannot be "
+            "loaded: %s; install Ullage again on this machine",
+            error,
+        )
         return None
-    library = ctypes.CDLL(str(PATH))
     library.ullage_abi.restype = c_int64
     if library.ullage_abi() != _ABI:
         log.warning("%s is of another version: install Ullage again", PATH)
@@ -128,8 +137,19 @@ def load() -> ctypes.CDLL | None:
 def instruction_set() -> str | None:
     """Returns the instruction set that the library computes with here; None: it cannot be used."""
     library = load()
-    name = library.ullage_instruction_set() if library is not None else None
-    return name.decode() if name is not None else None
+    if library is None:
+        return None
+    name: bytes | None = library.ullage_instruction_set()
+    if name is None:
+        log.info("the CPU computes with torch alone, several times slower: it lacks AVX2")
+        return None
+    return name.decode()
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Returns all instruction sets that the library can compute with here."""
+    best = instruction_set()
+    return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(best) + 1] if best is not None else ()
 
 
 class Team:

@@ -11,7 +11,7 @@ from ullage_engine.layers.linear import (
     TiledEmbedding,
     native_scratch_bytes,
 )
-from ullage_engine.native.library import Team, instruction_set
+from ullage_engine.native.library import Team
 from ullage_engine.quantization.formats import (
     TILE_GROUPS,
     Encoding,
@@ -22,9 +22,7 @@ from ullage_engine.quantization.formats import (
     unpack,
 )
 
-pytestmark = pytest.mark.skipif(
-    instruction_set() is None, reason="this processor has no instruction set of the library"
-)
+pytestmark = pytest.mark.usefixtures("isa")
 
 NewWeights = Callable[[int, int], torch.Tensor]
 ROWS = (1, 2, 3, 8, 9, 31, PASS_ROWS + 5)
@@ -108,12 +106,14 @@ def test_an_embedding_gives_the_rows_of_tokens(new_weights: NewWeights) -> None:
         assert torch.equal(out, unpack(packed).dequantise()[token_ids])
 
 
-def test_threads_share_out_regions_of_any_number_of_items(new_weights: NewWeights) -> None:
+def test_threads_share_out_regions_of_any_number_of_items(
+    isa: str, new_weights: NewWeights
+) -> None:
     packed, x = tiles(new_weights(272, 160), "int4", 32), new_weights(70, 160)
     results = []
     for num_threads in (1, 2, 5):
         matrix = linear(packed)
-        matrix._team = Team(num_threads)
+        matrix._team = Team(num_threads, isa)
         for rows in (1, 70):
             out = torch.empty(rows, 272)
             for _ in range(20):

@@ -76,7 +76,7 @@ def test_codes_survive_packing(seed: int) -> None:
 def test_tiles_are_used_only_where_they_are_read() -> None:
     """Groups of a tile divide those of the matrix."""
     if instruction_set() is None:
-        pytest.skip("this processor has no instruction set of the library")
+        pytest.skip("the library cannot be used here; its log says why")
     for format, group in (("int4", 32), ("int8", 192)):
         encoding = chosen_encoding(format, (128, 192))
         assert encoding.group == group
