@@ -15,7 +15,7 @@ import torch
 
 from ullage_common.config.engine import ModelSection
 from ullage_engine.kernels.arena import StepLimits
-from ullage_engine.layers.native_decoder import can_decode
+from ullage_engine.layers.native_decoder import auto_kv_type
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_loader.loader import load_weights
 from ullage_engine.protocol.messages import SamplingParams
@@ -38,7 +38,13 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
-    runner = load_runner(arguments.source, device, dtype, arguments.deterministic)
+    runner = load_runner(
+        arguments.source,
+        device,
+        dtype,
+        arguments.deterministic,
+        is_chosen=arguments.dtype != "auto",
+    )
     print(f"{dtype}, {torch.get_num_threads()} threads, median ms a step")
     for batch in (1, 8, 32):
         plan = StepPlan([chunk(row, 1, arguments.context) for row in range(batch)])
@@ -58,7 +64,9 @@ def load_runner(
     max_model_len: int = 8192,
     quantization: Literal["auto", "int8"] = "auto",
     warms_up: bool = True,
+    is_chosen: bool = False,
 ) -> ModelRunner:
+    """`is_chosen`: `dtype` is that of spec.model.dtype, which KV then has, too."""
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark", quantization=quantization)
         loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
@@ -70,8 +78,7 @@ def load_runner(
         itemsize=dtype.itemsize,
         deterministic=deterministic,
     )
-    is_native = can_decode(loaded, limits, device)
-    kv_type = torch.bfloat16 if is_native else dtype
+    kv_type = dtype if is_chosen else auto_kv_type(loaded, limits, device, dtype)
     runner = ModelRunner(loaded, device, dtype, limits, kv_type=kv_type)
     runner.allocate_arena()
     runner.allocate_kv(POOL_BLOCKS)

@@ -243,7 +243,7 @@ class StepLimits:
     out."""
     windowed: bool = False
     """Whether layers with sliding windows have KV blocks of their own."""
-    native: int = 0
+    library_threads: int = 0
     """Threads of the C++ library, if it computes whole steps; 0: it does not."""
 
     def product_rows(self, tokens: int) -> int:
@@ -301,7 +301,7 @@ def mask_width(max_model_len: int) -> int:
 
 def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Activations of one layer at a time, the gather workspace, rotary tables and the mask."""
-    if limits.native:
+    if limits.library_threads:
         return native_arena(model_config, limits)
     tokens, itemsize = limits.product_rows(limits.max_tokens), limits.itemsize
     width = span_mask_width() if limits.deterministic else mask_width(limits.max_model_len)
@@ -341,6 +341,10 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 ROWS_TOGETHER = 64
 """Most queries that the C++ library attends together, of rows that follow one another."""
 
+MAX_PARTIALS = 4 << 20
+"""Most numbers of the C++ library's partial results. A step with more, which has many threads and a
+long context, attends each sequence's context in one piece."""
+
 
 def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Activations, rotary tables and each thread's workspace of `ullage_engine.native`."""
@@ -359,8 +363,8 @@ def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
         "row_sums": groups,
         "cos": limits.max_model_len * dim // 2,
         "sin": limits.max_model_len * dim // 2,
-        "partials": 4 * limits.native * spans * together * (dim + 2),
-        "workspace": limits.native * max(workspace, gated),
+        "partials": min(4 * limits.library_threads * spans * together * (dim + 2), MAX_PARTIALS),
+        "workspace": limits.library_threads * max(workspace, gated),
     }
     floats = _place(elements, 0, FLOAT32_BYTES)
     rounded = _place({"rounded": tokens * widest}, _aligned(floats[-1].end), CODE_BYTES)
@@ -369,7 +373,7 @@ def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 def sampler_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Logits of every sampled row, as computed and in float32."""
-    if limits.native:
+    if limits.library_threads:
         return ArenaLayout(
             tuple(_place({"logits": limits.max_rows * model_config.vocab}, 0, FLOAT32_BYTES))
         )

@@ -37,22 +37,49 @@ _MATRICES = ("qkv", "output", "gate_up", "down")
 _VECTORS = ("mixer_norm", "mlp_norm", "q_norm", "k_norm")
 
 
-def can_decode(loaded: LoadedModel, limits: StepLimits, device: torch.device) -> bool:
-    """Whether the library computes every step of a whole model."""
+def library_refusal(
+    loaded: LoadedModel, limits: StepLimits, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Returns why the library does not compute the steps of a model, and what changes that, if
+    anything does; empty: it computes every step."""
+    if device.type != "cpu":
+        return "the device is no CPU"
     config = loaded.model_config
-    if device.type != "cpu" or instruction_set() is None or limits.fp8_kv or limits.windowed:
-        return False
-    if config.has_attention_bias or config.has_sinks or config.first_layer:
-        return False
-    if any(each.mixer == "conv" or each.window for each in config.layers) or config.experts:
-        return False
     widths = (config.hidden, config.intermediate, config.head_dim // 2)
-    if any(width % VECTOR for width in widths) or limits.block_tokens != BLOCK_TOKENS:
-        return False
+    has_other_layers = any(each.mixer == "conv" or each.window for each in config.layers)
     names = ["embedding", "embedding" if config.tied else "head"]
     names += [f"layers.{i}.{each}" for i in range(config.num_layers) for each in _MATRICES]
     encodings = loaded.encodings
-    return all(name in encodings and encodings[name].is_tiled for name in names)
+    plain = [name for name in names if name not in encodings or not encodings[name].is_tiled]
+    refusals = {
+        "the library cannot be used on this machine": instruction_set() is None,
+        "model.kv_dtype is fp8; set auto": limits.fp8_kv,
+        "model.dtype is float16; set auto": dtype == torch.float16,
+        "the model has convolutions, experts or sliding windows": (
+            has_other_layers or config.experts is not None or limits.windowed
+        ),
+        "the model's attention has biases or sinks": (
+            config.has_attention_bias or config.has_sinks
+        ),
+        f"widths {widths} of rows are not all multiples of {VECTOR}": (
+            any(width % VECTOR for width in widths)
+        ),
+        "only a part of the model is here": config.first_layer > 0,
+        f"blocks of KV are not of {BLOCK_TOKENS} tokens": limits.block_tokens != BLOCK_TOKENS,
+        f"matrices such as {', '.join(plain[:1])} are not int8 or int4 (model.quantization), or "
+        "not of whole tiles of 16 rows": bool(plain),
+    }
+    return next((refusal for refusal, holds in refusals.items() if holds), "")
+
+
+def auto_kv_type(
+    loaded: LoadedModel, limits: StepLimits, device: torch.device, dtype: torch.dtype
+) -> torch.dtype:
+    """Returns the type of keys and values that are not float8, where nobody chose `dtype`.
+
+    The library, which computes in float32, reads halves of it as fast on any processor.
+    """
+    return dtype if library_refusal(loaded, limits, device, dtype) else torch.bfloat16
 
 
 class NativeDecoder:
@@ -64,7 +91,8 @@ class NativeDecoder:
         """`arena` is laid out by `ullage_engine.kernels.arena.native_arena`."""
         self._loaded, self._config, self._arena = loaded, loaded.model_config, arena
         self._kept: list[torch.Tensor] = []
-        self.team = shared_team(torch.get_num_threads())
+        self._num_threads = limits.library_threads
+        self.team = shared_team(self._num_threads)
         self._fill_tables(limits)
         self._layers = (Layer * self._config.num_layers)(*self._make_layers())
         self._model = self._make_model()
@@ -90,10 +118,15 @@ class NativeDecoder:
 
         Returns:
             The likeliest token of each; -1 where a logit is not finite.
+
+        Raises:
+            IndexError: a token is not in the vocabulary.
         """
         sizes = [len(chunk.token_ids) for chunk in chunks]
         rows = [0, *itertools.accumulate(sizes)]
         tokens, token_ids = _int32(itertools.chain(*(chunk.token_ids for chunk in chunks)))
+        if tokens and (min(tokens) < 0 or max(tokens) >= self._config.vocab):
+            raise IndexError(f"tokens {min(tokens)} to {max(tokens)}, of {self._config.vocab}")
         tables, place = _int32(itertools.chain(*(chunk.block_ids for chunk in chunks)))
         sampled = [
             row
@@ -176,7 +209,7 @@ class NativeDecoder:
             head=self._matrix("embedding" if config.tied else "head"),
             layers=ctypes.addressof(self._layers),
             num_partials=arena["partials"].numel(),
-            workspace_floats=arena["workspace"].numel() // torch.get_num_threads(),
+            workspace_floats=arena["workspace"].numel() // self._num_threads,
             **{name: arena[buffer].data_ptr() for name, buffer in buffers.items()},
         )
 

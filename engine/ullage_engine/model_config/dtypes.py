@@ -12,7 +12,8 @@ DTYPES = {
 }
 
 KvDtype = Literal["auto", "fp8"]
-"""Type of stored keys and values: the computing type, or float8 E4M3."""
+"""Type of stored keys and values: float8 E4M3, or what suits the decoder; see
+`ullage_engine.layers.native_decoder.auto_kv_type`."""
 
 
 def kv_itemsize(kv_dtype: KvDtype, dtype: torch.dtype) -> int:

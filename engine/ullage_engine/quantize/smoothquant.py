@@ -13,6 +13,7 @@ import torch
 
 from ullage_engine.kernels.arena import BLOCK_TOKENS, StepLimits
 from ullage_engine.layers.linear import Linear
+from ullage_engine.layers.native_decoder import auto_kv_type
 from ullage_engine.model_config.dtypes import KvDtype
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.model_loader.prepare import MATRICES
@@ -31,7 +32,8 @@ class TextPass:
         wrap: Wrap | None = None,
         kv_dtype: KvDtype = "auto",
     ) -> None:
-        """`wrap` may put something between the model and each of its matrices."""
+        """`wrap` may put something between the model and each of its matrices; without it this
+        computes what an engine does that was told no type of its own."""
         limits = StepLimits(
             max_tokens=window,
             max_rows=1,
@@ -41,9 +43,15 @@ class TextPass:
             fp8_kv=kv_dtype == "fp8",
         )
         device = next(iter(loaded.tensors.values())).device
-        self._runner = ModelRunner(loaded, device, dtype, limits, wrap=wrap)
+        kv_type = auto_kv_type(loaded, limits, device, dtype) if wrap is None else dtype
+        self._runner = ModelRunner(loaded, device, dtype, limits, wrap=wrap, kv_type=kv_type)
         self._runner.allocate_arena()
         self._runner.allocate_kv(-(-window // BLOCK_TOKENS))
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token's KV."""
+        return self._runner.kv_block_bytes // BLOCK_TOKENS
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
         """Computes hidden states after the last layer; they live until the next call."""

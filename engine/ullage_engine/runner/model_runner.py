@@ -38,7 +38,7 @@ from ullage_engine.layers.attention import (
 from ullage_engine.layers.decoder import Decoder
 from ullage_engine.layers.linear import Linear
 from ullage_engine.layers.moe import ExpertLinears
-from ullage_engine.layers.native_decoder import NativeDecoder, can_decode
+from ullage_engine.layers.native_decoder import NativeDecoder, library_refusal
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel
 from ullage_engine.parallel.pipeline import PipelineRank, StepTransfers, in_plan_order
@@ -180,11 +180,11 @@ class ModelRunner:
         self._wrap, self._wrap_experts = wrap, wrap_experts
         is_paged = can_page(loaded.model_config, limits.block_tokens, device)
         is_plain = wrap is None and wrap_experts is None and self._rank.is_alone
-        is_native = is_plain and can_decode(loaded, limits, device)
+        uses_library = is_plain and not library_refusal(loaded, limits, device, dtype)
         self._limits = replace(
             limits,
             fused=is_paged and not limits.deterministic,
-            native=torch.get_num_threads() if is_native else 0,
+            library_threads=torch.get_num_threads() if uses_library else 0,
         )
         self._step_layout = step_arena(loaded.model_config, self._limits)
         sampler = sampler_arena(loaded.model_config, self._limits)
@@ -252,7 +252,7 @@ class ModelRunner:
             size = self._scratch_linear_bytes
             # empty and zero_, because zeros would leave the pages unbacked until first use.
             self._unpacked = torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
-            if self._limits.native:
+            if self._limits.library_threads:
                 self._native = NativeDecoder(self._loaded, self._limits, self._arena)
                 return
             self._model = self._build()
@@ -471,7 +471,9 @@ class ModelRunner:
 
     @property
     def _scratch_linear_bytes(self) -> int:
-        return 0 if self._limits.native else linear_scratch_bytes(self._loaded, self._limits)
+        if self._limits.library_threads:
+            return 0
+        return linear_scratch_bytes(self._loaded, self._limits)
 
     @property
     def _scratch_bytes(self) -> int:

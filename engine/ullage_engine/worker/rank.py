@@ -18,7 +18,7 @@ from ullage_common.process.memory import free_bytes
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.kernels.kv_pool import LAYOUT_VERSION, kv_block_bytes
 from ullage_engine.kernels.ranges import ranges
-from ullage_engine.layers.native_decoder import can_decode
+from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
@@ -88,8 +88,6 @@ class RankStartup:
         if config.profiling.nvtx and self.device.type == "cuda":
             ranges.to_nvtx()
         self.dtype = resolve_dtype(config.model.dtype, self.device)
-        if rank == 0 and is_emulated(self.dtype, self.device):
-            log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
         self.meter = MemoryMeter(self.device)
         self.ledger = open_ledger(config, self.device, host_tier.num_bytes if host_tier else 0)
         self.swap_bytes_per_second = 0.0
@@ -185,19 +183,21 @@ class RankStartup:
         """Bytes of a stored number of KV; everything that sizes KV uses it."""
         return kv_itemsize(self.config.model.kv_dtype, self.kv_type)
 
-    @property
-    def is_native(self) -> bool:
-        """Whether the C++ library computes whole steps."""
+    @cached_property
+    def library_refusal(self) -> str:
+        """Why the C++ library does not compute whole steps; empty: it does."""
         assert self._loaded is not None, "load comes first"
-        is_alone = self.layout.world == 1
-        return is_alone and can_decode(self._loaded, self.step_limits, self.device)
+        if self.layout.world > 1:
+            return "several ranks compute together"
+        return library_refusal(self._loaded, self.step_limits, self.device, self.dtype)
 
-    @property
+    @cached_property
     def kv_type(self) -> torch.dtype:
-        """Type of keys and values where they are not float8. The library, which computes in
-        float32, reads halves of it as fast on any processor."""
-        is_auto = self.config.model.dtype == "auto"
-        return torch.bfloat16 if is_auto and self.is_native else self.dtype
+        """Type of keys and values where they are not float8."""
+        if self.config.model.dtype != "auto" or self.layout.world > 1:
+            return self.dtype
+        assert self._loaded is not None, "load comes first"
+        return auto_kv_type(self._loaded, self.step_limits, self.device, self.dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -229,6 +229,7 @@ class RankStartup:
         """
         assert self._loaded is not None, "load comes first"
         pipeline_rank = self._join_group(store)
+        self._log_decoder()
         self._runner = ModelRunner(
             self._loaded,
             self.device,
@@ -353,6 +354,18 @@ class RankStartup:
         self.ledger.allocated("transfers", pipeline_rank.nbytes)
         return pipeline_rank
 
+    def _log_decoder(self) -> None:
+        """Logs what computes steps on a CPU, and why it is not what is fastest."""
+        if self.rank or self.device.type != "cpu":
+            return
+        if not self.library_refusal:
+            log.info("the C++ library computes steps, with KV in %s", dtype_name(self.kv_type))
+            return
+        reason = self.library_refusal
+        log.info("torch computes steps, slower than the C++ library, since %s", reason)
+        if is_emulated(self.dtype, self.device):
+            log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
+
     def _fitting_blocks(self) -> int:
         """Counts whole KV blocks that fit, at least those of the largest prompt chunk.
 
@@ -437,7 +450,7 @@ class RankStartup:
                 "weights": self._loaded.content if self._loaded else "",
                 "dtype": dtype_name(self.dtype),
                 "kv_itemsize": self.kv_itemsize,
-                "native": self.is_native,
+                "library": not self.library_refusal,
                 "block_tokens": limits.block_tokens,
                 "block_bytes": self.block_bytes,
                 "window_tokens": self.window_tokens,

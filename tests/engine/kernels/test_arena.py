@@ -11,6 +11,7 @@ from msgspec.structs import replace as replace_fields
 
 from ullage_engine.kernels.arena import (
     ALIGNMENT,
+    MAX_PARTIALS,
     StepLimits,
     sampler_arena,
     step_arena,
@@ -102,6 +103,14 @@ def test_the_demo_models_arenas_are_small() -> None:
     # Scores and gathered KV are what kernels that read pages do without.
     assert step_arena(SMOLLM2, limits(fused=True)).nbytes < step_arena(SMOLLM2, limits()).nbytes
     assert sampler_arena(SMOLLM2, limits()).nbytes == 64 * 49152 * (2 + 4)
+
+
+def test_partial_results_of_the_library_are_bounded() -> None:
+    most = replace(limits(length=1 << 17), library_threads=256)
+    sizes = {each.name: each.num_elements for each in step_arena(SMOLLM2, most).buffers}
+    assert sizes["partials"] == MAX_PARTIALS
+    few = replace(limits(), library_threads=2)
+    assert step_arena(SMOLLM2, few).nbytes < 32 << 20
 
 
 def test_more_of_anything_takes_no_less() -> None:

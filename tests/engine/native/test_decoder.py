@@ -5,60 +5,123 @@ Weights and tokens differ from run to run; a failure prints their seed.
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from dataclasses import replace as changed
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from ullage_common.config.engine import ModelSection
+from ullage_engine.kernels import arena
 from ullage_engine.kernels.arena import StepLimits
-from ullage_engine.model_loader.loader import LoadedModel, load_weights
-from ullage_engine.native.library import instruction_set
+from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
+from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
+from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.model_loader.prepare import MATRICES, VOCABULARY
+from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, StepPlan
+from ullage_engine.quantization.formats import Encoding, Format, code_bytes, pack, quantise
+from ullage_engine.quantize.smoothquant import TextPass
 from ullage_engine.runner.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(
-    instruction_set() is None, reason="this processor has no instruction set of the library"
-)
+pytestmark = pytest.mark.usefixtures("isa")
 
+CPU = torch.device("cpu")
 VOCAB, CONTEXT, BLOCKS = 208, 1100, 600
 LIMITS = StepLimits(
     max_tokens=CONTEXT, max_rows=16, max_model_len=CONTEXT, gather_tokens=2048, itemsize=4
 )
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 96,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 160,
-    "max_position_embeddings": CONTEXT,
-}
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def loaded(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    random_model: Callable[..., Any],
-) -> LoadedModel:
-    folder = tmp_path_factory.mktemp(request.param)
-    random_model(request.param, torch.seed() % 2**31, **SIZES).save_pretrained(folder)
-    section = ModelSection(source=f"file://{folder}", name="test", quantization="int8")
-    cpu, prepared = torch.device("cpu"), folder / "prepared"
-    return load_weights(section, cpu, torch.float32, prepared, lambda done, total: None)
+@dataclass(frozen=True)
+class Shape:
+    """What a model may be as far as the library's code differs by it."""
+
+    format: Format = "int8"
+    group: int = 32
+    head_dim: int = 32
+    heads: int = 6
+    kv_heads: int = 2
+    has_qk_norm: bool = False
+    tied: bool = True
 
 
-def make_runner(loaded: LoadedModel, is_native: bool = True) -> ModelRunner:
-    """Matrices that something may be put between are the torch decoder's."""
-    wrap = None if is_native else lambda name, matrix: matrix
-    runner = ModelRunner(loaded, torch.device("cpu"), torch.float32, LIMITS, wrap=wrap)
+SHAPES = [
+    Shape(),
+    Shape("int8", 16, 64, 4, 4, has_qk_norm=True),
+    Shape("int4", 32, 64, 8, 1, tied=False),
+    Shape("int4", 16, 128, 8, 1),
+    Shape("int8", 32, 128, 3, 3),
+]
+
+MOST = {torch.float32: (5e-4, 0.05), torch.bfloat16: (1e-2, 0.15)}
+"""Most by which logits may differ from those with keys and values in float32: 1 less the cosine,
+and the largest difference as a share of the largest logit. What differs in the last bit before rows
+are rounded may differ by a step behind it."""
+
+
+def make_model(shape: Shape) -> LoadedModel:
+    """A model of two layers whose weights are random."""
+    model_config = ModelConfig(
+        architecture="qwen3" if shape.has_qk_norm else "llama",
+        layers=(LayerSpec(), LayerSpec()),
+        hidden=96,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate=160,
+        vocab=VOCAB,
+        max_position=CONTEXT,
+        rope_theta=1e4,
+        rms_eps=1e-5,
+        tied=shape.tied,
+        has_qk_norm=shape.has_qk_norm,
+    )
+    tensors, encodings = {}, {}
+    for plan in plan_tensors(model_config):
+        weights = 0.2 * torch.randn(plan.shape)
+        if plan.name.rpartition(".")[2] in MATRICES | VOCABULARY:
+            encodings[plan.name] = tiles(weights, shape.format, shape.group)
+            tensors |= packed(plan.name, weights, encodings[plan.name])
+        else:
+            tensors[plan.name] = 1 + weights
+    return LoadedModel(model_config, tensors, 0, encodings)
+
+
+def tiles(weights: torch.Tensor, format: Format, group: int) -> Encoding:
+    shape = (weights.shape[0], weights.shape[1])
+    return Encoding(format=format, shape=shape, group=group, has_zeros=True, is_tiled=True)
+
+
+def packed(name: str, weights: torch.Tensor, encoding: Encoding) -> dict[str, torch.Tensor]:
+    pieces = pack(quantise(weights, encoding, torch.float32), encoding, torch.float32)
+    return {f"{name}.{piece}": tensor for piece, tensor in pieces.items()}
+
+
+def damaged(loaded: LoadedModel, name: str, tensor: torch.Tensor) -> LoadedModel:
+    return changed(loaded, tensors=loaded.tensors | {name: tensor})
+
+
+@pytest.fixture(scope="module", params=SHAPES[:2], ids=["llama", "qwen3"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return make_model(request.param)
+
+
+def make_runner(
+    loaded: LoadedModel,
+    uses_library: bool = True,
+    kv_type: torch.dtype = torch.bfloat16,
+    num_blocks: int = BLOCKS,
+) -> ModelRunner:
+    """Matrices that something may be put between are the torch decoder's, whose KV is float32."""
+    wrap = None if uses_library else lambda name, matrix: matrix
+    kv_type = kv_type if uses_library else torch.float32
+    runner = ModelRunner(loaded, CPU, torch.float32, LIMITS, wrap=wrap, kv_type=kv_type)
     runner.allocate_arena()
-    runner.allocate_kv(BLOCKS)
-    assert bool(runner._limits.native) == is_native
+    runner.allocate_kv(num_blocks)
+    assert bool(runner._limits.library_threads) == uses_library
     return runner
 
 
@@ -84,20 +147,37 @@ def random_tokens(count: int) -> list[int]:
     return torch.randint(0, VOCAB, (count,)).tolist()
 
 
-def test_steps_equal_the_torch_decoders(loaded: LoadedModel) -> None:
+def test_steps_equal_the_torch_decoders(subtests: pytest.Subtests) -> None:
     """Prompts, decodes and both together, over one span of context and over several."""
-    native, plain = make_runner(loaded), make_runner(loaded, is_native=False)
     long, short = random_tokens(CONTEXT), random_tokens(40)
     steps = [
         [chunk(0, long, 0, 700), chunk(1, short, 0, 39)],
         [chunk(1, short, 39, 40), chunk(0, long, 700, 1001)],
         [chunk(0, long, 1001, 1002)],
     ]
-    for step in steps:
-        found, wanted = logits(native, *step), logits(plain, *step)
-        # Rows that differ in the last bit before they are rounded may differ by a step after it.
-        assert torch.nn.functional.cosine_similarity(found, wanted).min() > 0.999
-        assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+    for shape in SHAPES:
+        loaded = make_model(shape)
+        plain = make_runner(loaded, uses_library=False)
+        wanted = [logits(plain, *step) for step in steps]
+        for kv_type, (most_angle, most) in MOST.items():
+            own = make_runner(loaded, kv_type=kv_type)
+            for step, expected in zip(steps, wanted, strict=True):
+                with subtests.test(shape=shape, kv_type=kv_type, chunks=len(step)):
+                    found = logits(own, *step)
+                    cosine = torch.nn.functional.cosine_similarity(found, expected)
+                    assert cosine.min() > 1 - most_angle
+                    assert (found - expected).abs().max() < most * expected.abs().max()
+
+
+def test_contexts_are_attended_alike_where_partial_results_have_no_room(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = random_tokens(CONTEXT)
+    wanted = logits(make_runner(loaded), chunk(0, tokens, 0, CONTEXT))
+    monkeypatch.setattr(arena, "MAX_PARTIALS", 16)
+    runner = make_runner(loaded)
+    logits(runner, chunk(0, tokens, 0, CONTEXT - 1))
+    assert torch.equal(logits(runner, chunk(0, tokens, CONTEXT - 1, CONTEXT)), wanted)
 
 
 def test_a_row_has_the_same_bits_however_its_context_was_cut(loaded: LoadedModel) -> None:
@@ -140,9 +220,129 @@ def test_hidden_states_give_the_logits_of_every_row(loaded: LoadedModel) -> None
         assert torch.equal(out[end - 1], logits(runner, chunk(1, tokens, 0, end))[0])
 
 
-def test_damaged_weights_give_no_token(loaded: LoadedModel) -> None:
-    tensors = dict(loaded.tensors)
-    tensors["norm"] = torch.full_like(tensors["norm"], torch.nan)
-    damaged = LoadedModel(loaded.model_config, tensors, loaded.nbytes, loaded.encodings)
-    [sampled] = make_runner(damaged).execute(StepPlan([chunk(0, random_tokens(9), 0, 9)]))
-    assert sampled.token_id == NO_TOKEN
+def test_damaged_weights_give_no_token(subtests: pytest.Subtests) -> None:
+    """One number of a vector, or the scale of some weights of a query, is no number.
+
+    In the last layer only the last row's own attention shows it.
+    """
+    loaded = make_model(SHAPES[1])
+    matrix, size = "layers.1.qkv.values", code_bytes(loaded.encodings["layers.1.qkv"])
+    scales = loaded.tensors[matrix].clone()
+    scales[0, 0, size : size + 2] = torch.tensor([0x00, 0x7E], dtype=torch.uint8)
+    for name, tensor in (
+        ("norm", with_nan(loaded.tensors["norm"])),
+        ("layers.1.k_norm", with_nan(loaded.tensors["layers.1.k_norm"])),
+        (matrix, scales),
+    ):
+        runner = make_runner(damaged(loaded, name, tensor))
+        for count in (9, 16, 300):
+            with subtests.test(tensor=name, tokens=count):
+                plan = StepPlan([chunk(0, random_tokens(count), 0, count)])
+                [sampled] = runner.execute(plan)
+                assert sampled.token_id == NO_TOKEN
+
+
+def with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.index_fill(0, torch.tensor([3]), torch.nan)
+
+
+def test_gates_far_below_zero_are_shut(loaded: LoadedModel) -> None:
+    """From -8 to -8,000, where e^-x has no place in a float32."""
+    config = loaded.model_config
+    hidden, width = config.hidden, config.intermediate
+    steps = torch.logspace(1, 4, width).neg() / hidden
+    gate_up = torch.cat([steps[:, None].expand(width, hidden), torch.randn(width, hidden)])
+    name = "layers.0.gate_up"
+    extreme = damaged(loaded, "layers.0.mlp_norm", torch.ones(hidden))
+    extreme = changed(
+        extreme, tensors=extreme.tensors | packed(name, gate_up, loaded.encodings[name])
+    )
+    # Rows of one sign, which no layer before changes much.
+    embedding = torch.rand(VOCAB, hidden) + 10
+    pieces = packed("embedding", embedding, loaded.encodings["embedding"])
+    extreme = changed(extreme, tensors=extreme.tensors | pieces)
+    plan = StepPlan([chunk(0, random_tokens(9), 0, 9)])
+    found, wanted = (make_runner(extreme, own).hidden(plan) for own in (True, False))
+    assert torch.allclose(found, wanted, rtol=0.01, atol=0.01 * float(wanted.abs().max()))
+
+
+def test_a_token_that_the_model_has_not_is_refused(loaded: LoadedModel) -> None:
+    runner = make_runner(loaded)
+    for token in (VOCAB, VOCAB + 100_000, -1):
+        with pytest.raises(IndexError):
+            logits(runner, chunk(0, [1, token], 0, 2))
+
+
+def test_what_the_library_does_not_compute_is_named(
+    loaded: LoadedModel, subtests: pytest.Subtests
+) -> None:
+    config = loaded.model_config
+    spec = ExpertsSpec(num_experts=4, experts_per_token=2, intermediate=32, scoring="sigmoid")
+    part = {name: each for name, each in loaded.encodings.items() if name != "layers.1.down"}
+
+    def other(**changes: object) -> LoadedModel:
+        return changed(loaded, model_config=replace(config, **changes))
+
+    refused = [
+        (loaded, LIMITS, torch.device("cuda"), torch.float32, "no CPU"),
+        (loaded, changed(LIMITS, fp8_kv=True), CPU, torch.float32, "kv_dtype"),
+        (loaded, LIMITS, CPU, torch.float16, "model.dtype is float16; set auto"),
+        (other(layers=(LayerSpec(window=9),)), LIMITS, CPU, torch.float32, "windows"),
+        (other(layers=(LayerSpec(mixer="conv"),)), LIMITS, CPU, torch.float32, "convolutions"),
+        (other(experts=spec), LIMITS, CPU, torch.float32, "experts"),
+        (other(has_sinks=True), LIMITS, CPU, torch.float32, "sinks"),
+        (other(hidden=104), LIMITS, CPU, torch.float32, "104"),
+        (other(first_layer=1), LIMITS, CPU, torch.float32, "part"),
+        (changed(loaded, encodings=part), LIMITS, CPU, torch.float32, "layers.1.down"),
+    ]
+    for model, limits, device, dtype, words in refused:
+        with subtests.test(words=words):
+            assert words in library_refusal(model, limits, device, dtype)
+            assert auto_kv_type(model, limits, device, dtype) == dtype
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not library_refusal(loaded, LIMITS, CPU, dtype)
+        assert auto_kv_type(loaded, LIMITS, CPU, dtype) == torch.bfloat16
+
+
+def test_a_text_is_computed_with_the_keys_and_values_of_a_service(loaded: LoadedModel) -> None:
+    size = loaded.model_config.kv_bytes_per_token(1)
+    assert TextPass(loaded, torch.float32, 32).kv_token_bytes == 2 * size
+    assert TextPass(loaded, torch.float32, 32, lambda _, each: each).kv_token_bytes == 4 * size
+    assert TextPass(loaded, torch.float32, 32, kv_dtype="fp8").kv_token_bytes == size
+
+
+def test_float16_is_computed_by_torch(loaded: LoadedModel) -> None:
+    """Matrices are int8 as ever, and keys and values of a type that the library does not read."""
+    plain = {
+        name: tensor.half() if tensor.dtype == torch.float32 else tensor
+        for name, tensor in loaded.tensors.items()
+    }
+    runner = ModelRunner(
+        changed(loaded, tensors=plain), CPU, torch.float16, changed(LIMITS, itemsize=2)
+    )
+    runner.allocate_arena()
+    runner.allocate_kv(BLOCKS)
+    tokens = random_tokens(9)
+    found = logits(runner, chunk(0, tokens, 0, 9)).float()
+    wanted = logits(make_runner(loaded), chunk(0, tokens, 0, 9))
+    assert torch.nn.functional.cosine_similarity(found, wanted).min() > 0.99
+
+
+def test_smollm2_answers_as_the_torch_decoder(load_smollm2: Callable[..., LoadedModel]) -> None:
+    """The file's own blocks, as a service has them that chooses nothing."""
+    loaded = load_smollm2(quantization="auto")
+    assert {each.format for each in loaded.encodings.values()} == {"int4", "int8"}
+    tokens = [504, 3575, 282, 4649, 314] * 60
+    answers = []
+    for uses_library in (True, False):
+        runner = make_runner(loaded, uses_library, num_blocks=8 * (len(tokens) // 16 + 2))
+        last = logits(runner, chunk(0, tokens, 0, len(tokens)))
+        history, chosen = list(tokens), []
+        for _ in range(8):
+            chosen.append(int(last.argmax()))
+            history.append(chosen[-1])
+            last = logits(runner, chunk(0, history, len(history) - 1, len(history)))
+        answers.append((chosen, last))
+    (chosen, found), (wanted, expected) = answers
+    assert chosen == wanted
+    assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.999

@@ -1,0 +1,56 @@
+"""What a rank decides at its start, and says of it."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ullage_common.config.engine import BatchingSection, EngineConfig, ModelSection, ServerSection
+from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
+from ullage_engine.native.library import instruction_set
+from ullage_engine.worker.rank import RankStartup
+
+SIZES = {"vocab_size": 208, "hidden_size": 96, "head_dim": 32, "intermediate_size": 160}
+
+
+def test_what_computes_and_why_is_said_once(
+    tmp_path: Path, random_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    random_model("llama", 1, **SIZES).save_pretrained(tmp_path / "model")
+    own = {torch.bfloat16: "the C++ library computes steps, with KV in bfloat16"}
+    own[torch.float32] = own[torch.bfloat16].replace("bfloat16", "float32")
+    for dtype, quantization, kv_type, expected in (
+        ("auto", "int8", torch.bfloat16, own[torch.bfloat16]),
+        ("bfloat16", "int8", torch.bfloat16, own[torch.bfloat16]),
+        ("float32", "int8", torch.float32, own[torch.float32]),
+        ("float16", "int8", torch.float16, "model.dtype is float16; set auto"),
+        ("float32", "none", torch.float32, "matrices such as embedding are not int8 or int4"),
+    ):
+        config = EngineConfig(
+            model=ModelSection(
+                source=f"file://{tmp_path}/model",
+                name="m",
+                dtype=dtype,
+                quantization=quantization,
+                max_model_len=256,
+            ),
+            device="cpu",
+            batching=BatchingSection(max_sequences=4),
+            server=ServerSection(weights_dir=str(tmp_path), threads=torch.get_num_threads()),
+        )
+        rank = RankStartup(config, 0, lambda loading: None)
+        rank.load()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "ullage.engine.worker"):
+            rank.allocate_arenas()
+        lines = [line for line in caplog.messages if "computes steps" in line]
+        if instruction_set() is None:
+            expected, kv_type = "the library cannot be used on this machine", rank.dtype
+        assert len(lines) == 1, (dtype, quantization)
+        assert expected in lines[0]
+        assert rank.kv_type == kv_type
+        is_slow = dtype == "bfloat16" and instruction_set() is None and not cpu_computes_bfloat16()
+        assert any("emulates" in line for line in caplog.messages) == is_slow
