@@ -46,7 +46,7 @@ log = logging.getLogger("ullage.engine.weights")
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 9
+LAYOUT_VERSION = 10
 """Version of prepared files; raise it when they change in any way."""
 
 ALIGNMENT = 4096
@@ -401,7 +401,7 @@ def _warn_rounded_twice(prepared: list[PreparedTensor], form: PreparedForm) -> N
         kinds = sorted(set().union(*(each.rounded_kinds for each in matrices)))
         log.warning(
             "model.quantization %s rounds %d matrices a second time, which the file has as %s; "
-            "set int4 to keep their blocks, or none, or use the unquantised model",
+            "set auto or int4 to keep their blocks, or use the unquantised model",
             form.quantization,
             len(matrices),
             ", ".join(kinds),

@@ -13,7 +13,7 @@ from ullage_engine.model_config.dtypes import dtype_name
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.safetensors import CheckpointReader
 from ullage_engine.model_loader.source import ModelFiles
-from ullage_engine.model_loader.tensor_plan import Part, TensorPlan
+from ullage_engine.model_loader.tensor_plan import Part, TensorPlan, plan_tensors
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
     TILE_GROUPS,
@@ -244,12 +244,19 @@ class PreparedForm:
         if kept is not None:
             return kept, True
         if _kind(plan) in VOCABULARY:
-            others = reader.formats | {asked}
-            is_small = not others.isdisjoint(("int8", "int4")) and columns % TILE_GROUPS[-1] == 0
-            return (chosen_encoding("int8", shape) if is_small else None), False
+            is_small = asked in ("int8", "int4") or self._keeps_integers(reader)
+            is_whole = columns % TILE_GROUPS[-1] == 0
+            return (chosen_encoding("int8", shape) if is_small and is_whole else None), False
         if asked == "auto" or asked == "none":  # one by one, which narrows the type
             return None, False
         return chosen_encoding(asked, shape), False
+
+    def _keeps_integers(self, reader: CheckpointReader) -> bool:
+        """Whether matrices of layers stay the int4 or int8 that the checkpoint has."""
+        plans = filter(is_matrix, plan_tensors(reader.model_config))
+        names = (part.source for plan in plans for part in plan.parts)
+        kept = (reader.encoding(name, self._kept) for name in names)
+        return any(each is not None and each.format in ("int8", "int4") for each in kept)
 
     @property
     def _kept(self) -> Format | None:

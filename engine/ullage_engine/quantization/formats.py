@@ -27,9 +27,9 @@ import torch
 from ullage_engine.native.library import TILE_ROWS, instruction_set
 
 Format = Literal["int8", "int4", "fp8", "w8a8", "mxfp4"]
-"""int8 and int4: integers, activations stay as they are. fp8: E4M3. w8a8: int8, and activations
-are rounded to int8 as well, row by row. mxfp4: experts of checkpoints that have it; nothing is
-rounded to it."""
+"""int8 and int4: integers; activations stay as they are, but groups of them are rounded to int8
+before products with tiles. fp8: E4M3. w8a8: int8, and activations are rounded to int8 as well, row
+by row. mxfp4: experts of checkpoints that have it; nothing is rounded to it."""
 
 INT4_GROUP = 32
 """Columns that share a scale and a zero where weights are rounded to int4."""
@@ -234,9 +234,9 @@ class Packed(NamedTuple):
 def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
     """Lists the tensors that a matrix is stored in; `dtype` is that of the computation."""
     rows, columns = encoding.shape
-    scale_type = _scale_type(encoding, dtype)
+    stored = scale_type(encoding, dtype)
     per_group = None if encoding.is_scaled_by_row else Axis(1, encoding.group)
-    scales = Piece(SCALES, (rows, encoding.num_groups), scale_type, columns=per_group)
+    scales = Piece(SCALES, (rows, encoding.num_groups), stored, columns=per_group)
     if encoding.is_tiled:
         tiles = (rows // TILE_ROWS, encoding.num_groups, code_bytes(encoding) + _FACTOR_BYTES)
         axes = {"rows": Axis(0, TILE_ROWS), "columns": Axis(1, encoding.group)}
@@ -268,10 +268,10 @@ def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[s
     """Makes the tensors of `pieces_of`."""
     if encoding.is_tiled:
         return {VALUES: pack_tiles(widened(quantized, encoding), encoding)}
-    scale_type = _scale_type(encoding, dtype)
-    pieces = {VALUES: _stored_values(quantized), SCALES: quantized.scales.to(scale_type)}
+    stored = scale_type(encoding, dtype)
+    pieces = {VALUES: _stored_values(quantized), SCALES: quantized.scales.to(stored)}
     if quantized.zeros is not None:
-        pieces[ZEROS] = quantized.zeros.to(scale_type)
+        pieces[ZEROS] = quantized.zeros.to(stored)
     return pieces
 
 
@@ -302,8 +302,10 @@ def _stored_values(quantized: Quantized) -> torch.Tensor:
             return quantized.values
 
 
-def _scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
-    """`dtype` is that of the computation."""
+def scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type that scales and zeros are stored in; `dtype` is that of the computation."""
+    if encoding.is_tiled:
+        return torch.float16
     types: dict[str, torch.dtype] = {"w8a8": torch.float32, "mxfp4": torch.uint8}
     return types.get(encoding.format, dtype)
 
@@ -382,17 +384,15 @@ _LEAST_FLOAT16 = 2.0**-24
 
 
 def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Quantized:
-    """Rounds weights [out, in]; scales and zeros are of `dtype`, but float32 for w8a8 and float16
-    for tiles."""
-    weights = weights.to(torch.float32)
-    dtype = torch.float16 if encoding.is_tiled else dtype
+    """Rounds weights [out, in] for a computation in `dtype`."""
+    weights, dtype = weights.to(torch.float32), scale_type(encoding, dtype)
     match encoding.format:
         case "int4":
             return quantise_int4(weights, encoding.group, dtype)
         case "fp8":
             return quantise_fp8(weights, dtype)
         case "w8a8":
-            return quantise_symmetric(weights, "w8a8", encoding.group, torch.float32)
+            return quantise_symmetric(weights, "w8a8", encoding.group, dtype)
         case _:
             return quantise_symmetric(weights, "int8", encoding.group, dtype)
 

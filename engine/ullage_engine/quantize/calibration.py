@@ -37,7 +37,7 @@ from ullage_engine.model_loader.prepare import CalibrationError, PreparedTensor,
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.model_loader.tensor_plan import fit_a_checkpoint
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
-from ullage_engine.quantization.formats import Quantized, stacked
+from ullage_engine.quantization.formats import Quantized, scale_type, stacked
 from ullage_engine.quantization.gptq import (
     nearest_calibrated,
     quantise_calibrated,
@@ -384,10 +384,8 @@ class CalibratedLinear:
 
     def _rounded_for(self, x: torch.Tensor) -> Linear:
         if self._linear is None:
-            group = _group(self._prepared)
-            self.rounded = quantise_calibrated(
-                self._weights, _gram(x), group, self._prepared.dtype, self._report
-            )
+            group, dtype = _grid(self._prepared)
+            self.rounded = quantise_calibrated(self._weights, _gram(x), group, dtype, self._report)
             self._linear = PlainLinear(self.rounded.dequantise().to(self._weights.dtype))
         return self._linear
 
@@ -427,7 +425,7 @@ class ExpertRecorder:
         raise AssertionError("few pairs are for decodes, and a text has none")
 
     def rounded(self) -> Quantized:
-        group, dtype = _group(self._prepared), self._prepared.dtype
+        group, dtype = _grid(self._prepared)
         if self._is_shared:
             weights = self._weights.flatten(0, 1)
             return quantise_calibrated(weights, self._sums, group, dtype, self._report)
@@ -443,9 +441,10 @@ def _gram(x: torch.Tensor) -> torch.Tensor:
     return x.t() @ x
 
 
-def _group(prepared: PreparedTensor) -> int:
+def _grid(prepared: PreparedTensor) -> tuple[int, torch.dtype]:
+    """Returns the columns of a group, and the type of its scale and zero."""
     assert prepared.encoding is not None, "only matrices are rounded"
-    return prepared.encoding.group
+    return prepared.encoding.group, scale_type(prepared.encoding, prepared.dtype)
 
 
 def _on_cpu(rounded: Quantized) -> Quantized:

@@ -354,7 +354,8 @@ def _rounded(
     if conversion.format != "int4":
         yield from ((plan, None) for plan in plans)
         return
-    form = PreparedForm(_SCALES, "int4", _CPU)
+    # Row by row and not in a CPU's tiles, since a checkpoint is for every device.
+    form = PreparedForm(_SCALES, "int4", torch.device("meta"))
     prepared = [form.prepare(files.path, reader, plan) for plan in plans]
     round_layer = Int4Calibration().begin(files, prepared, reader.model_config, _CPU, lambda: None)
     for each, rounded in rounded_tensors(prepared, round_layer):

@@ -12,6 +12,8 @@ from gguf import GGMLQuantizationType as Quantisation
 from gguf.quants import dequantize, quantize
 
 from ullage_common.config.engine import ModelSection
+from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.layers.native_decoder import library_refusal
 from ullage_engine.model_loader.gguf import GgufMetadata, GgufReader, _open, gguf_name
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.native.library import instruction_set
@@ -64,9 +66,10 @@ def write(
     tensors: Tensors,
     quantisation: str = "F32",
     value_kind: str = "",
+    embedding_kind: str = "",
     **metadata: Callable[[Any], None],
 ) -> None:
-    """`value_kind`: of the matrices of values, if it is another."""
+    """`value_kind`: of the matrices of values, if it is another; so is `embedding_kind`."""
     writer = gguf.GGUFWriter(path, str(metadata.pop("architecture", "llama")))
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
@@ -80,6 +83,7 @@ def write(
         change(writer)
     for name, values in tensors.items():
         own = value_kind if value_kind and ".v_proj." in name else quantisation
+        own = embedding_kind if embedding_kind and ".embed_tokens." in name else own
         kind = Quantisation["F32" if values.ndim == 1 else own]
         raw = encoded(permuted(name, values), kind)
         writer.add_tensor(gguf_name("llama", name)[0], raw, raw_dtype=kind)
@@ -186,6 +190,21 @@ def test_int4_keeps_blocks_of_four_to_eight_bits(
         largest = plain.tensors[name].abs().max()
         assert (numbers - plain.tensors[name]).abs().max() <= largest * 2**-10, name
     assert not caplog.records
+
+
+def test_a_plain_embedding_is_int8_where_layers_keep_their_blocks(tmp_path: Path) -> None:
+    """Or the library would compute none of the model's steps."""
+    limits = StepLimits(8, 1, 64, 64, itemsize=4)
+    cpu = torch.device("cpu")
+    for kind, quantization in (("Q4_1", "auto"), ("Q4_1", "none"), ("F16", "auto")):
+        path = tmp_path / f"{kind}.gguf"
+        write(path, random_tensors(), kind, embedding_kind="F16")
+        loaded = prepared(path, quantization)
+        is_kept = (kind, quantization) == ("Q4_1", "auto") and instruction_set() is not None
+        assert ("embedding" in loaded.encodings) == is_kept
+        assert (library_refusal(loaded, limits, cpu, torch.float32) == "") == is_kept
+        if is_kept:
+            assert loaded.encodings["embedding"].format == "int8"
 
 
 def kept_format(kind: str) -> str:

@@ -20,14 +20,19 @@ from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import read_model_config
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
-from ullage_engine.model_loader.prepare import PreparedForm, PreparedTensor, RoundLayer
+from ullage_engine.model_loader.prepare import (
+    PreparedForm,
+    PreparedTensor,
+    RoundLayer,
+    open_checkpoint,
+)
 from ullage_engine.model_loader.safetensors import CheckpointReader
-from ullage_engine.model_loader.source import ModelFiles
+from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.parallel.slices import Slicer, check_groups
 from ullage_engine.protocol.step_plan import StepPlan
-from ullage_engine.quantization.formats import Encoding, Quantized, unpack
+from ullage_engine.quantization.formats import Encoding, Packed, Quantized, pack, unpack
 from ullage_engine.quantize import convert
 from ullage_engine.quantize.calibration import (
     AT_LOAD,
@@ -139,6 +144,27 @@ def test_answers_stay_nearer_than_rounded_to_the_nearest(
         divergence(logits(each, folder), plain) for each in (calibrated, nearest)
     )
     assert cost < 0.8 * cost_of_nearest
+
+
+def test_scales_are_of_the_type_that_they_are_stored_in(save: Callable[..., Path]) -> None:
+    """Values are the nearest to them that way; on a CPU that is the tiles' float16."""
+    folder = save("llama")
+    files = resolve_source(f"file://{folder}")
+    reader = open_checkpoint(files)
+    for device in (CPU, torch.device("meta")):
+        form = PreparedForm(torch.float32, "int4", device)
+        prepared = [
+            form.prepare(folder, reader, plan) for plan in plan_tensors(reader.model_config)
+        ]
+        round_layer = SHORT.begin(files, prepared, reader.model_config, CPU, lambda: None)
+        assert round_layer is not None
+        layer = [each for each in prepared if each.name.startswith("layers.0.")]
+        for name, rounded in round_layer(layer).items():
+            encoding = next(each.encoding for each in layer if each.name == name)
+            assert encoding is not None
+            stored = unpack(Packed(encoding, pack(rounded, encoding, torch.float32)))
+            assert torch.equal(stored.scales.float(), rounded.scales.float()), (name, device)
+            assert torch.equal(stored.values, rounded.values)
 
 
 def test_a_model_is_calibrated_once_and_always_alike(save: Callable[..., Path]) -> None:
