@@ -1,7 +1,4 @@
-"""The library's steps equal those of the torch decoder over the same tiles.
-
-Weights and tokens differ from run to run; a failure prints their seed.
-"""
+"""The library's steps equal those of the torch decoder over the same tiles."""
 
 import itertools
 from collections.abc import Callable
@@ -25,7 +22,7 @@ from ullage_engine.quantization.formats import Encoding, Format, code_bytes, pac
 from ullage_engine.quantize.smoothquant import TextPass
 from ullage_engine.runner.model_runner import ModelRunner
 
-pytestmark = pytest.mark.usefixtures("isa")
+pytestmark = pytest.mark.usefixtures("isa", "seed")
 
 CPU = torch.device("cpu")
 VOCAB, CONTEXT, BLOCKS = 208, 1100, 600
@@ -104,8 +101,8 @@ def damaged(loaded: LoadedModel, name: str, tensor: torch.Tensor) -> LoadedModel
     return changed(loaded, tensors=loaded.tensors | {name: tensor})
 
 
-@pytest.fixture(scope="module", params=SHAPES[:2], ids=["llama", "qwen3"])
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+@pytest.fixture(params=SHAPES[:2], ids=["llama", "qwen3"])
+def loaded(request: pytest.FixtureRequest, seed: int) -> LoadedModel:
     return make_model(request.param)
 
 
