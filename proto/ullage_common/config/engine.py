@@ -71,10 +71,11 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     """Type of weights and activations; auto is bfloat16 where the device computes in it."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "w8a8"] = "auto"
     """Format that matrices of an unquantised checkpoint are converted to; w8a8 needs a calibration,
-    which `ullage quantize` makes. A checkpoint that is quantised itself says so. auto converts
-    nothing, and on a CPU computes with a GGUF file's blocks as they are."""
+    which `ullage quantize` makes. A checkpoint that is quantised itself says so. auto converts no
+    matrix of a layer, and on x86 CPUs with AVX2 computes with a GGUF file's blocks as they are."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """Type of stored keys and values: the computing type, or float8 E4M3."""
+    """Type of stored keys and values. fp8 is float8 E4M3; auto is the type of activations, but
+    bfloat16 where `dtype` is auto and the C++ library for CPUs computes."""
     max_model_len: int | None = None
     """Longest prompt plus output, tokens; None is the model's own limit."""
     deterministic: bool = False
