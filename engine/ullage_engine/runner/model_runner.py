@@ -339,11 +339,21 @@ class ModelRunner:
         )
         return max(0.0, long - short) / max(1, rows * (longest - 1))
 
+    def measure_prompt_seconds(self, tokens: int) -> float:
+        """Measures the seconds of a step with so many tokens of one prompt. Overwrites the KV
+        pool."""
+        chunk = _chunk(0, tokens, 0, self._limits, self._kv.num_blocks, None)
+        return min(self._step_seconds([chunk]) for _ in "ab")
+
     def _decode_seconds(self, rows: int, context: int) -> float:
-        chunks = [
-            _chunk(row, 1, context - 1, self._limits, self._kv.num_blocks, GREEDY)
-            for row in range(rows)
-        ]
+        return self._step_seconds(
+            [
+                _chunk(row, 1, context - 1, self._limits, self._kv.num_blocks, GREEDY)
+                for row in range(rows)
+            ]
+        )
+
+    def _step_seconds(self, chunks: list[Chunk]) -> float:
         started = time.perf_counter()
         self.execute(StepPlan(chunks))
         if self._device.type == "cuda":

@@ -61,6 +61,10 @@ _STAGING_BYTES = 16 << 20
 
 _PREFILL_CHUNK_TOKENS = 512
 """Most prompt tokens of one step where the configuration says nothing."""
+_PREFILL_S = 0.25
+"""Seconds that the prompt tokens of one step may take, so that decodes wait no longer for them;
+where the configuration says nothing and chunks change no answer."""
+_LEAST_CHUNK_TOKENS, _CHUNK_UNIT = 128, 64
 _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may read KV, so that a new prompt waits no longer for
 them."""
@@ -68,6 +72,13 @@ _ANY_CONTEXT = 1 << 40
 
 _TRANSFER_TIMEOUT_S = 60.0
 """Least seconds after which a transfer between ranks has failed; the server looks sooner."""
+
+
+def chunk_tokens(token_s: float, most: int) -> int:
+    """Returns the prompt tokens of a step that takes no longer than decodes should wait, by the
+    seconds of one token; never so few that products get slower, and at most `most`."""
+    fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
+    return min(max(fitting, _LEAST_CHUNK_TOKENS), most)
 
 
 class RankStartup:
@@ -99,6 +110,8 @@ class RankStartup:
         self._runner: ModelRunner | None = None
         self.decode_tokens = _ANY_CONTEXT
         """Tokens of context that the decodes of one step may read, measured by `finalize`."""
+        self.prompt_tokens = 0
+        """Most prompt tokens of one step; `finalize` measures it or takes what is configured."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -299,7 +312,18 @@ class RankStartup:
             self.decode_tokens = max(GATHER_TOKENS, round(_DECODE_READ_S / seconds))
         if self.rank == 0:
             log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
+        self.prompt_tokens = self._prompt_tokens()
         self._settle_workspace()
+
+    def _prompt_tokens(self) -> int:
+        most = self.limits.prompt_tokens
+        is_free = self.config.batching.prefill_chunk_tokens is None and not self.library_refusal
+        if not is_free or most <= _LEAST_CHUNK_TOKENS:
+            return most
+        seconds = self.runner.measure_prompt_seconds(_LEAST_CHUNK_TOKENS) / _LEAST_CHUNK_TOKENS
+        tokens = chunk_tokens(seconds, most)
+        log.info("a step computes at most %d prompt tokens", tokens)
+        return tokens
 
     def close(self) -> None:
         """Ends the transfers to other ranks."""

@@ -239,7 +239,7 @@ def _started(
     if own.swap_bytes_per_second:
         policy = replace(policy, swap_bytes_per_second=own.swap_bytes_per_second)
     output_lengths = OutputLengthEstimator(own.max_model_len)
-    limits = replace(own.limits, decode_tokens=own.decode_tokens)
+    limits = replace(own.limits, decode_tokens=own.decode_tokens, prompt_tokens=own.prompt_tokens)
     scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
     return Started(
         engine=_engine(scheduler, runner, throughput, own),

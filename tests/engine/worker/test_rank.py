@@ -11,7 +11,7 @@ import torch
 from ullage_common.config.engine import BatchingSection, EngineConfig, ModelSection, ServerSection
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.native.library import instruction_set
-from ullage_engine.worker.rank import RankStartup
+from ullage_engine.worker.rank import RankStartup, chunk_tokens
 
 SIZES = {"vocab_size": 208, "hidden_size": 96, "head_dim": 32, "intermediate_size": 160}
 
@@ -54,3 +54,11 @@ def test_what_computes_and_why_is_said_once(
         assert rank.kv_type == kv_type
         is_slow = dtype == "bfloat16" and instruction_set() is None and not cpu_computes_bfloat16()
         assert any("emulates" in line for line in caplog.messages) == is_slow
+
+
+def test_chunks_take_a_quarter_of_a_second_within_bounds() -> None:
+    assert chunk_tokens(1e-3, 512) == 192  # 250 tokens, in units of 64
+    assert chunk_tokens(1e-5, 512) == 512
+    assert chunk_tokens(1.0, 512) == 128
+    assert chunk_tokens(0.0, 512) == 512
+    assert chunk_tokens(1.0, 100) == 100
