@@ -103,7 +103,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Script]]:
         (signal.SIGINT, 130, [], True),
         (signal.SIGINT, 130, [], False),  # as where Ctrl-C ends the other side of a pipe too
         (signal.SIGTERM, 143, ["env", "--ignore-signal=INT"], True),  # as in a script's background
-        (signal.SIGHUP, 129, [], True),
+        (signal.SIGHUP, 129, ["env", "--default-signal=HUP"], True),  # as after nohup
     ],
 )
 def test_an_interrupted_run_on_a_cluster_ends_its_lanes_and_then_removes_everything(
