@@ -61,7 +61,7 @@ _STAGING_BYTES = 16 << 20
 
 _PREFILL_CHUNK_TOKENS = 512
 """Most prompt tokens of one step where the configuration says nothing."""
-_PREFILL_S = 0.25
+_PREFILL_S = 0.5
 """Seconds that the prompt tokens of one step may take, so that decodes wait no longer for them;
 where the configuration says nothing and chunks change no answer."""
 _LEAST_CHUNK_TOKENS, _CHUNK_UNIT = 128, 64

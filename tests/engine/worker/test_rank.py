@@ -56,8 +56,8 @@ def test_what_computes_and_why_is_said_once(
         assert any("emulates" in line for line in caplog.messages) == is_slow
 
 
-def test_chunks_take_a_quarter_of_a_second_within_bounds() -> None:
-    assert chunk_tokens(1e-3, 512) == 192  # 250 tokens, in units of 64
+def test_chunks_take_half_a_second_within_bounds() -> None:
+    assert chunk_tokens(2e-3, 512) == 192  # 250 tokens, in units of 64
     assert chunk_tokens(1e-5, 512) == 512
     assert chunk_tokens(1.0, 512) == 128
     assert chunk_tokens(0.0, 512) == 512
