@@ -39,7 +39,7 @@ def fail(number, frame):
     raise RuntimeError("an error inside a step")
 
 if "ullage_engine.vllm_worker" in sys.orig_argv:
-    signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
+    signal.signal(signal.SIGVTALRM, lambda number, frame: os._exit(0))
     signal.signal(signal.SIGUSR2, fail)
     signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(3600))
 '''
@@ -236,7 +236,7 @@ FAULTS: dict[str, Callable[[Engine], None]] = {
     "stopped": lambda engine: engine.signal(signal.SIGSTOP),
     "out of memory": Engine.inject_oom,
     "error in a step": lambda engine: engine.signal(signal.SIGUSR2),
-    "exit with status 0": lambda engine: engine.signal(signal.SIGUSR1),
+    "exit with status 0": lambda engine: engine.signal(signal.SIGVTALRM),
     "hung in a step": lambda engine: engine.signal(signal.SIGALRM),
 }
 
