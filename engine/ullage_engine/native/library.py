@@ -30,7 +30,7 @@ INSTRUCTION_SETS = ("avx2", "avx512")
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4}
 
-_ABI = 3
+_ABI = 4
 
 
 class Matrix(ctypes.Structure):
@@ -127,6 +127,7 @@ def load() -> ctypes.CDLL | None:
     library.ullage_start.restype = c_void_p
     library.ullage_start.argtypes = (c_int64, c_char_p)
     library.ullage_stop.argtypes = (c_void_p,)
+    library.ullage_step.restype = c_int64
     library.ullage_step.argtypes = (c_void_p, c_void_p, c_void_p)
     library.ullage_sample.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_int64)
     library.ullage_multiply.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
@@ -166,7 +167,9 @@ class Team:
 
     def step(self, model: Model, step: Step) -> None:
         """Computes the hidden rows, the logits and the likeliest tokens of a step."""
-        self._library.ullage_step(self._team, ctypes.addressof(model), ctypes.addressof(step))
+        model_at, step_at = ctypes.addressof(model), ctypes.addressof(step)
+        if not self._library.ullage_step(self._team, model_at, step_at):
+            raise ValueError("the workspace of each thread is smaller than the library needs")
 
     def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
         """Writes x [rows, columns] times the matrix to out [rows, matrix rows], float32 both.

@@ -48,3 +48,10 @@ def test_a_file_that_cannot_be_loaded_is_said_and_leaves_torch(
         assert record.levelno == level
         assert str(path) in record.getMessage()
         assert "torch alone" in record.getMessage()
+
+
+def test_a_workspace_that_is_too_small_is_refused(isa: str) -> None:
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "intermediate": 64}
+    model = library.Model(workspace_floats=64, **sizes)
+    with pytest.raises(ValueError, match="workspace"):
+        library.Team(1, isa).step(model, library.Step())

@@ -4,7 +4,11 @@
 namespace ullage {
 namespace ULLAGE_ISA {
 
-void run(const Model& model, const Step& step, Team& team) { Stepper(model, step, team).run(); }
+bool run(const Model& model, const Step& step, Team& team) {
+  if (model.workspace_floats < Stepper::workspace_floats(model)) return false;
+  Stepper(model, step, team).run();
+  return true;
+}
 
 void multiply(const Matrix& matrix, const float* x, int64_t num_rows, float* out, const Model& buffers, Team& team) {
   Stepper(buffers, Step{}, team).multiply_any(matrix, x, num_rows, out);

@@ -12,7 +12,7 @@ namespace ullage {
 
 #define ULLAGE_DECLARE(isa)                                                                        \
   namespace isa {                                                                                  \
-  void run(const Model&, const Step&, Team&);                                                      \
+  bool run(const Model&, const Step&, Team&);                                                      \
   void multiply(const Matrix&, const float*, int64_t, float*, const Model&, Team&);                \
   void sample(const float*, int64_t, Draw*, int64_t, Team&);                                       \
   }
@@ -24,7 +24,7 @@ namespace {
 
 struct Kernels {
   const char* name;
-  void (*run)(const Model&, const Step&, Team&);
+  bool (*run)(const Model&, const Step&, Team&);
   void (*multiply)(const Matrix&, const float*, int64_t, float*, const Model&, Team&);
   void (*sample)(const float*, int64_t, Draw*, int64_t, Team&);
 };
@@ -71,7 +71,7 @@ struct Engine {
 extern "C" {
 
 // The version of abi.h, which Python compares with its own.
-int64_t ullage_abi() { return 3; }
+int64_t ullage_abi() { return 4; }
 
 // The best instruction set of this processor; null: none that the library has.
 const char* ullage_instruction_set() {
@@ -91,9 +91,10 @@ void ullage_stop(void* engine) {
   free(engine);
 }
 
-void ullage_step(void* engine, const Model* model, const Step* step) {
+// Computes a step; returns 0 where the model's workspace is too small, 1 otherwise.
+int64_t ullage_step(void* engine, const Model* model, const Step* step) {
   auto* own = static_cast<ullage::Engine*>(engine);
-  own->kernels->run(*model, *step, own->team);
+  return own->kernels->run(*model, *step, own->team);
 }
 
 void ullage_multiply(void* engine, const Matrix* matrix, const float* x, int64_t num_rows, float* out,

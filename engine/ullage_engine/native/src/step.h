@@ -36,6 +36,12 @@ class Stepper {
  public:
   Stepper(const Model& model, const Step& step, Team& team) : model_(model), step_(step), team_(team) {}
 
+  // Numbers of a thread's workspace: a row's gates, or what `attend` lays out there.
+  static int64_t workspace_floats(const Model& model) {
+    const int64_t group = model.num_heads / model.num_kv_heads, queries = rows_together(group) * group;
+    return std::max(model.intermediate, queries * (kSpan + 4 + 3 * model.head_dim));
+  }
+
   void run() {
     team_.begin();
     if (step_.embeds) embed();
@@ -229,13 +235,17 @@ class Stepper {
     }
   }
 
+  static int64_t rows_together(int64_t group) {
+    return std::max<int64_t>(1, kRowsTogether * 4 / std::max<int64_t>(4, group));
+  }
+
   // Shares out the step's rows to pieces, rows of one chunk that are attended together: `kRowsTogether`
   // of them, fewer where heads share keys widely, and no more than the largest chunk has.
   void make_pieces() {
     const int64_t group = model_.num_heads / model_.num_kv_heads;
     int64_t largest = 1;
     for (int64_t i = 0; i < step_.num_chunks; ++i) largest = std::max(largest, step_.chunks[i].num_rows);
-    piece_rows_ = std::min(largest, std::max<int64_t>(1, kRowsTogether * 4 / std::max<int64_t>(4, group)));
+    piece_rows_ = std::min(largest, rows_together(group));
     for (int64_t i = 0; i < step_.num_chunks; ++i) {
       Chunk& chunk = step_.chunks[i];
       chunk.piece = num_pieces_;
