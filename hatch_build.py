@@ -106,14 +106,13 @@ def compile_library(root: Path) -> None:
 
 def run(command: list[str]) -> None:
     """Runs a compiler, whose messages go to standard error."""
+    advice = f"failed: {shlex.join(command)}; {OWN_COMPILER} can name another C++ compiler"
     try:
         status = subprocess.run(command, check=False).returncode
     except OSError as error:
-        status = error.errno
+        raise RuntimeError(f"{advice} ({error.strerror})") from error
     if status:
-        raise RuntimeError(
-            f"failed: {shlex.join(command)}; {OWN_COMPILER} can name another C++ compiler"
-        )
+        raise RuntimeError(advice)
 
 
 if __name__ == "__main__":

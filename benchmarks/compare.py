@@ -273,8 +273,8 @@ def _read_gb_per_s() -> float:
 
 def _matmul_gflops(dtype: torch.dtype) -> float:
     size = 2048
-    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / _best_s(lambda: left @ right) / 1e9
+    one, other = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / _best_s(lambda: one @ other) / 1e9
 
 
 class CpuTimes:

@@ -83,8 +83,8 @@ def main() -> int:
         parser.error(f"there is no part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     if arguments.dry_run:
         return dry_run(chosen)
-    if found := obstacle():
-        print(f"error: {found}; --dry-run tries the program without a GPU", file=sys.stderr)
+    if reason := obstacle():
+        print(f"error: {reason}; --dry-run tries the program without a GPU", file=sys.stderr)
         return 2
     device = Device(torch.device("cuda"), torch.bfloat16)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

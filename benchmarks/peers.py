@@ -295,11 +295,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
         _await_end(family, 1.0)
     # Of a server that ended by itself, children are known by its session alone.
-    left = {*family, *(each for each in psutil.process_iter() if _session(each) == process.pid)}
-    for child in left:
+    survivors = {
+        *family,
+        *(each for each in psutil.process_iter() if _session(each) == process.pid),
+    }
+    for child in survivors:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    _await_end(left, 5.0)
+    _await_end(survivors, 5.0)
 
 
 def _await_end(processes: Iterable[psutil.Process], seconds: float) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ullage_common.config.engine import ModelSection
 from ullage_engine.kernels.arena import StepLimits
-from ullage_engine.layers.native_decoder import auto_kv_type
+from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_loader.loader import load_weights
 from ullage_engine.protocol.messages import SamplingParams
@@ -78,7 +78,8 @@ def load_runner(
         itemsize=dtype.itemsize,
         deterministic=deterministic,
     )
-    kv_type = dtype if is_chosen else auto_kv_type(loaded, limits, device, dtype)
+    refusal = library_refusal(loaded, limits, device, dtype)
+    kv_type = dtype if is_chosen else auto_kv_type(refusal, dtype)
     runner = ModelRunner(loaded, device, dtype, limits, kv_type=kv_type)
     runner.allocate_arena()
     runner.allocate_kv(POOL_BLOCKS)

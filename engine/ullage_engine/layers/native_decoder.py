@@ -72,14 +72,13 @@ def library_refusal(
     return next((refusal for refusal, holds in refusals.items() if holds), "")
 
 
-def auto_kv_type(
-    loaded: LoadedModel, limits: StepLimits, device: torch.device, dtype: torch.dtype
-) -> torch.dtype:
-    """Returns the type of keys and values that are not float8, where nobody chose `dtype`.
+def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type of keys and values that are not float8, where nobody chose `dtype`, by what
+    `library_refusal` says.
 
     The library, which computes in float32, reads halves of it as fast on any processor.
     """
-    return dtype if library_refusal(loaded, limits, device, dtype) else torch.bfloat16
+    return dtype if refusal else torch.bfloat16
 
 
 class NativeDecoder:

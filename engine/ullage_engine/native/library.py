@@ -142,7 +142,9 @@ def instruction_set() -> str | None:
         return None
     name: bytes | None = library.ullage_instruction_set()
     if name is None:
-        log.info("the CPU computes with torch alone, several times slower: it lacks AVX2")
+        log.info(
+            "the CPU computes with torch alone, several times slower: it lacks AVX2, FMA or F16C"
+        )
         return None
     return name.decode()
 

@@ -55,7 +55,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_decode(self) -> bool:
-        """Whether a token is chosen behind each of `token_ids`, so that none is of a prompt."""
+        """Whether a token is chosen behind each of `token_ids`; so it is of a prompt's last token,
+        if that comes alone."""
         return self.sampling is not None and len(self.token_ids) == self.num_sampled
 
     def sampled_parts(self) -> "list[Chunk]":

@@ -13,7 +13,7 @@ import torch
 
 from ullage_engine.kernels.arena import BLOCK_TOKENS, StepLimits
 from ullage_engine.layers.linear import Linear
-from ullage_engine.layers.native_decoder import auto_kv_type
+from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
 from ullage_engine.model_config.dtypes import KvDtype
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.model_loader.prepare import MATRICES
@@ -43,7 +43,8 @@ class TextPass:
             fp8_kv=kv_dtype == "fp8",
         )
         device = next(iter(loaded.tensors.values())).device
-        kv_type = auto_kv_type(loaded, limits, device, dtype) if wrap is None else dtype
+        refusal = library_refusal(loaded, limits, device, dtype) if wrap is None else "wrapped"
+        kv_type = auto_kv_type(refusal, dtype)
         self._runner = ModelRunner(loaded, device, dtype, limits, wrap=wrap, kv_type=kv_type)
         self._runner.allocate_arena()
         self._runner.allocate_kv(-(-window // BLOCK_TOKENS))

@@ -285,10 +285,10 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], team: Team | None = None) 
     if team is None:
         return _choose_with_torch(logits, rows)
     tokens = team.sample(logits, [row.draw() for row in rows])
-    left = [index for index, token in enumerate(tokens) if token < 0]
-    if left:
-        rest = _choose_with_torch(logits[left], [rows[index] for index in left])
-        for index, token in zip(left, rest, strict=True):
+    undecided = [index for index, token in enumerate(tokens) if token < 0]
+    if undecided:
+        chosen = _choose_with_torch(logits[undecided], [rows[index] for index in undecided])
+        for index, token in zip(undecided, chosen, strict=True):
             tokens[index] = token
     return tokens
 

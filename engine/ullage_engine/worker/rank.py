@@ -62,8 +62,8 @@ _STAGING_BYTES = 16 << 20
 _PREFILL_CHUNK_TOKENS = 512
 """Most prompt tokens of one step where the configuration says nothing."""
 _PREFILL_S = 0.5
-"""Seconds that the prompt tokens of one step may take, so that decodes wait no longer for them;
-where the configuration says nothing and chunks change no answer."""
+"""Seconds that a step with a prompt's first tokens may take, since decodes wait for them; where the
+configuration says nothing and chunks change no answer."""
 _LEAST_CHUNK_TOKENS, _CHUNK_UNIT = 128, 64
 _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may read KV, so that a new prompt waits no longer for
@@ -75,8 +75,9 @@ _TRANSFER_TIMEOUT_S = 60.0
 
 
 def chunk_tokens(token_s: float, most: int) -> int:
-    """Returns the prompt tokens of a step that takes no longer than decodes should wait, by the
-    seconds of one token; never so few that products get slower, and at most `most`."""
+    """Returns the prompt tokens of a step that takes about as long as decodes should wait, by the
+    seconds of one token at a prompt's beginning; later ones take longer. Never so few that products
+    get slower, and at most `most`."""
     fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
     return min(max(fitting, _LEAST_CHUNK_TOKENS), most)
 
@@ -207,10 +208,9 @@ class RankStartup:
     @cached_property
     def kv_type(self) -> torch.dtype:
         """Type of keys and values where they are not float8."""
-        if self.config.model.dtype != "auto" or self.layout.world > 1:
+        if self.config.model.dtype != "auto":
             return self.dtype
-        assert self._loaded is not None, "load comes first"
-        return auto_kv_type(self._loaded, self.step_limits, self.device, self.dtype)
+        return auto_kv_type(self.library_refusal, self.dtype)
 
     @property
     def block_bytes(self) -> int:

@@ -315,6 +315,7 @@ def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
         state_bytes_per_sequence=state_bytes,
         activation_bytes_per_token=runner.step_arena_bytes // own.step_limits.max_tokens,
         sampler_bytes_per_sequence=runner.sampler_arena_bytes // limits.max_sequences,
+        # The bound that is configured: what this engine measured differs from its neighbours'.
         prefill_chunk_tokens=limits.prompt_tokens,
         kv_pool_bytes=num_blocks * own.block_bytes,
         session_kv_bytes=own.config.memory.session_kv_limit,

@@ -17,7 +17,9 @@ from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk
 from ullage_engine.runner.sampler import (
     PenaltyCounts,
+    Row,
     TokenCounts,
+    choose,
     likeliest,
     penalise,
     sample,
@@ -305,3 +307,10 @@ def test_a_row_with_one_logit_that_is_not_finite_has_no_token_and_its_neighbours
         with subtests.test(params=params):
             tokens = [each.token_id for each in sample(damaged, rows, team=team)]
             assert tokens == [wanted[0], NO_TOKEN, wanted[2]]
+
+
+@by_either
+def test_a_row_in_which_no_token_is_allowed_has_one_of_the_vocabulary(team: Team | None) -> None:
+    rows = [Row(SamplingParams(**params), 5) for params in PARAMS]
+    logits = torch.full((len(rows), VOCAB), -math.inf)
+    assert all(0 <= token < VOCAB for token in choose(logits, rows, team))

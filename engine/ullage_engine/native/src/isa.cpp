@@ -15,7 +15,7 @@ void multiply(const Matrix& matrix, const float* x, int64_t num_rows, float* out
 }
 
 void sample(const float* logits, int64_t vocab, Draw* draws, int64_t num_rows, Team& team) {
-  team.begin();
+  if (num_rows > 1) team.begin();
   team.each(num_rows, [&](int64_t row, int) { draws[row].token = choose(logits + row * vocab, vocab, draws[row]); });
   team.end();
 }

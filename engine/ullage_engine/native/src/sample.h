@@ -149,6 +149,7 @@ inline int32_t choose(const float* logits, int64_t vocab, const Draw& draw) {
   F most = load(logits);
   for (int64_t k = 0; k < vocab; k += F::kWidth) most = max(most, load(logits + k));
   const float greatest = largest(most);
+  if (!(greatest > -INFINITY)) return -1;  // no token is allowed
   if (draw.temperature == 0.0 || draw.top_k == 1) return first_of(logits, vocab, greatest);
   const Weights weights(logits, vocab, greatest, draw.temperature);
   const bool is_filtered = draw.top_k > 0 || draw.top_p < 1.0 || draw.min_p > 0.0;

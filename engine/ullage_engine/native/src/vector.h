@@ -124,13 +124,6 @@ inline F exp(F x) {
   return p * power_of_two(n);
 }
 
-inline float bfloat16_to_float(uint16_t bits) {
-  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-  float number;
-  memcpy(&number, &wide, 4);
-  return number;
-}
-
 // Rounds to the nearest, ties to even; what is not a number stays so.
 inline uint16_t float_to_bfloat16(float number) {
   uint32_t bits;
