@@ -159,12 +159,15 @@ class Operator:
 
     def metric(self, name: str) -> float:
         """A metric without its prefix; 0 where it is not, or before the operator answers."""
-        try:
-            text = self._http.get(f"http://127.0.0.1:{self.metrics}/metrics").text
-        except httpx.TransportError:
-            return 0.0
-        match = re.search(f"^ullage_operator_{re.escape(name)} ([0-9.]+)", text, re.M)
+        match = re.search(f"^ullage_operator_{re.escape(name)} ([0-9.]+)", self.exposition(), re.M)
         return float(match[1]) if match else 0.0
+
+    def exposition(self) -> str:
+        """All its metrics as Prometheus reads them; empty before the operator answers."""
+        try:
+            return self._http.get(f"http://127.0.0.1:{self.metrics}/metrics").text
+        except httpx.TransportError:
+            return ""
 
     def signal(self, which: signal.Signals) -> None:
         assert self._process.pid is not None
