@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.native.library import VECTOR
 from ullage_engine.quantization.formats import TILE_GROUPS
 
 MAX_TILE_ROWS = 128
@@ -349,26 +350,33 @@ long context, attends each sequence's context in one piece."""
 def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Activations, rotary tables and each thread's workspace of `ullage_engine.native`."""
     tokens, hidden, dim = limits.max_tokens, model_config.hidden, model_config.head_dim
-    queries, gated = model_config.query_width, model_config.intermediate
-    widest = max(hidden, queries, gated)
+    queries, gated, spec = model_config.query_width, model_config.intermediate, model_config.experts
+    convolved = 3 * hidden if model_config.num_conv_layers else 0
+    expert, count = (spec.intermediate, spec.num_experts) if spec else (0, 0)
+    pairs = slice_tokens(tokens) * spec.experts_per_token if spec else 0
     together = max(ROWS_TOGETHER, model_config.group_size)
     spans = -(-limits.max_model_len // SPAN_TOKENS)
     workspace = together * (SPAN_TOKENS + 4 + 3 * dim)
-    groups = tokens * -(-widest // min(TILE_GROUPS))
+    wide = tokens * max(model_config.qkv_width, 2 * gated, convolved)
+    rounded = max(tokens * max(hidden, queries, gated), pairs * max(hidden, expert))
+    groups = rounded // min(TILE_GROUPS)
     elements = {
         "hidden": tokens * hidden,
-        "wide": tokens * max(model_config.qkv_width, 2 * gated),
+        "wide": max(wide, pairs * max(hidden, 2 * expert)),
         "attended": tokens * max(hidden, queries),
+        "expert_weights": pairs,
+        "pairs": 6 * pairs + count + 1 if pairs else 0,
         "row_scales": groups,
         "row_sums": groups,
         "cos": limits.max_model_len * dim // 2,
         "sin": limits.max_model_len * dim // 2,
         "partials": min(4 * limits.library_threads * spans * together * (dim + 2), MAX_PARTIALS),
-        "workspace": limits.library_threads * max(workspace, gated),
+        "workspace": limits.library_threads
+        * max(workspace, hidden, gated, expert, 2 * count + VECTOR),
     }
     floats = _place(elements, 0, FLOAT32_BYTES)
-    rounded = _place({"rounded": tokens * widest}, _aligned(floats[-1].end), CODE_BYTES)
-    return ArenaLayout((*floats, *rounded))
+    codes = _place({"rounded": rounded}, _aligned(floats[-1].end), CODE_BYTES)
+    return ArenaLayout((*floats, *codes))
 
 
 def sampler_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:

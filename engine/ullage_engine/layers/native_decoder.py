@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.kernels.arena import StepLimits, slice_tokens
 from ullage_engine.kernels.kv_pool import LayerCache, shaped
 from ullage_engine.layers.attention import fill_tables
 from ullage_engine.layers.linear import native_matrix
+from ullage_engine.model_config.model_config import LayerSpec
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.native.library import (
     BLOCK_TOKENS,
@@ -33,8 +34,19 @@ from ullage_engine.native.library import (
 )
 from ullage_engine.protocol import step_plan
 
-_MATRICES = ("qkv", "output", "gate_up", "down")
-_VECTORS = ("mixer_norm", "mlp_norm", "q_norm", "k_norm")
+_VECTORS = ("mixer_norm", "mlp_norm", "q_norm", "k_norm", "router", "router_bias")
+_FORMATS = {torch.float32: FORMATS["float32"], torch.bfloat16: FORMATS["bfloat16"]}
+
+
+def _matrix_names(spec: LayerSpec) -> dict[str, str]:
+    """Returns the names of a layer's tensors by what the library calls these matrices."""
+    is_conv, is_dense = spec.mixer == "conv", spec.feed_forward == "dense"
+    return {
+        "mixer_in": "conv_in" if is_conv else "qkv",
+        "mixer_out": "conv_out" if is_conv else "output",
+        "gate_up": "gate_up" if is_dense else "experts_gate_up",
+        "down": "down" if is_dense else "experts_down",
+    }
 
 
 def library_refusal(
@@ -45,26 +57,31 @@ def library_refusal(
     if device.type != "cpu":
         return "the device is no CPU"
     config = loaded.model_config
-    widths = (config.hidden, config.intermediate, config.head_dim // 2)
-    has_other_layers = any(each.mixer == "conv" or each.window for each in config.layers)
+    experts = config.experts
+    widths = [config.hidden, config.intermediate, config.head_dim // 2]
+    widths += [experts.intermediate] if experts else []
     names = ["embedding", "embedding" if config.tied else "head"]
-    names += [f"layers.{i}.{each}" for i in range(config.num_layers) for each in _MATRICES]
+    for index, spec in enumerate(config.layers):
+        names += [f"layers.{index}.{name}" for name in _matrix_names(spec).values()]
     encodings = loaded.encodings
     plain = [name for name in names if name not in encodings or not encodings[name].is_tiled]
     refusals = {
         "the library cannot be used on this machine": instruction_set() is None,
         "model.kv_dtype is fp8; set auto": limits.fp8_kv,
         "model.dtype is float16; set auto": dtype == torch.float16,
-        "the model has convolutions, experts or sliding windows": (
-            has_other_layers or config.experts is not None or limits.windowed
+        "the model has sliding windows": (
+            limits.windowed or any(each.window for each in config.layers)
         ),
         "the model's attention has biases or sinks": (
             config.has_attention_bias or config.has_sinks
         ),
+        "the model's experts have biases": experts is not None and experts.is_biased,
         f"widths {widths} of rows are not all multiples of {VECTOR}": (
             any(width % VECTOR for width in widths)
         ),
-        "only a part of the model is here": config.first_layer > 0,
+        "only a part of the model is here": (
+            config.first_layer > 0 or config.conv_channels not in (0, config.hidden)
+        ),
         f"blocks of KV are not of {BLOCK_TOKENS} tokens": limits.block_tokens != BLOCK_TOKENS,
         f"matrices such as {', '.join(plain[:1])} are not int8 or int4 (model.quantization), or "
         "not of whole tiles of 16 rows": bool(plain),
@@ -90,20 +107,26 @@ class NativeDecoder:
         """`arena` is laid out by `ullage_engine.kernels.arena.native_arena`."""
         self._loaded, self._config, self._arena = loaded, loaded.model_config, arena
         self._kept: list[torch.Tensor] = []
-        self._num_threads = limits.library_threads
+        self._num_threads, self._max_tokens = limits.library_threads, limits.max_tokens
         self.team = shared_team(self._num_threads)
         self._fill_tables(limits)
         self._layers = (Layer * self._config.num_layers)(*self._make_layers())
         self._model = self._make_model()
         self._best = torch.zeros(max(limits.max_rows, limits.max_tokens), dtype=torch.int32)
 
-    def use_caches(self, caches: Sequence[LayerCache]) -> None:
-        """Reads and writes KV in these from now on."""
-        formats = {torch.float32: FORMATS["float32"], torch.bfloat16: FORMATS["bfloat16"]}
-        for layer, cache in zip(self._layers, caches, strict=True):
-            layer.cache = cache.blocks.data_ptr()
-        self._model.num_blocks = caches[0].blocks.shape[1]
-        self._model.cache_format = formats[caches[0].blocks.dtype]
+    def use_memory(self, caches: Sequence[LayerCache], states: Sequence[torch.Tensor]) -> None:
+        """Reads and writes KV and convolution states in these from now on."""
+        remaining_caches, remaining_states = iter(caches), iter(states)
+        for layer, spec in zip(self._layers, self._config.layers, strict=True):
+            if spec.mixer == "conv":
+                layer.states = next(remaining_states).data_ptr()
+            else:
+                layer.cache = next(remaining_caches).blocks.data_ptr()
+        for cache in caches[:1]:
+            self._model.num_blocks = cache.blocks.shape[1]
+            self._model.cache_format = _FORMATS[cache.blocks.dtype]
+        for state in states[:1]:
+            self._model.state_format = _FORMATS[state.dtype]
 
     def run(
         self,
@@ -137,6 +160,8 @@ class NativeDecoder:
         own = (Chunk * len(chunks))()
         for each, chunk, row, size in zip(own, chunks, rows[:-1], sizes, strict=True):
             each.row, each.num_rows, each.start, each.blocks = row, size, chunk.start, place
+            each.num_replayed, each.next_state_slot = chunk.num_replayed, chunk.next_state_slot
+            each.state_slot = -1 if chunk.state_slot is None else chunk.state_slot
             place += 4 * len(chunk.block_ids)
         run = layers or range(self._config.num_layers)
         step = Step(
@@ -179,11 +204,12 @@ class NativeDecoder:
             shaped(self._arena[name], limits.max_model_len, half).copy_(table[:, :half])
 
     def _make_layers(self) -> Iterator[Layer]:
-        for index in range(self._config.num_layers):
+        for index, spec in enumerate(self._config.layers):
             prefix = f"layers.{index}."
             vectors = {name: self._vector(prefix + name) for name in _VECTORS}
-            matrices = {name: self._matrix(prefix + name) for name in _MATRICES}
-            yield Layer(**vectors, **matrices)
+            names = _matrix_names(spec).items()
+            matrices = {field: self._matrix(prefix + name) for field, name in names}
+            yield Layer(taps=self._taps(prefix + "conv"), **vectors, **matrices)
 
     def _make_model(self) -> Model:
         config, arena = self._config, self._arena
@@ -192,8 +218,11 @@ class NativeDecoder:
             "wide_rows": "wide",
             **{name: name for name in ("attended", "rounded", "row_scales", "row_sums")},
             **{name: name for name in ("partials", "workspace", "cos", "sin")},
+            **{name: name for name in ("expert_weights", "pairs")},
         }
         return Model(
+            **self._expert_sizes(),
+            conv_kernel=config.conv_kernel,
             num_layers=config.num_layers,
             hidden=config.hidden,
             intermediate=config.intermediate,
@@ -212,12 +241,34 @@ class NativeDecoder:
             **{name: arena[buffer].data_ptr() for name, buffer in buffers.items()},
         )
 
+    def _expert_sizes(self) -> dict[str, float]:
+        spec = self._config.experts
+        if spec is None:
+            return {}
+        return {
+            "num_experts": spec.num_experts,
+            "experts_per_token": spec.experts_per_token,
+            "expert_width": spec.intermediate,
+            "slice_rows": slice_tokens(self._max_tokens),
+            "is_sigmoid": spec.scoring == "sigmoid",
+            "is_normalised": spec.is_normalised,
+            "expert_scale": spec.scale,
+        }
+
     def _vector(self, name: str) -> int | None:
         """Returns the address of a vector in float32; None: the model has none."""
         tensor = self._loaded.tensors.get(name)
         if tensor is None:
             return None
         self._kept.append(tensor.to(torch.float32).contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _taps(self, name: str) -> int | None:
+        """Returns the address of a convolution's taps, as `_vector`, the oldest first."""
+        tensor = self._loaded.tensors.get(name)
+        if tensor is None:
+            return None
+        self._kept.append(tensor.to(torch.float32).t().contiguous())
         return self._kept[-1].data_ptr()
 
     def _matrix(self, name: str) -> Matrix:

@@ -30,7 +30,7 @@ INSTRUCTION_SETS = ("avx2", "avx512")
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4}
 
-_ABI = 4
+_ABI = 5
 
 
 class Matrix(ctypes.Structure):
@@ -50,8 +50,9 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("mixer_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        ("cache", c_void_p),
+        *((name, c_void_p) for name in ("taps", "router", "router_bias")),
+        *((name, Matrix) for name in ("mixer_in", "mixer_out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("cache", "states")),
     )
 
 
@@ -61,14 +62,18 @@ class Model(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "num_heads")),
         *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "num_blocks")),
-        ("cache_format", c_int64),
+        *((name, c_int64) for name in ("cache_format", "state_format", "conv_kernel")),
+        *((name, c_int64) for name in ("num_experts", "experts_per_token", "expert_width")),
+        *((name, c_int64) for name in ("slice_rows", "is_sigmoid", "is_normalised")),
+        ("expert_scale", c_double),
         ("eps", c_double),
         ("query_scale", c_double),
         *((name, c_void_p) for name in ("cos", "sin", "norm")),
         ("embedding", Matrix),
         ("head", Matrix),
         ("layers", c_void_p),
-        *((name, c_void_p) for name in ("hidden_rows", "wide_rows", "attended", "rounded")),
+        *((name, c_void_p) for name in ("hidden_rows", "wide_rows", "attended")),
+        *((name, c_void_p) for name in ("expert_weights", "pairs", "rounded")),
         *((name, c_void_p) for name in ("row_scales", "row_sums", "partials")),
         ("num_partials", c_int64),
         ("workspace", c_void_p),
@@ -80,7 +85,8 @@ class Chunk(ctypes.Structure):
     """Consecutive tokens of one sequence."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("row", "num_rows", "start")),
+        *((name, c_int64) for name in ("row", "num_rows", "start", "num_replayed")),
+        *((name, c_int64) for name in ("state_slot", "next_state_slot")),
         ("blocks", c_void_p),
         ("piece", c_int64),
     )

@@ -297,8 +297,6 @@ class ModelRunner:
                 self._kv_scales,
                 windowed=self._limits.windowed,
             )
-            if self._native is not None:
-                self._native.use_caches(self._pool.layers)
             self._host = HostPool(self._pool, num_host_slots, shared)
             self._state_pool = StatePool(
                 self.model_config,
@@ -306,6 +304,8 @@ class ModelRunner:
                 self._dtype,
                 self._device,
             )
+            if self._native is not None:
+                self._native.use_memory(self._pool.layers, self._state_pool.layers)
 
     def verify_row_invariance(self) -> str | None:
         """Checks that this machine computes as the settings promise; returns None, or the fault.

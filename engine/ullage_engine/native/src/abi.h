@@ -15,23 +15,35 @@ struct Matrix {
   int64_t rows, columns, format, group;
 };
 
+// A layer attends, or has `taps` and convolves; its feed-forward is dense, or has a `router`.
 struct Layer {
   const float *mixer_norm, *mlp_norm;
-  const float *q_norm, *k_norm;  // of each head; null where heads are not normalised
-  Matrix qkv, output, gate_up, down;
-  uint8_t* cache;  // [2 * kv_heads, blocks, block_tokens * head_dim], keys first
+  const float *q_norm, *k_norm;        // of each head; null where heads are not normalised
+  const float* taps;                   // [conv_kernel, hidden], the oldest first
+  const float *router, *router_bias;   // [experts, hidden] and [experts]
+  Matrix mixer_in, mixer_out;          // of queries, keys and values; of a convolution's B, C and u
+  Matrix gate_up, down;                // of experts, those of all, one above the other
+  uint8_t* cache;   // [2 * kv_heads, blocks, block_tokens * head_dim], keys first
+  uint8_t* states;  // [slots, conv_kernel - 1, hidden], the oldest column first
 };
 
 struct Model {
   int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab;
-  int64_t num_blocks, cache_format;  // kBfloat16 or kFloat32
+  int64_t num_blocks, cache_format, state_format;  // kBfloat16 or kFloat32
+  int64_t conv_kernel;
+  int64_t num_experts, experts_per_token, expert_width;
+  int64_t slice_rows;    // most rows whose experts are computed together
+  int64_t is_sigmoid;    // experts are weighed by sigmoids, not by a softmax over those chosen
+  int64_t is_normalised; // these sigmoids are divided by their sum
+  double expert_scale;   // times each weight
   double eps, query_scale;
   const float *cos, *sin;  // [positions, head_dim / 2]
   const float* norm;
   Matrix embedding, head;
   const Layer* layers;
   // Buffers of the largest step, each row by row.
-  float *hidden_rows, *wide_rows, *attended;
+  float *hidden_rows, *wide_rows, *attended, *expert_weights;
+  int32_t* pairs;       // of tokens and experts; see experts.h
   int8_t* rounded;
   float *row_scales, *row_sums;
   float* partials;      // results of spans of decodes that several threads share
@@ -43,6 +55,8 @@ struct Model {
 // Consecutive tokens of one sequence: rows of the step from `row` on, at positions from `start` on.
 struct Chunk {
   int64_t row, num_rows, start;
+  int64_t num_replayed;                 // first rows whose keys and values are there already
+  int64_t state_slot, next_state_slot;  // of the convolutions; -1: none before the first row
   const int32_t* blocks;
   int64_t piece;  // which attention numbers from the first chunk on; the library writes it
 };

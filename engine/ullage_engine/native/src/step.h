@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "experts.h"
 #include "products.h"
 #include "sample.h"
 #include "team.h"
@@ -14,9 +15,13 @@ namespace ULLAGE_ISA {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline void round_any(const float* x, const Matrix& next, int64_t row, int64_t num_rows, const Model& model) {
+// Rounds a row of `num_rows`, which lie as if they were alone behind the first `before` rows.
+inline void round_any(const float* x, const Matrix& next, int64_t row, int64_t num_rows, const Model& model,
+                      int64_t before = 0) {
   const auto round_rows = next.group == 16 ? round_row<16> : round_row<32>;
-  round_rows(x, row, num_rows, next.columns, model.rounded, model.row_scales, model.row_sums);
+  const int64_t groups = before * (next.columns / next.group);
+  round_rows(x, row, num_rows, next.columns, model.rounded + before * next.columns,
+             model.row_scales + groups, model.row_sums + groups);
 }
 
 // Writes x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019).
@@ -32,14 +37,21 @@ inline void rms_norm(const float* x, const float* weight, int64_t columns, float
 
 inline F silu(F x) { return x / (set1(1.0f) + exp(zero() - x)); }
 
+// Writes silu(gate) * up for a row of [gate, up].
+inline void gate_row(const float* gates, int64_t width, float* out) {
+  for (int64_t k = 0; k < width; k += F::kWidth) store(out + k, silu(load(gates + k)) * load(gates + width + k));
+}
+
 class Stepper {
  public:
   Stepper(const Model& model, const Step& step, Team& team) : model_(model), step_(step), team_(team) {}
 
-  // Numbers of a thread's workspace: a row's gates, or what `attend` lays out there.
+  // Numbers of a thread's workspace: a row, the scores of its experts, or what `attend` lays out there.
   static int64_t workspace_floats(const Model& model) {
     const int64_t group = model.num_heads / model.num_kv_heads, queries = rows_together(group) * group;
-    return std::max(model.intermediate, queries * (kSpan + 4 + 3 * model.head_dim));
+    const int64_t scores = model.num_experts ? 2 * model.num_experts + F::kWidth : 0;
+    const int64_t row = std::max(model.hidden, std::max(model.intermediate, model.expert_width));
+    return std::max(std::max(row, scores), queries * (kSpan + 4 + 3 * model.head_dim));
   }
 
   void run() {
@@ -77,18 +89,22 @@ class Stepper {
   }
 
   void run_layer(const Layer& layer) {
-    const int64_t width = (model_.num_heads + 2 * model_.num_kv_heads) * model_.head_dim;
-    normalise(layer.mixer_norm, layer.qkv, step_.num_rows, [](int64_t row) { return row; });
-    multiply(layer.qkv, [&](int64_t row, int64_t column, const float* results) {
-      put(model_.wide_rows + row * width + column, results);
+    normalise(layer.mixer_norm, layer.mixer_in, step_.num_rows, [](int64_t row) { return row; });
+    multiply(layer.mixer_in, [&](int64_t row, int64_t column, const float* results) {
+      put(model_.wide_rows + row * layer.mixer_in.rows + column, results);
     });
-    rotate_and_store(layer, width);
-    attend(layer, width);
-    round_rows(model_.attended, layer.output, step_.num_rows);
-    add_product(layer.output);
+    if (layer.taps != nullptr) {
+      convolve(layer);
+    } else {
+      rotate_and_store(layer, layer.mixer_in.rows);
+      attend(layer, layer.mixer_in.rows);
+      round_rows(model_.attended, layer.mixer_out, step_.num_rows);
+    }
+    add_product(layer.mixer_out);
+    if (layer.router != nullptr) return run_experts(layer);
     normalise(layer.mlp_norm, layer.gate_up, step_.num_rows, [](int64_t row) { return row; });
     multiply(layer.gate_up, [&](int64_t row, int64_t column, const float* results) {
-      put(model_.wide_rows + row * 2 * model_.intermediate + column, results);
+      put(model_.wide_rows + row * layer.gate_up.rows + column, results);
     });
     gate(layer.down);
     add_product(layer.down);
@@ -165,25 +181,27 @@ class Stepper {
       const int64_t end = std::min(step_.num_rows, (item + 1) * size);
       float* gated = workspace(thread);
       for (int64_t row = item * size; row < end; ++row) {
-        const float* gates = model_.wide_rows + row * 2 * width;
-        for (int64_t k = 0; k < width; k += F::kWidth) {
-          store(gated + k, silu(load(gates + k)) * load(gates + width + k));
-        }
+        gate_row(model_.wide_rows + row * 2 * width, width, gated);
         round_any(gated, next, row, step_.num_rows, model_);
       }
     });
+  }
+
+  const Chunk* chunk_of(int64_t row) const {
+    return std::upper_bound(step_.chunks, step_.chunks + step_.num_chunks, row,
+                            [](int64_t wanted, const Chunk& each) { return wanted < each.row; }) - 1;
   }
 
   void rotate_and_store(const Layer& layer, int64_t width) {
     const int64_t size = rows_an_item(step_.num_rows, 8);
     team_.each(ceil_div(step_.num_rows, size), [&](int64_t item, int) {
       const int64_t first = item * size, end = std::min(step_.num_rows, first + size);
-      const Chunk* chunk = std::upper_bound(step_.chunks, step_.chunks + step_.num_chunks, first,
-          [](int64_t row, const Chunk& each) { return row < each.row; }) - 1;
+      const Chunk* chunk = chunk_of(first);
       for (int64_t row = first; row < end; ++row) {
         while (row >= chunk->row + chunk->num_rows) ++chunk;
         const int64_t position = chunk->start + row - chunk->row;
         rotate_row(layer, model_.wide_rows + row * width, position);
+        if (row < chunk->row + chunk->num_replayed) continue;
         store_row(layer, model_.wide_rows + row * width, position, chunk->blocks);
       }
     });
@@ -233,6 +251,160 @@ class Stepper {
         }
       }
     }
+  }
+
+  // LFM2's gated short convolution of rows [B, C, u]: y_t = C_t · Σ_j taps_j (B·u)_{t-k+1+j}. Columns
+  // before a chunk's first row are its state, and the last columns are the state behind it.
+  void convolve(const Layer& layer) {
+    const int64_t hidden = model_.hidden, size = rows_an_item(step_.num_rows, 8);
+    const int64_t items = ceil_div(step_.num_rows, size);
+    team_.each(items, [&](int64_t item, int) {
+      const int64_t end = std::min(step_.num_rows, (item + 1) * size);
+      for (int64_t row = item * size; row < end; ++row) {
+        float* gates = model_.wide_rows + row * 3 * hidden;
+        for (int64_t k = 0; k < hidden; k += F::kWidth) {
+          store(gates + 2 * hidden + k, load(gates + k) * load(gates + 2 * hidden + k));
+        }
+        // As the state has it, or where a chunk begins would show.
+        if (model_.state_format == kBfloat16) {
+          for (int64_t k = 2 * hidden; k < 3 * hidden; ++k) gates[k] = bfloat16_to_float(float_to_bfloat16(gates[k]));
+        }
+      }
+    });
+    // No step reads a state that it writes, so both are done at once.
+    team_.each(items + step_.num_chunks, [&](int64_t item, int thread) {
+      if (item >= items) return keep_state(layer, step_.chunks[item - items]);
+      const int64_t first = item * size, end = std::min(step_.num_rows, first + size);
+      const Chunk* chunk = chunk_of(first);
+      for (int64_t row = first; row < end; ++row) {
+        while (row >= chunk->row + chunk->num_rows) ++chunk;
+        convolve_row(layer, *chunk, row, workspace(thread));
+        round_any(workspace(thread), layer.mixer_out, row, step_.num_rows, model_);
+      }
+    });
+  }
+
+  void convolve_row(const Layer& layer, const Chunk& chunk, int64_t row, float* out) {
+    const int64_t hidden = model_.hidden, kernel = model_.conv_kernel;
+    for (int64_t k = 0; k < hidden; k += F::kWidth) store(out + k, zero());
+    for (int64_t tap = 0; tap < kernel; ++tap) {
+      const float* weights = layer.taps + tap * hidden;
+      const int64_t source = row - chunk.row - (kernel - 1) + tap;  // of the chunk's columns
+      if (source < 0 && chunk.state_slot < 0) continue;
+      for (int64_t k = 0; k < hidden; k += F::kWidth) {
+        const F column = source < 0 ? load_state(layer, chunk.state_slot, source + kernel - 1, k)
+                                    : load(model_.wide_rows + ((chunk.row + source) * 3 + 2) * hidden + k);
+        store(out + k, fma(column, load(weights + k), load(out + k)));
+      }
+    }
+    const float* gates = model_.wide_rows + (row * 3 + 1) * hidden;
+    for (int64_t k = 0; k < hidden; k += F::kWidth) store(out + k, load(out + k) * load(gates + k));
+  }
+
+  int64_t state_place(int64_t slot, int64_t column) const {
+    return (slot * (model_.conv_kernel - 1) + column) * model_.hidden;
+  }
+
+  F load_state(const Layer& layer, int64_t slot, int64_t column, int64_t k) const {
+    const int64_t place = state_place(slot, column) + k;
+    if (model_.state_format == kBfloat16) return load_bfloat16(reinterpret_cast<const uint16_t*>(layer.states) + place);
+    return load(reinterpret_cast<const float*>(layer.states) + place);
+  }
+
+  void keep_state(const Layer& layer, const Chunk& chunk) {
+    const int64_t hidden = model_.hidden, columns = model_.conv_kernel - 1;
+    for (int64_t column = 0; column < columns; ++column) {
+      const int64_t source = chunk.num_rows - columns + column, place = state_place(chunk.next_state_slot, column);
+      alignas(64) float numbers[F::kWidth];
+      for (int64_t k = 0; k < hidden; k += F::kWidth) {
+        F kept = zero();
+        if (source >= 0) kept = load(model_.wide_rows + ((chunk.row + source) * 3 + 2) * hidden + k);
+        if (source < 0 && chunk.state_slot >= 0) kept = load_state(layer, chunk.state_slot, source + columns, k);
+        if (model_.state_format == kFloat32) {
+          store(reinterpret_cast<float*>(layer.states) + place + k, kept);
+          continue;
+        }
+        store(numbers, kept);
+        uint16_t* halves = reinterpret_cast<uint16_t*>(layer.states) + place + k;
+        for (int i = 0; i < F::kWidth; ++i) halves[i] = float_to_bfloat16(numbers[i]);
+      }
+    }
+  }
+
+  void run_experts(const Layer& layer) {
+    for (int64_t first = 0; first < step_.num_rows; first += model_.slice_rows) {
+      run_experts(layer, first, std::min(model_.slice_rows, step_.num_rows - first));
+    }
+  }
+
+  // Adds the experts' results for some rows to their hidden states, best expert first.
+  void run_experts(const Layer& layer, int64_t first, int64_t num_rows) {
+    const int64_t hidden = model_.hidden, width = model_.expert_width, each = model_.experts_per_token;
+    Pairs pairs(model_.pairs, model_.slice_rows * each, model_.num_experts);
+    const int64_t row_size = rows_an_item(num_rows, 8);
+    team_.each(ceil_div(num_rows, row_size), [&](int64_t item, int thread) {
+      const int64_t end = std::min(num_rows, (item + 1) * row_size);
+      for (int64_t row = item * row_size; row < end; ++row) {
+        float* normed = model_.attended + row * hidden;
+        rms_norm(model_.hidden_rows + (first + row) * hidden, layer.mlp_norm, hidden, static_cast<float>(model_.eps), normed);
+        choose_experts(model_, layer, normed, workspace(thread), pairs.chosen() + row * each, model_.expert_weights + row * each);
+      }
+    });
+    pairs.sort(num_rows * each, kRowBlock);
+    const int64_t count = num_rows * each, size = rows_an_item(count, 8);
+    const auto round_pair = [&](const float* x, const Matrix& next, int64_t place) {
+      const int64_t expert = pairs.chosen()[pairs.pair_at(place)], start = pairs.start(expert);
+      round_any(x, next, place - start, pairs.end(expert) - start, model_, start);
+    };
+    team_.each(ceil_div(count, size), [&](int64_t item, int) {
+      const int64_t end = std::min(count, (item + 1) * size);
+      for (int64_t place = item * size; place < end; ++place) {
+        round_pair(model_.attended + pairs.pair_at(place) / each * hidden, layer.gate_up, place);
+      }
+    });
+    multiply_runs(layer.gate_up, pairs);
+    team_.each(ceil_div(count, size), [&](int64_t item, int thread) {
+      const int64_t end = std::min(count, (item + 1) * size);
+      for (int64_t place = item * size; place < end; ++place) {
+        gate_row(model_.wide_rows + place * 2 * width, width, workspace(thread));
+        round_pair(workspace(thread), layer.down, place);
+      }
+    });
+    multiply_runs(layer.down, pairs);
+    team_.each(ceil_div(num_rows, row_size), [&](int64_t item, int) {
+      const int64_t end = std::min(num_rows, (item + 1) * row_size);
+      for (int64_t row = item * row_size; row < end; ++row) {
+        float* out = model_.hidden_rows + (first + row) * hidden;
+        for (int64_t k = 0; k < hidden; k += F::kWidth) {
+          F total = zero();
+          for (int64_t pair = row * each; pair < (row + 1) * each; ++pair) {
+            const F result = load(model_.wide_rows + pairs.place_of(pair) * hidden + k);
+            total = fma(result, set1(model_.expert_weights[pair]), total);
+          }
+          store(out + k, load(out + k) + total);
+        }
+      }
+    });
+  }
+
+  // Writes rounded rows of the sorted pairs, times the matrix of each one's expert, to `wide_rows`.
+  void multiply_runs(const Matrix& all, const Pairs& pairs) {
+    const int64_t rows = all.rows / model_.num_experts, tiles = rows / kTileRows, groups = all.columns / all.group;
+    const int64_t wanted = ceil_div(8 * team_.num_threads(), pairs.num_blocks());
+    const int64_t size = std::max<int64_t>(1, tiles / wanted), parts = ceil_div(tiles, size);
+    team_.each(pairs.num_blocks() * parts, [&](int64_t item, int) {
+      const Block& block = pairs.block(item / parts);
+      const int64_t start = pairs.start(block.expert), num_rows = pairs.end(block.expert) - start;
+      const Inputs in = {model_.rounded + start * all.columns, model_.row_scales + start * groups,
+                         model_.row_sums + start * groups, num_rows, all.columns, groups};
+      const int64_t end = std::min(tiles, (item % parts + 1) * size);
+      for (int64_t tile = item % parts * size; tile < end; ++tile) {
+        multiply_tile(all, block.expert * tiles + tile, in, block.start - start, block.end - start,
+                      [&](int64_t row, const float* results) {
+                        put(model_.wide_rows + (start + row) * rows + tile * kTileRows, results);
+                      });
+      }
+    });
   }
 
   static int64_t rows_together(int64_t group) {

@@ -132,5 +132,12 @@ inline uint16_t float_to_bfloat16(float number) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
+inline float bfloat16_to_float(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float number;
+  memcpy(&number, &bits, 4);
+  return number;
+}
+
 }  // namespace ULLAGE_ISA
 }  // namespace ullage

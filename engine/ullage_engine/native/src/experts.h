@@ -1,0 +1,114 @@
+// A mixture of experts: which a token takes, and whose rows lie where.
+//
+// A pair is a token and one of its experts. Pairs are sorted by expert, so that each expert multiplies
+// all its rows at once: its run of rows, which lies rounded as if it were alone.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "abi.h"
+#include "vector.h"
+
+namespace ullage {
+namespace ULLAGE_ISA {
+
+constexpr float kSigmoidEps = 1e-6f;  // which LFM2 adds to the sum by which weights are divided
+
+inline float dot(const float* a, const float* b, int64_t columns) {
+  F total = zero();
+  for (int64_t k = 0; k < columns; k += F::kWidth) total = fma(load(a + k), load(b + k), total);
+  return sum(total);
+}
+
+// Chooses a row's experts, best first, and their weights. `scores` has room for two numbers of each
+// expert and a vector more. What is not a number is chosen first, so that it shows in the result.
+inline void choose_experts(const Model& model, const Layer& layer, const float* row, float* scores,
+                           int32_t* chosen, float* weights) {
+  const int64_t count = model.num_experts, chosen_count = model.experts_per_token;
+  float* ranks = scores + count + F::kWidth;
+  for (int64_t e = 0; e < count; ++e) scores[e] = dot(layer.router + e * model.hidden, row, model.hidden);
+  if (model.is_sigmoid) {
+    for (int64_t e = 0; e < count; e += F::kWidth) {
+      store(scores + e, set1(1.0f) / (set1(1.0f) + exp(zero() - load(scores + e))));
+    }
+  }
+  for (int64_t e = 0; e < count; ++e) ranks[e] = scores[e] + (layer.router_bias ? layer.router_bias[e] : 0.0f);
+  for (int64_t j = 0; j < chosen_count; ++j) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < count; ++e) {
+      const bool is_taken = std::find(chosen, chosen + j, e) != chosen + j;
+      if (!is_taken && (best < 0 || ranks[e] > ranks[best] || std::isnan(ranks[e]))) best = e;
+    }
+    chosen[j] = static_cast<int32_t>(best);
+    weights[j] = model.is_sigmoid ? scores[best] : ranks[best];
+  }
+  float total = model.is_sigmoid ? kSigmoidEps : 0.0f;
+  if (!model.is_sigmoid) {
+    const float most = weights[0];
+    alignas(64) float power[F::kWidth];
+    for (int64_t j = 0; j < chosen_count; ++j) {
+      store(power, exp(set1(weights[j] - most)));
+      weights[j] = power[0];
+    }
+  }
+  for (int64_t j = 0; j < chosen_count; ++j) total += weights[j];
+  const float scale = static_cast<float>(model.expert_scale);
+  const bool is_divided = !model.is_sigmoid || model.is_normalised;
+  for (int64_t j = 0; j < chosen_count; ++j) weights[j] = (is_divided ? weights[j] / total : weights[j]) * scale;
+}
+
+// Rows of one expert, all or some of them, that are multiplied together.
+struct Block {
+  int32_t expert, start, end;  // start to end of the sorted pairs
+};
+
+// The pairs of some rows, in memory for `Pairs::ints(most pairs, experts)` numbers.
+class Pairs {
+ public:
+  static int64_t ints(int64_t pairs, int64_t experts) { return 6 * pairs + experts + 1; }
+
+  Pairs(int32_t* memory, int64_t most, int64_t experts)
+      : chosen_(memory), order_(memory + most), places_(memory + 2 * most),
+        blocks_(reinterpret_cast<Block*>(memory + 3 * most)), starts_(memory + 6 * most), experts_(experts) {}
+
+  // The expert of each pair, row by row: to be filled before `sort`.
+  int32_t* chosen() const { return chosen_; }
+
+  // Sorts pairs by expert, those of one by row, and cuts runs into blocks of at most `most_rows`.
+  void sort(int64_t count, int64_t most_rows) {
+    std::fill(starts_, starts_ + experts_ + 1, 0);
+    for (int64_t pair = 0; pair < count; ++pair) ++starts_[chosen_[pair] + 1];
+    num_blocks_ = 0;
+    for (int64_t e = 0; e < experts_; ++e) {
+      const int64_t end = starts_[e + 1] += starts_[e];
+      for (int64_t start = starts_[e]; start < end; start += most_rows) {
+        blocks_[num_blocks_++] = {static_cast<int32_t>(e), static_cast<int32_t>(start),
+                                  static_cast<int32_t>(std::min(end, start + most_rows))};
+      }
+    }
+    for (int64_t pair = 0; pair < count; ++pair) {
+      const int32_t place = starts_[chosen_[pair]]++;
+      places_[pair] = place;
+      order_[place] = static_cast<int32_t>(pair);
+    }
+    std::copy_backward(starts_, starts_ + experts_, starts_ + experts_ + 1);  // ends became starts
+    starts_[0] = 0;
+  }
+
+  int64_t num_blocks() const { return num_blocks_; }
+  const Block& block(int64_t index) const { return blocks_[index]; }
+  int64_t pair_at(int64_t place) const { return order_[place]; }
+  int64_t place_of(int64_t pair) const { return places_[pair]; }
+  // First place of an expert's run, and the first behind it.
+  int64_t start(int64_t expert) const { return starts_[expert]; }
+  int64_t end(int64_t expert) const { return starts_[expert + 1]; }
+
+ private:
+  int32_t *chosen_, *order_, *places_;
+  Block* blocks_;
+  int32_t* starts_;
+  int64_t experts_, num_blocks_ = 0;
+};
+
+}  // namespace ULLAGE_ISA
+}  // namespace ullage
