@@ -147,5 +147,6 @@ class Core(Protocol):
         """Computes one step.
 
         Raises:
+            GroupLostError: the process of a rank has ended.
             Exception: the engine is broken and needs a new process.
         """

@@ -1,6 +1,7 @@
 """vLLM's engine in this process."""
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -67,6 +68,8 @@ VERSION = "0.32.0"
 """The version of vLLM that this file was tested with."""
 
 _PROBE_STEPS = 100
+_NOTICED_WITHIN_S = 2.0
+"""Seconds in which vLLM notices that a rank has ended, after the step that failed with it."""
 
 
 def check_version() -> None:
@@ -257,8 +260,9 @@ class VllmCore:
         grammars = self._scheduler.structured_output_manager
         grammars.backend = GrammarMasks(self.vocab_size)
         grammars._create_grammar = self._make_grammar
-        self._has_lost_rank = False
-        core.model_executor.register_failure_callback(self._on_lost_rank)
+        self._lost_rank = threading.Event()
+        """Set by a thread of vLLM's."""
+        core.model_executor.register_failure_callback(self._lost_rank.set)
         core.model_executor.collective_rpc("ullage_follow_resumed")
         core.model_executor.collective_rpc("ullage_receive_stages")
 
@@ -466,7 +470,7 @@ class VllmCore:
 
     def step(self) -> list[CoreOutput]:
         outputs = []
-        for each in self._engine.step():
+        for each in self._step():
             request = self._requests.get(each.request_id)
             if request is None:
                 continue
@@ -477,6 +481,18 @@ class VllmCore:
             elif each.finished:
                 outputs.append(converted_embedding(each))
         return self._without_broken(outputs) if self._broken else outputs
+
+    def _step(self) -> list[Any]:
+        try:
+            outputs: list[Any] = self._engine.step()
+            return outputs
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            has_ranks = self._engine.vllm_config.parallel_config.world_size > 1
+            if has_ranks and self._lost_rank.wait(_NOTICED_WITHIN_S):
+                raise GroupLostError("the process of a rank has ended") from error
+            raise
 
     def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
         """Gives up the requests whose grammars have failed in this step."""
@@ -512,10 +528,10 @@ class VllmCore:
             self.add(request, 1)
             if not any(self.step() for _ in range(_PROBE_STEPS)):
                 raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
-        except torch.OutOfMemoryError:
-            raise
+        except (torch.OutOfMemoryError, GroupLostError):
+            raise  # another start may do better then
         except Exception as error:
-            self.check_ranks()  # another start may do better then
+            self.check_ranks()
             log.exception("the first step failed")
             raise WorkerStartError(
                 f"vllm: the first step fails ({_one_line(error)}); vLLM cannot serve this model on "
@@ -529,12 +545,8 @@ class VllmCore:
         Raises:
             GroupLostError: one has ended.
         """
-        if self._has_lost_rank:
+        if self._lost_rank.is_set():
             raise GroupLostError("the process of a rank has ended")
-
-    def _on_lost_rank(self) -> None:
-        # Called by a thread of vLLM's.
-        self._has_lost_rank = True
 
     def close(self) -> None:
         """Ends the processes of other ranks."""
