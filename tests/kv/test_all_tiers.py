@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ullage_testing.kv_peer import SPACE, KvPeer, LoopThread, bytes_of, keys_of, until
+from ullage_testing.ports import hold, port_of
 
 from ullage_kv import Arena, Block, FileTier, Status, Store
 from ullage_kv.index import Lease, SlotRef
@@ -28,11 +29,14 @@ class TiersMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="ullage-test-"))
         self.loop = LoopThread()
-        self.peer = KvPeer(self.loop, num_slots=32, block_bytes=SIZE)
-        self.port = int(self.peer.address.rpartition(":")[2])
+        self.held = hold()
+        self.peer = self.new_peer()
         self.is_up = True
         self.arena = Arena.create(4 * SLOT, available_bytes=1 << 30)
         self.open()
+
+    def new_peer(self) -> KvPeer:
+        return KvPeer(self.loop, num_slots=32, block_bytes=SIZE, port=port_of(self.held))
 
     def open(self) -> None:
         self.remote = RemoteTier(
@@ -111,7 +115,7 @@ class TiersMachine(RuleBasedStateMachine):
     def replace_peer(self) -> None:
         if not self.is_up:
             self.peer.store.close()
-            self.peer = KvPeer(self.loop, num_slots=32, block_bytes=SIZE, port=self.port)
+            self.peer = self.new_peer()
             self.is_up = True
 
     @rule(keys=st.sampled_from(CHAINS), depth=st.integers(0, 2))
@@ -154,6 +158,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.store.close()
         if self.is_up:
             self.peer.close()
+        self.held.close()
         self.loop.close()
         with contextlib.suppress(BufferError):
             self.arena.close()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ullage_testing.kv_peer import SPACE, KvPeer, LoopThread, bytes_of, keys_of, until
+from ullage_testing.ports import free_port
 
 from ullage_kv import Arena, Block, Result, Status, Store, Transfer
 from ullage_kv.remote_tier import Hints, RemoteTier
@@ -300,8 +301,8 @@ def test_a_peer_that_closes_is_left_alone_until_it_is_back(
 ) -> None:
     """Each change is one line of the log."""
     caplog.set_level("INFO", "ullage_kv.remote_tier")
-    keys = keys_of(1, 2)
-    with contextlib.closing(KvPeer(loop)) as peer:
+    keys, port = keys_of(1, 2), free_port()
+    with contextlib.closing(KvPeer(loop, port=port)) as peer:
         peer.put(keys)
         tier = start_tier(peer.address)
         assert statuses(load(tier, keys)) == [Status.HIT] * 2
@@ -310,7 +311,6 @@ def test_a_peer_that_closes_is_left_alone_until_it_is_back(
         for _ in range(MAX_FAILURES):
             assert set(statuses(tier.load(transfers, 60).result(60))) == {Status.UNAVAILABLE}
         assert tier.holds(keys) == [False] * 2 and tier.peers()[0].is_left_alone
-        port = int(peer.address.rpartition(":")[2])
         with contextlib.closing(KvPeer(loop, port=port)) as again:
             again.put(keys)
             until(lambda: not tier.peers()[0].is_left_alone)

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from ullage_testing.fake_engine import MODEL, TEMPLATE, FakeEngine
+from ullage_testing.ports import hold, port_of
 
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.config.router import RouterConfig
@@ -113,7 +114,8 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
                     engine.headroom.model = model
                     engine.template = template
                     engine.credentials = credentials
-                    await engine.start()
+                    held = stack.enter_context(hold())  # it may start there once more
+                    await engine.start(port_of(held))
                     stack.push_async_callback(engine.stop)
                     if pool in sleepy:
                         await engine.stop()

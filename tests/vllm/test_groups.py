@@ -1,7 +1,6 @@
 """Several ranks on one node: they compute what one does, and no process outlives the others."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from ullage_testing.ports import free_port
 from ullage_testing.small_models import continue_greedily, foreign_warnings_allowed
 from ullage_testing.worker_link import WorkerProcess, launcher
 
@@ -191,11 +191,6 @@ def follower(config: Path) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_two_nodes_compute_what_one_does_and_end_together(

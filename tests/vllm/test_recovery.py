@@ -5,7 +5,6 @@ as it would have gone on undisturbed. How long that takes is printed, as `pytest
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ import psutil
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ullage_testing.ports import free_port
 from ullage_testing.small_models import SOURCE
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
@@ -176,7 +176,7 @@ def engine(
     """An engine in float32; the parameter is whether it has a worker that stands by."""
     folder = tmp_path_factory.mktemp("engine")
     (folder / "sitecustomize.py").write_text(HANDLERS)
-    grpc_port, metrics_port = free_ports(2)
+    grpc_port, metrics_port = free_port(), free_port()
     config = {
         "engine": "vllm",
         "model": {"source": SOURCE, "name": "m", "dtype": "float32", "max_model_len": 1024},
@@ -221,14 +221,6 @@ def engine(
 @pytest.fixture(scope="module")
 def undisturbed(engine: Engine) -> list[Answer]:
     return Streams(engine.target).end()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 FAULTS: dict[str, Callable[[Engine], None]] = {

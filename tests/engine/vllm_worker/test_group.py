@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ullage_testing.ports import free_port
 
 from ullage_common.config.engine import (
     EngineConfig,
@@ -71,8 +72,7 @@ class Group:
     """Processes of leaders and followers on one port."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.port = server.getsockname()[1]
+        self.port = free_port()
         self._folder = folder
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -278,8 +278,7 @@ def test_the_kernel_ends_the_connection_to_a_node_that_has_vanished_in_ten_secon
 
 def test_a_worker_that_leads_says_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ULLAGE_GROUP_REVISION", "r1")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     loading: list[Loading] = []
     peers: list[socket.socket] = []
 

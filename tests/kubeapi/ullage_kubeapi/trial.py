@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import httpx
 import yaml
 from ullage_kubeapi.quick_operator import run
 from ullage_kubeapi.server import ApiServer
+from ullage_testing.ports import hold, port_of
 
 from ullage_operator.api.naming import OWNED
 from ullage_operator.kube.cache import Cache, Scope, version_of
@@ -132,7 +132,8 @@ class Operator:
     """`ullage-operator` as a process."""
 
     def __init__(self, world: World, log: Path, everywhere: bool, *flags: str) -> None:
-        self.probes, self.metrics = _free_port(), _free_port()
+        self._held = hold(), hold()
+        self.probes, self.metrics = map(port_of, self._held)
         # A client a look would read the machine's certificates each time: most of a test's work.
         self._http = httpx.Client(
             timeout=5, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
@@ -177,19 +178,15 @@ class Operator:
         """Returns the exit status; an operator that does not end in time is an error."""
         if self.is_running:
             self.signal(signal.SIGTERM)
-        self._process.join(15)
+        self._process.join(60)
         status = self._process.exitcode
         self._process.kill()
         self._process.join()
         self._http.close()
+        for each in self._held:
+            each.close()
         assert status is not None, "the operator does not end"
         return status
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def converged(world: World) -> dict[tuple[str, str], dict[str, Any]]:

@@ -1,12 +1,12 @@
 """The operator's health and readiness, as kubelets ask for them."""
 
 import asyncio
-import socket
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from ullage_kubeapi.server import running
+from ullage_testing.ports import free_port
 
 from ullage_common.process.logs import serve_metrics
 from ullage_operator.api.naming import SERVICE
@@ -35,12 +35,6 @@ def api(tmp_path, monkeypatch):
     with running() as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
         yield server
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_health_fails_once_a_watch_has_died_and_readiness_waits_for_the_cache(api):

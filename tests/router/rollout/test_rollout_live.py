@@ -6,7 +6,6 @@ router its file.
 
 import asyncio
 import contextlib
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 import pytest
 from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
+from ullage_testing.ports import free_port
 
 from ullage_router.policy.decision import Side
 
@@ -46,12 +46,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         operator = Operator(made, tmp_path / "operator.log", False)
         stack.callback(operator.stop)
         yield made
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def play_cluster(world: World, file: Path, canary: str) -> None:

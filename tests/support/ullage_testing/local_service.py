@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ullage_testing.ports import free_port
 
 READY_TIMEOUT_S = 300.0
 
@@ -45,7 +45,7 @@ def services(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Ite
         def start(manifest: Path) -> Service:
             folder = tmp_path_factory.mktemp("service")
             state_file = folder / "state.json"
-            http_port, grpc_port = free_ports(2)
+            http_port, grpc_port = free_port(), free_port()
             command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
             command += ["-f", str(manifest), "--state-file", str(state_file)]
             command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
@@ -82,11 +82,3 @@ def end(process: "subprocess.Popen[Any]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports

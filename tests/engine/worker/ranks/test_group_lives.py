@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import tempfile
 import urllib.request
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from ullage_testing.ports import free_port
 
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
@@ -114,11 +114,6 @@ def folder() -> Iterator[Path]:
     """Short, for a socket's path may have 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="ull", dir="/tmp") as path:
         yield Path(path)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def write_config(folder: Path, weights_dir: Path, gpus: int, tensor: int, pipeline: int) -> Path:
