@@ -95,7 +95,7 @@ async def read_all(call: Any) -> None:
 
 async def all_given_back(stub: Any) -> None:
     """Waits until nothing is held or promised."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for report in stub.WatchHeadroom(headroom_pb2.WatchHeadroomRequest()):
             state = report.headroom
             unheld = state.kv_free_bytes + state.kv_reclaimable_bytes

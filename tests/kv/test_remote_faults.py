@@ -82,7 +82,7 @@ def test_another_process_reads_the_same_bytes() -> None:
 def test_a_source_that_ends_in_the_middle_of_a_read(end: signal.Signals) -> None:
     keys = keys_of(*range(4))
     # A stopped one is known by the deadline alone.
-    deadline_s = 60.0 if end is signal.SIGKILL else 1.0
+    deadline_s = 60.0 if end is signal.SIGKILL else 5.0
     with (
         process("serve", 4, SIZE, PAUSE_AFTER="5") as source,
         reading_store(line(source), deadline_s) as (store, _),

@@ -194,7 +194,7 @@ def test_reflection_lists_the_services(serve: Serve) -> None:
 def test_drain_lets_running_requests_end_and_takes_no_new_ones(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02) as engine:
-            answer = asyncio.create_task(engine.generate(ask()))
+            answer = asyncio.create_task(engine.generate(ask(150)))
             await engine.until(lambda state: state.requests_running == 1)
             hasty = await engine.admin.Drain(admin_pb2.DrainRequest(timeout_ms=10))
             assert hasty.unfinished == 1
@@ -212,7 +212,7 @@ def test_drain_lets_running_requests_end_and_takes_no_new_ones(serve: Serve) -> 
 def test_stopping_waits_for_running_requests(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02) as engine:
-            answer = asyncio.create_task(engine.generate(ask()))
+            answer = asyncio.create_task(engine.generate(ask(150)))
             await engine.until(lambda state: state.requests_running == 1)
             engine.stop.set()
             await becomes(engine, "readiness", NOT_SERVING)

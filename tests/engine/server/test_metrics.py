@@ -248,7 +248,8 @@ def test_degraded_requests_are_counted_by_what_was_lowered(
     tokens = pb.TokenIds(ids=[1, 2, 3])
 
     async def scenario() -> None:
-        async with serve(pressed, degrade=json.loads(msgspec.json.encode(degrade))) as engine:
+        told = json.loads(msgspec.json.encode(degrade))
+        async with serve(pressed, degrade=told, step_s=0.02) as engine:
             long = pb.GenerateRequest(token_ids=tokens, stop=pb.StopConditions(max_tokens=300))
             first = asyncio.create_task(engine.generate(long))
             await engine.until(lambda state: state.pressure_level == 1)
@@ -260,7 +261,7 @@ def test_degraded_requests_are_counted_by_what_was_lowered(
             assert samples['ullage_engine_degraded_requests_total{what="max_tokens"}'] == 1
             assert samples['ullage_engine_degraded_requests_total{what="temperature"}'] == 2
             assert samples["ullage_engine_pressure_level"] == 1
-            await first
+            first.cancel()
 
     asyncio.run(scenario())
 

@@ -56,7 +56,7 @@ def test_a_file_of_the_asked_steps_comes_and_nothing_stays(
     serve: Serve, allowing: EngineConfig, run_dir: Path
 ) -> None:
     async def scenario() -> None:
-        async with serve(config=allowing) as engine:
+        async with serve(config=allowing, step_s=0.02) as engine:
             answer = asyncio.create_task(engine.generate(ask()))
             responses = [each async for each in engine.admin.Profile(look())]
             assert [r.progress.steps for r in responses if r.HasField("progress")][-1] >= 5

@@ -39,6 +39,12 @@ def told(caplog: pytest.LogCaptureFixture, name: str) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("request_id") == name]
 
 
+async def until_told(caplog: pytest.LogCaptureFixture, name: str, event: str) -> None:
+    async with asyncio.timeout(60):
+        while event not in [line["event"] for line in told(caplog, name)]:  # noqa: ASYNC110 - a log
+            await asyncio.sleep(0.01)
+
+
 def test_a_request_and_the_worker_that_it_lost(
     serve: Serve, config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -49,7 +55,7 @@ def test_a_request_and_the_worker_that_it_lost(
         async with serve(config=traced, policy=policy, step_s=0.02) as engine:
             metadata = (("traceparent", PARENT),)
             answer = asyncio.create_task(engine.generate(ask("one"), metadata=metadata))
-            await engine.until(lambda state: state.requests_running == 1)
+            await until_told(caplog, "one", "first_token")
             await engine.admin.InjectFault(KILL)
             assert (await answer).finished.resumes == 1
             with pytest.raises(grpc.aio.AioRpcError):

@@ -207,7 +207,7 @@ def test_a_search_arrives_when_it_is_over(serve: Serve, fake: ModuleType, run_di
 def test_timeout_keeps_what_every_sample_has(
     serve: Serve, fake: ModuleType, config: EngineConfig
 ) -> None:
-    limits = msgspec.structs.replace(config.limits, request_timeout=0.5, total_timeout=0.5)
+    limits = msgspec.structs.replace(config.limits, request_timeout=2.0, total_timeout=2.0)
     short = msgspec.structs.replace(config, limits=limits)
 
     async def scenario() -> None:

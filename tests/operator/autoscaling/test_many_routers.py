@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import pytest
 from aiohttp import web
 
 from ullage_common.wire.load_report import PoolReport
 from ullage_operator.api.spec import parse
+from ullage_operator.controller import autoscaler, router_client
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 from ullage_operator.controller.router_client import RouterClient
 from ullage_operator.kube.cache import ServiceKey
@@ -17,6 +19,17 @@ SERVICES = 60
 ROUTERS = 2
 COUNT = SERVICES * ROUTERS
 ASLEEP = dict.fromkeys(PoolReport.__struct_fields__, 0)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that are late on a busy machine are not taken for failures."""
+    for module, name in (
+        (router_client, "CONNECT_S"),
+        (router_client, "TIMEOUT_S"),
+        (autoscaler, "TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, name, 60.0)
 
 
 class Routers:

@@ -53,11 +53,11 @@ def replicas(world) -> int:
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP])
 def test_a_second_operator_takes_over_and_the_first_writes_no_more(world, start, end):
-    first = start("--lease-duration=3")
+    first = start("--lease-duration=8")
     until(lambda: first.leads, "the first leads", SOON)
     world.create()
     converged(world)
-    second = start("--lease-duration=3")
+    second = start("--lease-duration=8")
     until(lambda: second.metric('objects{kind="LLMService"}') == 1, "the second watches", SOON)
     assert first.leads and not second.leads and second.reconciled() == 0
     first.signal(end)
@@ -69,7 +69,7 @@ def test_a_second_operator_takes_over_and_the_first_writes_no_more(world, start,
         until(lambda: first.metric('objects{kind="Pod"}') == 0 and not first.leads, "steps back")
         scale(world, 2)
         until(lambda: replicas(world) == 2, "the edit is applied", SOON)
-        assert second.leads and not first.leads
+        until(lambda: second.leads and not first.leads, "only the second leads", SOON)
 
 
 def test_a_lead_that_cannot_be_renewed_ends_and_comes_back(world, start, played):
@@ -245,7 +245,7 @@ def test_a_service_deleted_while_it_is_being_made_leaves_nothing(world, operator
 
 def test_an_operator_killed_amid_its_writes_leaves_work_that_the_next_ends(world, start, played):
     first = start("--lease-duration=2")
-    slow = played.inject("POST", r"/services\?", 200, times=1, delay_s=2.0)
+    slow = played.inject("POST", r"/services\?", 200, times=1, delay_s=10.0)
     world.create()
     until(lambda: slow.times == 0, "it is in the middle", SOON)
     first.signal(signal.SIGKILL)

@@ -407,7 +407,7 @@ def test_credit_keeps_a_burst_within_the_headroom(start_service: "StartService")
 
 def test_the_deadline_before_the_first_token_is_504(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service(limits={"request_timeout": 0.4}) as service:
+        async with start_service(limits={"request_timeout": 2.0}) as service:
             service.engine.script.hold = asyncio.Event()
             answer = await service.complete()
             assert answer.status_code == 504
@@ -419,7 +419,7 @@ def test_the_deadline_before_the_first_token_is_504(start_service: "StartService
 
 def test_the_deadline_after_it_ends_the_answer(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service(limits={"request_timeout": 0.5}) as service:
+        async with start_service(limits={"request_timeout": 2.0}) as service:
             service.engine.script.pause = asyncio.Event()
             answer = (await service.complete()).json()
             choice = answer["choices"][0]

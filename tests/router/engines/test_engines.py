@@ -163,7 +163,7 @@ def test_an_engine_that_loads_is_followed(start_service: "StartService") -> None
             await service.engine.restart()
             await service.until(lambda: service.engine_state("single-0") == "loading")
             service.engine.push(ready=True)
-            await service.until(lambda: service.engine_state("single-0") == "ready", 1.0)
+            await service.until(lambda: service.engine_state("single-0") == "ready")
             assert (await service.complete()).status_code == 200
 
     asyncio.run(scenario())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     StartService = Any
 
 LOCAL = {"local": True}
-FULL = {"queue": {"max_requests": 1, "timeout": 0.2}}
+FULL = {"queue": {"max_requests": 1, "timeout": 1.5}}
 
 
 class Events:

@@ -31,7 +31,7 @@ expect.set_options(timeout=WAIT_MS)
 async def test_a_newcomer_sees_headroom_an_answer_and_refusals(
     start_service: "StartService",
 ) -> None:
-    routing = {"queue": {"max_requests": 4, "timeout": 0.5}}
+    routing = {"queue": {"max_requests": 4, "timeout": 3.0}}
     async with (
         start_service(
             single=(1000,), max_model_len=20_000, console={"local": True}, routing=routing

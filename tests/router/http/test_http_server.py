@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import re
 import time
@@ -348,14 +349,19 @@ def test_many_offers_to_upgrade_hold_up_nobody(run: Run) -> None:
                 await asyncio.sleep(0)
                 stalls.append(time.process_time() - began)
 
-        sending = asyncio.create_task(client.send(b"".join(offer % i for i in range(4000))))
-        measuring = asyncio.create_task(measure())
-        for i in range(4000):
-            assert (await client.answer())[1] == b"GET /%d " % i
-        measuring.cancel()
-        await sending
+        gc.collect()
+        gc.disable()
+        try:
+            sending = asyncio.create_task(client.send(b"".join(offer % i for i in range(4000))))
+            measuring = asyncio.create_task(measure())
+            for i in range(4000):
+                assert (await client.answer())[1] == b"GET /%d " % i
+            measuring.cancel()
+            await sending
+        finally:
+            gc.enable()
         assert failures == []
-        assert max(stalls) < 0.05
+        assert max(stalls) < sum(stalls) / 30
 
     run(scenario)
 
@@ -474,12 +480,12 @@ def test_old_connections_end_with_a_reply(run: Run) -> None:
         client = await connect()
         await client.send(b"GET /1 HTTP/1.1\r\nHost: x\r\n\r\n")
         assert "connection: close" not in (await client.answer())[0]
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.1)
         await client.send(b"GET /2 HTTP/1.1\r\nHost: x\r\n\r\n")
         assert "connection: close" in (await client.answer())[0]
         assert await client.rest() == b""
 
-    run(scenario, Limits(max_age_s=0.2))
+    run(scenario, Limits(max_age_s=1.0))
 
 
 HUGE = {
@@ -518,7 +524,7 @@ def test_bodies_have_bounds(run: Run) -> None:
             assert (await client.answer())[1] == reason
             assert await client.rest() == b""
 
-    run(scenario, Limits(max_body_bytes=1000, max_head_bytes=2000, linger_s=0.1))
+    run(scenario, Limits(max_body_bytes=1000, max_head_bytes=2000, linger_s=1.0))
 
 
 def test_bodies_that_arrive_have_a_bound_together(run: Run) -> None:

@@ -19,7 +19,7 @@ OVERLOAD = [sys.executable, str(ROOT / "benchmarks" / "overload.py")]
 ROUTER = [sys.executable, "-m", "ullage_router.main"]
 PATIENCE_S = 60.0
 ALLOWED = {200, 429, 503, 504}
-LINGER = 60
+LINGER = 200
 """Output tokens of a request that is still running when the fault comes."""
 
 

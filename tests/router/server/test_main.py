@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-m", "ullage_router.main"]
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=30, check=False
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -82,7 +82,7 @@ def test_a_stop_waits_for_answers(start_service: "StartService", tmp_path: Path)
                     engine.script.pause.set()
                     rest = [line async for line in lines if line]
                     assert rest[-1] == "data: [DONE]"
-            _, log = await asyncio.wait_for(process.communicate(), 15)
+            _, log = await asyncio.wait_for(process.communicate(), 60)
             assert process.returncode == 0, log.decode()
             told = [json.loads(line) for line in log.splitlines() if b'"answered"' in line]
             assert told[-1]["admission_action"] == "accept"
@@ -94,7 +94,7 @@ def test_a_stop_waits_for_answers(start_service: "StartService", tmp_path: Path)
 
 
 async def listening(stream: asyncio.StreamReader) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             line = json.loads(await stream.readline())
             if line["message"] == "listening":
@@ -102,7 +102,7 @@ async def listening(stream: asyncio.StreamReader) -> dict[str, Any]:
 
 
 async def ready(http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if (await http.get("/readyz")).status_code == 200:
                 return
@@ -110,7 +110,7 @@ async def ready(http: httpx.AsyncClient) -> None:
 
 
 async def no_longer_listening(url: str) -> None:
-    async with asyncio.timeout(10), httpx.AsyncClient(trust_env=False) as http:
+    async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as http:
         while True:
             try:
                 await http.get(f"{url}/healthz")
