@@ -176,7 +176,7 @@ def run(options: argparse.Namespace) -> int:
         service = traced_to(service, options.otlp_endpoint)
     if options.state_file and not options.state_file.parent.is_dir():
         raise LocalFailure(f"--state-file {options.state_file}: its folder does not exist; make it")
-    with run_directory(options.run_dir) as run_dir:
+    with run_directory(options.run_dir) as run_dir, contextlib.ExitStack() as kept:
         plan = plan_local(
             service,
             run_dir,
@@ -186,6 +186,7 @@ def run(options: argparse.Namespace) -> int:
             secrets=options.secrets,
             # Engines run this interpreter, too.
             has_vllm=importlib.util.find_spec("vllm") is not None,
+            kept=kept,
         )
         write_files(plan.files)
         make_folders(plan.folders)

@@ -4,6 +4,7 @@ Addresses of the cluster become loopback addresses, volumes become folders, and 
 folder with one file a key, as the kubelet would mount it.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -136,16 +137,20 @@ LOOPBACK = "127.0.0.1"
 
 
 def assign(
-    objects: Sequence[Manifest], fixed: Mapping[str, Mapping[str, int]]
+    objects: Sequence[Manifest],
+    fixed: Mapping[str, Mapping[str, int]],
+    kept: contextlib.ExitStack | None = None,
 ) -> dict[str, dict[str, int]]:
     """A port for every named container port of every pod; `fixed` wins, 0 means any.
+
+    Args:
+        kept: its end lets other programs have the ports again; without it they may at once.
 
     Raises:
         LocalFailure: a fixed port cannot be bound; the message names the flag.
     """
     with_ports: dict[str, dict[str, int]] = {}
-    reserved: list[socket.socket] = []
-    try:
+    with contextlib.ExitStack() as reserved:
         for workload in workloads(objects):
             for name in pod_names(workload):
                 fixed_ports = fixed.get(workload["metadata"]["name"], {})
@@ -153,9 +158,8 @@ def assign(
                     port: reserve(fixed_ports.get(port, 0), port, reserved)
                     for port in container_ports(workload)
                 }
-    finally:
-        for sock in reserved:
-            sock.close()
+        if kept is not None:
+            kept.callback(reserved.pop_all().close)
     return with_ports
 
 
@@ -164,10 +168,13 @@ def container_ports(workload: Mapping[str, Any]) -> list[str]:
     return [port["name"] for port in container["ports"] if "name" in port]
 
 
-def reserve(port: int, name: str, reserved: list[socket.socket]) -> int:
-    """Binds the port until all are assigned, so that no two pods get the same one."""
+def reserve(port: int, name: str, reserved: contextlib.ExitStack) -> int:
+    """Binds the port, so that no two pods and no other program get the same one.
+
+    The pod's servers do, as nothing listens here and they set SO_REUSEADDR, too.
+    """
     sock = socket.socket()
-    # As servers do: a port whose old connections linger in TIME_WAIT is free.
+    # With it, a port whose old connections linger in TIME_WAIT is free.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((LOOPBACK, port))
@@ -176,7 +183,7 @@ def reserve(port: int, name: str, reserved: list[socket.socket]) -> int:
         raise LocalFailure(
             f"port {port} on {LOOPBACK} is taken; choose another with --{name}-port, or 0 for any"
         ) from error
-    reserved.append(sock)
+    reserved.enter_context(sock)
     return int(sock.getsockname()[1])
 
 
@@ -273,11 +280,13 @@ def plan_local(
     log_level: str,
     secrets: Path | None = None,
     has_vllm: bool = False,
+    kept: contextlib.ExitStack | None = None,
 ) -> LocalPlan:
     """The processes and files of a service on this machine; port 0 means any free one.
 
     `log_level` is for services that name none. `secrets` is a folder with one folder for every
-    Secret that the service names. `has_vllm` is whether engines here can be vLLM.
+    Secret that the service names. `has_vllm` is whether engines here can be vLLM. Until `kept` is
+    closed, no other program is given the pods' ports.
 
     Raises:
         LocalFailure: a port is taken, the service asks for no engine, for one that is not here, or
@@ -287,7 +296,7 @@ def plan_local(
     observed = Observed(now=datetime.now(UTC))
     decided = plan(adapted(service, log_level), observed, Settings(on_kubernetes=False))
     router_ports = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
-    ports = assign(decided.apply, router_ports)
+    ports = assign(decided.apply, router_ports, kept)
     planned = pods(decided.apply, run_dir, ports)
     check_engines(planned)
     check_length(planned, run_dir)

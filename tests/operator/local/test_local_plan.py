@@ -1,5 +1,7 @@
 """The plan on loopback: the same pods and files with other addresses."""
 
+import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -9,25 +11,33 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import RouterConfig
 from ullage_common.process.cores import physical_cores
+from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import usable_bytes
+from ullage_common.wire.channels import bind, new_server
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import parse
 from ullage_operator.local.plan import LocalPlan, plan_local
 from ullage_operator.local.runtime import make_folders, write_files
 from ullage_router.rollout import RolloutFile
+from ullage_router.server.processes import listen, reserve
 
 Make = Callable[..., dict[str, Any]]
 LARGE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 
 
-def local(manifest: dict[str, Any], run_dir: Path, http_port: int = 0) -> LocalPlan:
-    return plan_local(
-        parse(manifest), run_dir, http_port=http_port, grpc_port=0, log_level="warning"
-    )
+def local(
+    manifest: dict[str, Any],
+    run_dir: Path,
+    http_port: int = 0,
+    kept: contextlib.ExitStack | None = None,
+) -> LocalPlan:
+    ports = {"http_port": http_port, "grpc_port": 0}
+    return plan_local(parse(manifest), run_dir, **ports, log_level="warning", kept=kept)
 
 
 def read(plan: LocalPlan, pod: str, kind: type[Any]) -> Any:
@@ -113,6 +123,31 @@ def test_a_busy_port_names_its_flag(manifest: Make, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(LocalFailure, match=rf"^port {port} on 127\.0\.0\.1 .*--http-port"):
             local(manifest(), tmp_path, http_port=port)
+
+
+def test_ports_are_kept_for_the_pods_that_bind_them_later(manifest: Make, tmp_path: Path) -> None:
+    """Whatever kind of server a pod has there, and however many processes share it."""
+
+    async def bind_grpc(port: int) -> None:
+        server = new_server()
+        assert bind(server, f"127.0.0.1:{port}") == port
+        await server.start()
+        await server.stop(None)
+
+    with contextlib.ExitStack() as kept:
+        plan = local(manifest(), tmp_path, kept=kept)
+        for port in [port for pod in plan.pods for port in pod.ports.values()]:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+        asyncio.run(bind_grpc(port))
+        serve_metrics(CollectorRegistry(), port, "127.0.0.1")()
+        listen("127.0.0.1", port).close()
+        with (
+            reserve("http", "127.0.0.1", port),
+            listen("127.0.0.1", port, is_shared=True),
+            listen("127.0.0.1", port, is_shared=True),
+        ):
+            pass
 
 
 def test_a_folder_too_deep_for_sockets_is_refused(manifest: Make) -> None:
