@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests in three lanes side by side, never more, so that two cores are always at work and
-# nobody waits long for them: what computes and then whole services; what talks over sockets and
-# then those services that no others share; the operator and then workers and groups of ranks. Every
+# nobody waits long for them: what computes and then whole services; what talks over sockets; the
+# operator, then workers and groups of ranks, and then those services that no others share. Every
 # test runs once: one that fails, fails the run.
 #
 #   scripts/test.sh PYTHON                 every test that is not slow
@@ -44,13 +44,14 @@ lane() {
     "$python" -m pytest -q -m "not slow" -o cache_dir="$logs/$1" --durations=15 "${@:2}"
 }
 
-# pair FIRST SECOND: runs the tests of these names, one after the other
-pair() {
-    local status
-    local -n first=$1 second=$2
-    lane "$1" "${first[@]}"
-    status=$?
-    lane "$2" "${second[@]}" && return "$status"
+# lanes NAME ...: runs the tests of these names, one after the other
+lanes() {
+    local status=0 name
+    for name in "$@"; do
+        local -n tests=$name
+        lane "$name" "${tests[@]}" || status=1
+    done
+    return "$status"
 }
 
 case "${1:-}" in
@@ -69,9 +70,9 @@ case "${1:-}" in
     *) "$python" -m pytest "$@"; exit ;;
 esac
 
-start pair talking unshared > "$logs/talking.log" 2>&1
+start lanes talking > "$logs/talking.log" 2>&1
 talking_pid=$!
-start pair operating processes > "$logs/operating.log" 2>&1
+start lanes operating processes unshared > "$logs/operating.log" 2>&1
 operating_pid=$!
 
 failed=0
