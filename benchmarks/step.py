@@ -39,6 +39,7 @@ def main() -> None:
         choices=["auto", "none", "int8", "int4"],
         help="as spec.model.quantization",
     )
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument(
         "--torch", action="store_true", help="compute all but the products with torch, as ranks do"
     )
@@ -53,6 +54,7 @@ def main() -> None:
         dtype,
         arguments.deterministic,
         quantization=arguments.quantization,
+        fp8_kv=arguments.kv_dtype == "fp8",
         is_chosen=arguments.dtype != "auto",
         wrap=(lambda _, matrix: matrix) if arguments.torch else None,
     )
@@ -77,6 +79,7 @@ def load_runner(
     warms_up: bool = True,
     is_chosen: bool = False,
     wrap: Wrap | None = None,
+    fp8_kv: bool = False,
 ) -> ModelRunner:
     """`is_chosen`: `dtype` is that of spec.model.dtype, which KV then has, too. `wrap` is put
     between the model and its matrices, which torch then computes with."""
@@ -90,6 +93,7 @@ def load_runner(
         gather_tokens=8192,
         itemsize=dtype.itemsize,
         deterministic=deterministic,
+        fp8_kv=fp8_kv,
     )
     refusal = library_refusal(loaded, limits, device, dtype)
     kv_type = dtype if is_chosen or wrap else auto_kv_type(refusal, dtype)

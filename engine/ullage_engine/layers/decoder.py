@@ -83,15 +83,27 @@ def kv_bounds(
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """Bounds of each head's rotated keys, then of each head's values, float32 [2 * kv_heads]."""
-    largest = math.sqrt(model_config.hidden) * _lengths(layer, norm, model_config, limits, arena)
-    if layer.qkv_bias is not None:
-        largest += layer.qkv_bias[model_config.query_width :].float().abs()
+    lengths = _lengths(layer, norm, model_config, limits, arena)
+    return head_bounds(lengths, model_config, layer.k_norm, layer.qkv_bias)
+
+
+def head_bounds(
+    lengths: torch.Tensor,
+    model_config: ModelConfig,
+    k_norm: torch.Tensor | None = None,
+    qkv_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Bounds as `kv_bounds` returns them, from |w * norm| of each row w of keys and values, float32
+    [2 * kv_heads * head_dim]."""
+    largest = math.sqrt(model_config.hidden) * lengths
+    if qkv_bias is not None:
+        largest += qkv_bias[model_config.query_width :].float().abs()
     by_head = largest.view(2 * model_config.num_kv_heads, model_config.head_dim).amax(1)
     keys = by_head[: model_config.num_kv_heads]
     # Rotation keeps the length of a pair, and either of it may become all of that.
     keys.mul_(math.sqrt(2))
-    if layer.k_norm is not None:
-        keys.copy_(math.sqrt(model_config.head_dim) * layer.k_norm.float().abs().max())
+    if k_norm is not None:
+        keys.copy_(math.sqrt(model_config.head_dim) * k_norm.float().abs().max())
     keys.mul_(model_config.rope_scale)
     return by_head
 

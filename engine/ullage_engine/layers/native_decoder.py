@@ -15,14 +15,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ullage_engine.kernels.arena import StepLimits, slice_tokens
-from ullage_engine.kernels.kv_pool import LayerCache, shaped
+from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales, shaped
 from ullage_engine.layers.attention import fill_tables
+from ullage_engine.layers.decoder import head_bounds
 from ullage_engine.layers.linear import native_matrix
 from ullage_engine.model_config.model_config import LayerSpec
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.native.library import (
     BLOCK_TOKENS,
     FORMATS,
+    TILE_ROWS,
     VECTOR,
     Chunk,
     Layer,
@@ -33,9 +35,17 @@ from ullage_engine.native.library import (
     shared_team,
 )
 from ullage_engine.protocol import step_plan
+from ullage_engine.quantization.formats import unpack_tiles
 
 _VECTORS = ("mixer_norm", "mlp_norm", "q_norm", "k_norm", "router", "router_bias")
-_FORMATS = {torch.float32: FORMATS["float32"], torch.bfloat16: FORMATS["bfloat16"]}
+_FORMATS = {
+    torch.float32: FORMATS["float32"],
+    torch.bfloat16: FORMATS["bfloat16"],
+    torch.uint8: FORMATS["float8"],
+}
+
+_TILES_AT_ONCE = 16
+"""Tiles of a matrix that are dequantised at once, which bounds the temporary."""
 
 
 def _matrix_names(spec: LayerSpec) -> dict[str, str]:
@@ -67,7 +77,6 @@ def library_refusal(
     plain = [name for name in names if name not in encodings or not encodings[name].is_tiled]
     refusals = {
         "the library cannot be used on this machine": instruction_set() is None,
-        "model.kv_dtype is fp8; set auto": limits.fp8_kv,
         "model.dtype is float16; set auto": dtype == torch.float16,
         "the model has sliding windows": (
             limits.windowed or any(each.window for each in config.layers)
@@ -121,12 +130,42 @@ class NativeDecoder:
             if spec.mixer == "conv":
                 layer.states = next(remaining_states).data_ptr()
             else:
-                layer.cache = next(remaining_caches).blocks.data_ptr()
+                cache = next(remaining_caches)
+                layer.cache = cache.blocks.data_ptr()
+                if cache.scales is not None:
+                    layer.kv_scales = self._address(cache.scales.values)
         for cache in caches[:1]:
             self._model.num_blocks = cache.blocks.shape[1]
             self._model.cache_format = _FORMATS[cache.blocks.dtype]
         for state in states[:1]:
             self._model.state_format = _FORMATS[state.dtype]
+
+    def kv_scales(self) -> list[HeadScales]:
+        """Computes scales with which every key and value of each layer can be stored as float8."""
+        config, tensors, scales = self._config, self._loaded.tensors, []
+        for index, spec in enumerate(config.layers):
+            if spec.mixer == "attention":
+                prefix = f"layers.{index}."
+                bounds = head_bounds(
+                    self._kv_lengths(prefix), config, tensors.get(prefix + "k_norm")
+                )
+                scales.append(head_scales(bounds.tolist(), torch.float32, bounds.device))
+        return scales
+
+    def _kv_lengths(self, prefix: str) -> torch.Tensor:
+        """Computes |w * norm| of each row w of keys and values, float32."""
+        matrix, norm = (
+            self._loaded.packed(prefix + "qkv"),
+            self._loaded.tensors[prefix + "mixer_norm"],
+        )
+        lengths = []
+        for first in range(
+            self._config.query_width // TILE_ROWS, len(matrix.values), _TILES_AT_ONCE
+        ):
+            tiles = matrix.values[first : first + _TILES_AT_ONCE]
+            rows = unpack_tiles(tiles, matrix.encoding).dequantise() * norm.float()
+            lengths.append(torch.linalg.vector_norm(rows, dim=1))
+        return torch.cat(lengths)
 
     def run(
         self,
@@ -258,17 +297,16 @@ class NativeDecoder:
     def _vector(self, name: str) -> int | None:
         """Returns the address of a vector in float32; None: the model has none."""
         tensor = self._loaded.tensors.get(name)
-        if tensor is None:
-            return None
-        self._kept.append(tensor.to(torch.float32).contiguous())
-        return self._kept[-1].data_ptr()
+        return None if tensor is None else self._address(tensor)
 
     def _taps(self, name: str) -> int | None:
         """Returns the address of a convolution's taps, as `_vector`, the oldest first."""
         tensor = self._loaded.tensors.get(name)
-        if tensor is None:
-            return None
-        self._kept.append(tensor.to(torch.float32).t().contiguous())
+        return None if tensor is None else self._address(tensor.t())
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        """Returns the address of a tensor in float32, which is kept as long as this decoder."""
+        self._kept.append(tensor.to(torch.float32).contiguous())
         return self._kept[-1].data_ptr()
 
     def _matrix(self, name: str) -> Matrix:

@@ -28,9 +28,9 @@ VECTOR = 16
 INSTRUCTION_SETS = ("avx2", "avx512")
 """Instruction sets that the library has; a processor that has one has those before it."""
 
-FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4}
+FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4, "float8": 5}
 
-_ABI = 5
+_ABI = 6
 
 
 class Matrix(ctypes.Structure):
@@ -52,7 +52,7 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("mixer_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("taps", "router", "router_bias")),
         *((name, Matrix) for name in ("mixer_in", "mixer_out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("cache", "states")),
+        *((name, c_void_p) for name in ("cache", "kv_scales", "states")),
     )
 
 

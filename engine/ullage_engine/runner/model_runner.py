@@ -254,10 +254,11 @@ class ModelRunner:
             self._unpacked = torch.empty(size, dtype=torch.uint8, device=self._device).zero_()
             if self._limits.library_threads:
                 self._native = NativeDecoder(self._loaded, self._limits, self._arena)
-                return
-            self._model = self._build()
+            else:
+                self._model = self._build()
             if self._limits.fp8_kv:
-                self._kv_scales = self._model.kv_scales()
+                decoder = self._native or self.decoder
+                self._kv_scales = decoder.kv_scales()
 
     def _build(self) -> Decoder:
         parts = (self.model_config, self._limits, self._arena)

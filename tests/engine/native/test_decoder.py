@@ -133,11 +133,12 @@ def make_runner(
     kv_type: torch.dtype = torch.bfloat16,
     num_blocks: int = BLOCKS,
     dtype: torch.dtype = torch.float32,
+    limits: StepLimits = LIMITS,
 ) -> ModelRunner:
     """Matrices that something may be put between are the torch decoder's, whose KV is float32."""
     wrap = None if uses_library else lambda _, matrix: matrix
     kv_type = kv_type if uses_library else torch.float32
-    runner = ModelRunner(loaded, CPU, dtype, LIMITS, wrap=wrap, kv_type=kv_type)
+    runner = ModelRunner(loaded, CPU, dtype, limits, wrap=wrap, kv_type=kv_type)
     runner.allocate_arena()
     runner.allocate_kv(num_blocks)
     assert bool(runner._limits.library_threads) == uses_library
@@ -200,6 +201,28 @@ def test_steps_equal_the_torch_decoders(subtests: pytest.Subtests) -> None:
                     cosine = torch.nn.functional.cosine_similarity(found, expected)
                     assert cosine.min() > 1 - most_angle
                     assert (found - expected).abs().max() < most * expected.abs().max()
+
+
+def test_keys_and_values_of_float8_are_those_of_the_torch_decoder(
+    subtests: pytest.Subtests,
+) -> None:
+    """A block's keys lie [head_dim, tokens] here and [tokens, head_dim] there. What differs in the
+    last bit before it is rounded may get another code."""
+    limits, tokens = changed(LIMITS, fp8_kv=True), random_tokens(CONTEXT)
+    step = [chunk(0, tokens, 0, CONTEXT - 1)], [chunk(0, tokens, CONTEXT - 1, CONTEXT)]
+    for shape in SHAPES[:6]:
+        loaded = make_model(shape)
+        own, plain = (make_runner(loaded, is_own, limits=limits) for is_own in (True, False))
+        answers = [[logits(runner, *chunks) for chunks in step][-1] for runner in (own, plain)]
+        codes = [runner._kv.layers[0].blocks.unflatten(2, (-1, 16)) for runner in (own, plain)]
+        keys = codes[0][: shape.kv_heads]
+        others = codes[1].view(*codes[1].shape[:2], 16, -1).transpose(2, 3)[: shape.kv_heads]
+        values = [each.flatten(2)[shape.kv_heads :] for each in codes]
+        with subtests.test(shape=shape):
+            assert keys.count_nonzero() > 0.9 * CONTEXT * shape.kv_heads * shape.head_dim
+            assert (keys != others).sum() < 0.01 * keys.count_nonzero()
+            assert (values[0] != values[1]).sum() < 0.01 * values[0].count_nonzero()
+            assert torch.nn.functional.cosine_similarity(*answers).min() > 0.99
 
 
 def test_replayed_tokens_rebuild_the_state_of_convolutions(subtests: pytest.Subtests) -> None:
@@ -332,7 +355,6 @@ def test_what_the_library_does_not_compute_is_named(
 
     refused = [
         (loaded, LIMITS, torch.device("cuda"), torch.float32, "no CPU"),
-        (loaded, changed(LIMITS, fp8_kv=True), CPU, torch.float32, "kv_dtype"),
         (loaded, LIMITS, CPU, torch.float16, "model.dtype is float16; set auto"),
         (other(layers=(LayerSpec(window=9),)), LIMITS, CPU, torch.float32, "windows"),
         (loaded, changed(LIMITS, windowed=True), CPU, torch.float32, "windows"),

@@ -5,7 +5,7 @@
 
 extern "C" {
 
-enum Format : int64_t { kInt4 = 1, kInt8 = 2, kBfloat16 = 3, kFloat32 = 4 };
+enum Format : int64_t { kInt4 = 1, kInt8 = 2, kBfloat16 = 3, kFloat32 = 4, kFloat8 = 5 };
 
 // A weight matrix [rows, columns], int4 or int8, in tiles of 16 rows: for each group of columns the
 // codes, then 16 scales and 16 offsets in float16; weight = code * scale + offset, for codes from 0 on
@@ -24,12 +24,14 @@ struct Layer {
   Matrix mixer_in, mixer_out;          // of queries, keys and values; of a convolution's B, C and u
   Matrix gate_up, down;                // of experts, those of all, one above the other
   uint8_t* cache;   // [2 * kv_heads, blocks, block_tokens * head_dim], keys first
+  const float* kv_scales;  // [2 * kv_heads]: what a stored 1 of kFloat8 stands for, a power of two
   uint8_t* states;  // [slots, conv_kernel - 1, hidden], the oldest column first
 };
 
 struct Model {
   int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab;
-  int64_t num_blocks, cache_format, state_format;  // kBfloat16 or kFloat32
+  int64_t num_blocks, cache_format;  // kBfloat16, kFloat32, or kFloat8: E4M3
+  int64_t state_format;              // kBfloat16 or kFloat32
   int64_t conv_kernel;
   int64_t num_experts, experts_per_token, expert_width;
   int64_t slice_rows;    // most rows whose experts are computed together

@@ -17,9 +17,10 @@ namespace ULLAGE_ISA {
 
 constexpr int kBlockTokens = 16, kSpan = 256, kRowsTogether = 16;
 
-template <bool kHalf>
+template <Format kFormat>
 inline F load_kv(const uint8_t* block, int64_t place) {
-  if constexpr (kHalf) return load_bfloat16(reinterpret_cast<const uint16_t*>(block) + place);
+  if constexpr (kFormat == kFloat8) return load_float8(block + place);
+  if constexpr (kFormat == kBfloat16) return load_bfloat16(reinterpret_cast<const uint16_t*>(block) + place);
   return load(reinterpret_cast<const float*>(block) + place);
 }
 
@@ -31,10 +32,11 @@ inline void prefetch(const uint8_t* block, int64_t size) {
 struct Cache {
   const uint8_t *keys, *values;  // of one head: [blocks, 16 * head_dim]
   int64_t block_size;            // bytes
+  float key_factor, value_factor;  // what the numbers read are to be multiplied by
 };
 
 // Scores of kRows queries [kRows, head_dim] against kBlocks blocks, [kRows, kSpan] from `scores` on.
-template <int kRows, int kBlocks, bool kHalf>
+template <int kRows, int kBlocks, Format kFormat>
 inline void score_blocks(const float* queries, int64_t head_dim, const Cache& cache, const int32_t* blocks,
                          float* scores) {
   constexpr int kVectors = kBlockTokens / F::kWidth;
@@ -48,7 +50,7 @@ inline void score_blocks(const float* queries, int64_t head_dim, const Cache& ca
     F query[kRows];
     for (int r = 0; r < kRows; ++r) query[r] = set1(queries[r * head_dim + d]);
     for (int v = 0; v < kBlocks * kVectors; ++v) {
-      const F key = load_kv<kHalf>(keys[v / kVectors], d * kBlockTokens + v % kVectors * F::kWidth);
+      const F key = load_kv<kFormat>(keys[v / kVectors], d * kBlockTokens + v % kVectors * F::kWidth);
       for (int r = 0; r < kRows; ++r) acc[r][v] = fma(query[r], key, acc[r][v]);
     }
   }
@@ -59,7 +61,7 @@ inline void score_blocks(const float* queries, int64_t head_dim, const Cache& ca
 
 // Scores of kRows queries against a span: as many blocks at once as keep enough sums going. The first
 // queries of a span ask for the keys that come next, and for the values that are read afterwards.
-template <int kRows, bool kHalf>
+template <int kRows, Format kFormat>
 inline void score_rows(const float* queries, int64_t head_dim, const Cache& cache, const int32_t* blocks,
                        int tokens, bool is_first, float* scores) {
   constexpr int kBlocks = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
@@ -69,15 +71,15 @@ inline void score_rows(const float* queries, int64_t head_dim, const Cache& cach
       prefetch(cache.values + blocks[b] * cache.block_size, cache.block_size);
       if ((b + kBlocks) * kBlockTokens < tokens) prefetch(cache.keys + blocks[b + kBlocks] * cache.block_size, cache.block_size);
     }
-    score_blocks<kRows, kBlocks, kHalf>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
+    score_blocks<kRows, kBlocks, kFormat>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
   }
   for (; start < tokens; start += kBlockTokens) {
-    score_blocks<kRows, 1, kHalf>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
+    score_blocks<kRows, 1, kFormat>(queries, head_dim, cache, blocks + start / kBlockTokens, scores + start);
   }
 }
 
 // Sums of kRows rows of weights [kRows, kSpan] times values, dimensions `d` to d + kVectors vectors.
-template <int kRows, int kVectors, bool kHalf>
+template <int kRows, int kVectors, Format kFormat>
 inline void weigh(const float* weights, const Cache& cache, const int32_t* blocks, int tokens,
                   int64_t head_dim, int64_t d, float* out) {
   F acc[kRows][kVectors];
@@ -88,7 +90,7 @@ inline void weigh(const float* weights, const Cache& cache, const int32_t* block
     const uint8_t* block = cache.values + blocks[start / kBlockTokens] * cache.block_size;
     for (int t = 0; t < kBlockTokens; ++t) {
       F value[kVectors];
-      for (int v = 0; v < kVectors; ++v) value[v] = load_kv<kHalf>(block, t * head_dim + d + v * F::kWidth);
+      for (int v = 0; v < kVectors; ++v) value[v] = load_kv<kFormat>(block, t * head_dim + d + v * F::kWidth);
       for (int r = 0; r < kRows; ++r) {
         const F weight = set1(weights[r * kSpan + start + t]);
         for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
@@ -100,15 +102,15 @@ inline void weigh(const float* weights, const Cache& cache, const int32_t* block
   }
 }
 
-template <int kRows, bool kHalf>
+template <int kRows, Format kFormat>
 inline void weigh_rows(const float* weights, const Cache& cache, const int32_t* blocks, int tokens,
                        int64_t head_dim, float* out) {
   constexpr int kWide = kRows <= 3 ? 4 : 2;
   int64_t d = 0;
   for (; d + kWide * F::kWidth <= head_dim; d += kWide * F::kWidth) {
-    weigh<kRows, kWide, kHalf>(weights, cache, blocks, tokens, head_dim, d, out);
+    weigh<kRows, kWide, kFormat>(weights, cache, blocks, tokens, head_dim, d, out);
   }
-  for (; d < head_dim; d += F::kWidth) weigh<kRows, 1, kHalf>(weights, cache, blocks, tokens, head_dim, d, out);
+  for (; d < head_dim; d += F::kWidth) weigh<kRows, 1, kFormat>(weights, cache, blocks, tokens, head_dim, d, out);
 }
 
 template <typename Each>
@@ -161,8 +163,8 @@ inline void merge(Partial& whole, float* values, Partial part, const float* part
   }
 }
 
-inline void finish(Partial whole, const float* values, int64_t head_dim, float* out) {
-  const F scale = set1(1.0f / whole.total);
+inline void finish(Partial whole, const float* values, int64_t head_dim, float factor, float* out) {
+  const F scale = set1(factor / whole.total);
   for (int64_t d = 0; d < head_dim; d += F::kWidth) store(out + d, load(values + d) * scale);
 }
 
@@ -176,7 +178,7 @@ struct Queries {
 };
 
 // Attends one span of the context; writes each query's part and values.
-template <bool kHalf>
+template <Format kFormat>
 inline void attend_span(const Queries& own, const Cache& cache, int64_t span, float* scores, Partial* parts,
                         float* values) {
   const int64_t begin = span * kSpan, last = own.position + (own.rows - 1) / own.group;
@@ -184,7 +186,7 @@ inline void attend_span(const Queries& own, const Cache& cache, int64_t span, fl
   const int tokens = static_cast<int>((seen + kBlockTokens - 1) / kBlockTokens * kBlockTokens);
   const int32_t* blocks = own.blocks + begin / kBlockTokens;
   in_fours(own.rows, [&](auto count, int r) {
-    score_rows<count.value, kHalf>(own.queries + r * own.head_dim, own.head_dim, cache, blocks, tokens,
+    score_rows<count.value, kFormat>(own.queries + r * own.head_dim, own.head_dim, cache, blocks, tokens,
                                    r == 0, scores + r * kSpan);
   });
   for (int r = 0; r < own.rows; ++r) {
@@ -193,15 +195,16 @@ inline void attend_span(const Queries& own, const Cache& cache, int64_t span, fl
     soften(scores + r * kSpan, seen_by_row, tokens, &parts[r].most, &parts[r].total);
   }
   in_fours(own.rows, [&](auto count, int r) {
-    weigh_rows<count.value, kHalf>(scores + r * kSpan, cache, blocks, tokens, own.head_dim,
+    weigh_rows<count.value, kFormat>(scores + r * kSpan, cache, blocks, tokens, own.head_dim,
                                    values + r * own.head_dim);
   });
 }
 
 inline void attend_span(const Queries& own, const Cache& cache, int64_t format, int64_t span, float* scores,
                         Partial* parts, float* values) {
-  if (format == kBfloat16) return attend_span<true>(own, cache, span, scores, parts, values);
-  attend_span<false>(own, cache, span, scores, parts, values);
+  if (format == kBfloat16) return attend_span<kBfloat16>(own, cache, span, scores, parts, values);
+  if (format == kFloat8) return attend_span<kFloat8>(own, cache, span, scores, parts, values);
+  attend_span<kFloat32>(own, cache, span, scores, parts, values);
 }
 
 }  // namespace ULLAGE_ISA

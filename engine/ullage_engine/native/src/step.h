@@ -225,10 +225,13 @@ class Stepper {
   }
 
   Cache cache(const Layer& layer, int64_t kv_head) const {
-    const int64_t itemsize = model_.cache_format == kBfloat16 ? 2 : 4;
+    const int64_t itemsize = model_.cache_format == kFloat8 ? 1 : model_.cache_format == kBfloat16 ? 2 : 4;
     const int64_t block = kBlockTokens * model_.head_dim * itemsize;
-    const int64_t head = model_.num_blocks * block;
-    return {layer.cache + kv_head * head, layer.cache + (model_.num_kv_heads + kv_head) * head, block};
+    const int64_t head = model_.num_blocks * block, value_head = model_.num_kv_heads + kv_head;
+    const bool is_scaled = model_.cache_format == kFloat8;
+    return {layer.cache + kv_head * head, layer.cache + value_head * head, block,
+            is_scaled ? kFloat8Unit * layer.kv_scales[kv_head] : 1.0f,
+            is_scaled ? kFloat8Unit * layer.kv_scales[value_head] : 1.0f};
   }
 
   // Writes a row's keys and values to its place in the cache.
@@ -242,7 +245,10 @@ class Stepper {
       uint8_t* keys = const_cast<uint8_t*>(place.keys) + offset * place.block_size;
       uint8_t* values = const_cast<uint8_t*>(place.values) + offset * place.block_size;
       for (int64_t d = 0; d < dim; ++d) {
-        if (model_.cache_format == kBfloat16) {
+        if (model_.cache_format == kFloat8) {
+          keys[d * kBlockTokens + token] = float_to_float8(key[d] * (kFloat8Unit / place.key_factor));
+          values[token * dim + d] = float_to_float8(value[d] * (kFloat8Unit / place.value_factor));
+        } else if (model_.cache_format == kBfloat16) {
           reinterpret_cast<uint16_t*>(keys)[d * kBlockTokens + token] = float_to_bfloat16(key[d]);
           reinterpret_cast<uint16_t*>(values)[token * dim + d] = float_to_bfloat16(value[d]);
         } else {
@@ -434,7 +440,8 @@ class Stepper {
     if (is_split) return attend_split(layer, width);
     team_.each(units, [&](int64_t item, int thread) {
       // The latest chunks are the longest prompts: they begin first.
-      Queries own = make_queries(num_pieces_ - 1 - item / kv_heads, item % kv_heads, width, workspace(thread));
+      const Cache kv = cache(layer, item % kv_heads);
+      Queries own = make_queries(num_pieces_ - 1 - item / kv_heads, item % kv_heads, kv, width, workspace(thread));
       float* scores = workspace(thread) + stride * model_.head_dim;
       Partial* parts = reinterpret_cast<Partial*>(scores + stride * kSpan);
       Partial* wholes = parts + stride;
@@ -443,12 +450,12 @@ class Stepper {
       for (int r = 0; r < own.rows; ++r) wholes[r] = {-INFINITY, 0.0f};
       const int64_t num_spans = end_span(own);
       for (int64_t span = 0; span < num_spans; ++span) {
-        attend_span(own, cache(layer, item % kv_heads), model_.cache_format, span, scores, parts, values);
+        attend_span(own, kv, model_.cache_format, span, scores, parts, values);
         for (int r = 0; r < own.rows; ++r) {
           merge(wholes[r], sums + r * own.head_dim, parts[r], values + r * own.head_dim, own.head_dim);
         }
       }
-      for (int r = 0; r < own.rows; ++r) finish_row(own, item % kv_heads, r, wholes[r], sums + r * own.head_dim);
+      for (int r = 0; r < own.rows; ++r) finish_row(own, kv, item % kv_heads, r, wholes[r], sums + r * own.head_dim);
     });
   }
 
@@ -461,14 +468,16 @@ class Stepper {
     };
     team_.each(units * spans, [&](int64_t item, int thread) {
       const int64_t unit = item / spans, span = item % spans;
-      const Queries own = make_queries(unit / kv_heads, unit % kv_heads, width, workspace(thread));
+      const Cache kv = cache(layer, unit % kv_heads);
+      const Queries own = make_queries(unit / kv_heads, unit % kv_heads, kv, width, workspace(thread));
       if (span >= end_span(own)) return;
       float* out = place(unit, span);
-      attend_span(own, cache(layer, unit % kv_heads), model_.cache_format, span,
+      attend_span(own, kv, model_.cache_format, span,
                   workspace(thread) + stride * dim, reinterpret_cast<Partial*>(out), out + 2 * stride);
     });
     team_.each(units, [&](int64_t unit, int thread) {
-      const Queries own = make_queries(unit / kv_heads, unit % kv_heads, width, workspace(thread));
+      const Cache kv = cache(layer, unit % kv_heads);
+      const Queries own = make_queries(unit / kv_heads, unit % kv_heads, kv, width, workspace(thread));
       float* sums = workspace(thread) + stride * dim;
       for (int r = 0; r < own.rows; ++r) {
         Partial whole = {-INFINITY, 0.0f};
@@ -476,7 +485,7 @@ class Stepper {
           const float* from = place(unit, span);
           merge(whole, sums, reinterpret_cast<const Partial*>(from)[r], from + 2 * stride + r * dim, dim);
         }
-        finish_row(own, unit % kv_heads, r, whole, sums);
+        finish_row(own, kv, unit % kv_heads, r, whole, sums);
       }
     });
   }
@@ -486,23 +495,24 @@ class Stepper {
   }
 
   // Collects the queries of a piece, rows of one chunk that are attended together, for one KV head.
-  Queries make_queries(int64_t index, int64_t kv_head, int64_t width, float* queries) {
+  Queries make_queries(int64_t index, int64_t kv_head, const Cache& kv, int64_t width, float* queries) {
     const int64_t group = model_.num_heads / model_.num_kv_heads, dim = model_.head_dim;
     const Chunk* chunk = std::upper_bound(step_.chunks, step_.chunks + step_.num_chunks, index,
         [](int64_t piece, const Chunk& each) { return piece < each.piece; }) - 1;
     const int64_t first = (index - chunk->piece) * piece_rows_, rows = std::min(piece_rows_, chunk->num_rows - first);
     for (int64_t row = 0; row < rows; ++row) {
       const float* from = model_.wide_rows + (chunk->row + first + row) * width + kv_head * group * dim;
-      memcpy(queries + row * group * dim, from, group * dim * sizeof(float));
+      float* to = queries + row * group * dim;
+      for (int64_t k = 0; k < group * dim; k += F::kWidth) store(to + k, load(from + k) * set1(kv.key_factor));
     }
     return {queries, static_cast<int>(rows * group), static_cast<int>(group), chunk->start + first,
             dim, chunk->blocks, chunk->row + first};
   }
 
-  void finish_row(const Queries& own, int64_t kv_head, int r, Partial whole, const float* sums) {
+  void finish_row(const Queries& own, const Cache& kv, int64_t kv_head, int r, Partial whole, const float* sums) {
     const int64_t head = kv_head * own.group + r % own.group;
     float* out = model_.attended + (own.row + r / own.group) * model_.num_heads * own.head_dim;
-    finish(whole, sums, own.head_dim, out + head * own.head_dim);
+    finish(whole, sums, own.head_dim, kv.value_factor, out + head * own.head_dim);
   }
 
   void sample() {

@@ -37,6 +37,12 @@ inline F load_bfloat16(const uint16_t* p) {
 inline F load_float16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+// Numbers of E4M3 as they lie in float16: 2^-8 times what they are, for its bias is 8 less.
+inline F load_float8(const uint8_t* p) {
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return {_mm512_cvtph_ps(halves)};
+}
 inline void store_int8(int8_t* p, F a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
@@ -80,6 +86,10 @@ inline F load_bfloat16(const uint16_t* p) {
 }
 inline F load_float16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline F load_float8(const uint8_t* p) {
+  const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return {_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(static_cast<int16_t>(0xbf80))))};
 }
 inline void store_int8(int8_t* p, F a) {
   const __m256i words = _mm256_cvtps_epi32(a.v);
@@ -130,6 +140,22 @@ inline uint16_t float_to_bfloat16(float number) {
   memcpy(&bits, &number, 4);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+constexpr float kFloat8Unit = 256.0f;  // what a number of `load_float8` is to be multiplied by
+
+// Rounds to the nearest number of E4M3, ties to even; beyond its largest, to that.
+inline uint8_t float_to_float8(float number) {
+  uint32_t bits;
+  memcpy(&bits, &number, 4);
+  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return sign | 0x7f;
+  if (bits >= 0x43e00000u) return sign | 0x7e;  // 448
+  float size;
+  memcpy(&size, &bits, 4);
+  if (bits < 0x3c800000u) return sign | static_cast<uint8_t>(_mm_cvtss_si32(_mm_set_ss(size * 512.0f)));  // below 2^-6
+  return sign | static_cast<uint8_t>(((bits + 0x7ffffu + (bits >> 20 & 1)) >> 20) - (120 << 3));
 }
 
 inline float bfloat16_to_float(uint16_t half) {

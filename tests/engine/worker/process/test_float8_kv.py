@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from ullage_engine.protocol.messages import EngineRequest
 
 BLOCK_BYTES = 16 * 23_040 // 2
@@ -14,11 +16,14 @@ NUM_BLOCKS, NUM_SLOTS = 64, 16
 FRANCE = [504, 3575, 282, 4649, 314]
 
 
+@pytest.mark.parametrize("quantization", ["none", "auto"])
 def test_smollm2_is_served_and_a_cached_prompt_is_answered_alike(
-    start_worker: Callable[..., Any], make_request: Callable[..., EngineRequest]
+    start_worker: Callable[..., Any], make_request: Callable[..., EngineRequest], quantization: str
 ) -> None:
+    """By torch, and the file's own blocks by the C++ library."""
     seed = 20_261
     model = {"dtype": "float32", "kv_dtype": "fp8", "deterministic": True, "max_model_len": 64}
+    model["quantization"] = quantization
     worker = start_worker(
         model=model,
         memory={"max_kv": NUM_BLOCKS * BLOCK_BYTES, "host_kv": NUM_SLOTS * BLOCK_BYTES},
