@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -275,18 +274,9 @@ def worker_pid(engine_pid: int) -> int:
 # Starting and stopping ---------------------------------------------------------------------------
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 def start(manifest: Path, state_file: Path, verbose: bool) -> subprocess.Popen[bytes]:
-    http_port, grpc_port = free_ports(2)
     command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
-    command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    command += ["--http-port", "0", "--grpc-port", "0"]
     command += ["--state-file", str(state_file)] + (["--verbose"] if verbose else [])
     return subprocess.Popen(command, stdout=sys.stderr)
 
