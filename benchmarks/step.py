@@ -5,6 +5,7 @@ minute.
 """
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
@@ -111,11 +112,13 @@ def load_runner(
 
 
 def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> Chunk:
-    """Greedy; sequences lie in strides across the pool."""
+    """Greedy, of any tokens, or all would choose the same experts; sequences lie in strides across
+    the pool."""
+    token_ids = random.Random(f"{row} {start}").choices(range(4, 4096), k=tokens)
     blocks = -(-(start + tokens) // BLOCK)
     return Chunk(
         request_id=str(row),
-        token_ids=[7] * tokens,
+        token_ids=token_ids,
         start=start,
         block_ids=[(row + 37 * block) % pool_blocks for block in range(blocks)],
         sampling=SamplingParams(temperature=0.0),

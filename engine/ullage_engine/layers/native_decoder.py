@@ -84,7 +84,9 @@ def library_refusal(
         "the model's attention has biases or sinks": (
             config.has_attention_bias or config.has_sinks
         ),
-        "the model's experts have biases": experts is not None and experts.is_biased,
+        "the model's experts have biases, or weights by softmax": (
+            experts is not None and (experts.is_biased or experts.scoring != "sigmoid")
+        ),
         f"widths {widths} of rows are not all multiples of {VECTOR}": (
             any(width % VECTOR for width in widths)
         ),
@@ -289,7 +291,6 @@ class NativeDecoder:
             "experts_per_token": spec.experts_per_token,
             "expert_width": spec.intermediate,
             "slice_rows": slice_tokens(self._max_tokens),
-            "is_sigmoid": spec.scoring == "sigmoid",
             "is_normalised": spec.is_normalised,
             "expert_scale": spec.scale,
         }

@@ -283,11 +283,11 @@ class GgufReader(PlainMatrices):
         target."""
         if ".mlp.experts." in name:
             return self._packed_encoding(name)
-        own, expert = gguf_name(self._metadata.architecture, name)
+        own, _ = gguf_name(self._metadata.architecture, name)
         tensor = self._tensors.get(own)
-        if target != "int4" or tensor is None or expert is not None:
+        if target != "int4" or tensor is None:
             return None
-        columns, rows = (int(size) for size in tensor.shape)
+        columns, rows = (int(size) for size in tensor.shape[:2])  # of one expert, if there are any
         return block_encoding(tensor.tensor_type.name, (rows, columns))
 
     def block_kind(self, name: str) -> str:
@@ -303,9 +303,10 @@ class GgufReader(PlainMatrices):
             pieces = [read_mxfp4(self._tensors[each].data) for each in _stacked_names(name)]
             codes, scales = (_alternating(list(each)) for each in zip(*pieces, strict=True))
             return Quantized("mxfp4", codes.flatten(0, 1), scales.flatten(0, 1))
-        own, _ = gguf_name(self._metadata.architecture, name)
+        own, expert = gguf_name(self._metadata.architecture, name)
         tensor = self._tensors[own]
-        blocks = read_blocks(tensor.data, tensor.tensor_type.name)
+        data = tensor.data if expert is None else tensor.data[expert]
+        blocks = read_blocks(data, tensor.tensor_type.name)
         assert blocks.zeros is not None, "all kinds have zeros"
         parts = (blocks.values, blocks.scales, blocks.zeros)
         return Quantized(blocks.format, *(self._unpermute(own, part) for part in parts))

@@ -46,7 +46,7 @@ log = logging.getLogger("ullage.engine.weights")
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 10
+LAYOUT_VERSION = 11
 """Version of prepared files; raise it when they change in any way."""
 
 ALIGNMENT = 4096

@@ -30,7 +30,7 @@ INSTRUCTION_SETS = ("avx2", "avx512")
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4, "float8": 5}
 
-_ABI = 6
+_ABI = 7
 
 
 class Matrix(ctypes.Structure):
@@ -64,7 +64,7 @@ class Model(ctypes.Structure):
         *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "num_blocks")),
         *((name, c_int64) for name in ("cache_format", "state_format", "conv_kernel")),
         *((name, c_int64) for name in ("num_experts", "experts_per_token", "expert_width")),
-        *((name, c_int64) for name in ("slice_rows", "is_sigmoid", "is_normalised")),
+        *((name, c_int64) for name in ("slice_rows", "is_normalised")),
         ("expert_scale", c_double),
         ("eps", c_double),
         ("query_scale", c_double),

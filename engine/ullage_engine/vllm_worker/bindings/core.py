@@ -1,7 +1,7 @@
 """vLLM's engine in this process."""
 
 import logging
-import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -260,9 +260,7 @@ class VllmCore:
         grammars = self._scheduler.structured_output_manager
         grammars.backend = GrammarMasks(self.vocab_size)
         grammars._create_grammar = self._make_grammar
-        self._lost_rank = threading.Event()
-        """Set by a thread of vLLM's."""
-        core.model_executor.register_failure_callback(self._lost_rank.set)
+        self._executor: Any = core.model_executor
         core.model_executor.collective_rpc("ullage_follow_resumed")
         core.model_executor.collective_rpc("ullage_receive_stages")
 
@@ -489,8 +487,11 @@ class VllmCore:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            deadline = time.monotonic() + _NOTICED_WITHIN_S
             has_ranks = self._engine.vllm_config.parallel_config.world_size > 1
-            if has_ranks and self._lost_rank.wait(_NOTICED_WITHIN_S):
+            while has_ranks and not self._has_lost_rank and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if self._has_lost_rank:
                 raise GroupLostError("the process of a rank has ended") from error
             raise
 
@@ -545,8 +546,13 @@ class VllmCore:
         Raises:
             GroupLostError: one has ended.
         """
-        if self._lost_rank.is_set():
+        if self._has_lost_rank:
             raise GroupLostError("the process of a rank has ended")
+
+    @property
+    def _has_lost_rank(self) -> bool:
+        # Not vLLM's callback, which comes when it has ended the other ranks, seconds later.
+        return getattr(self._executor, "is_failed", False)
 
     def close(self) -> None:
         """Ends the processes of other ranks."""

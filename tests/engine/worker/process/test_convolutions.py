@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ullage_engine.native.library import instruction_set
 from ullage_engine.protocol.messages import EngineRequest
 
 MAX_SEQUENCES = 8
@@ -48,6 +49,7 @@ def test_states_are_reserved_and_a_cached_prompt_is_answered_alike(
     quantization: str,
     head_dim: int,
     vocab: int,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """By torch, and in small numbers by the C++ library."""
     seed = 20_261
@@ -78,3 +80,5 @@ def test_states_are_reserved_and_a_cached_prompt_is_answered_alike(
     assert pool.reserved_bytes == pool.allocated_bytes == states + 16 * kv_bytes_per_token
     assert entries["kv_pool"].allocated_bytes == state.kv_pool_bytes
     assert worker.stop() == 0
+    computes = quantization != "none" and instruction_set() is not None
+    assert ("the C++ library computes steps" in capfd.readouterr().err) == computes

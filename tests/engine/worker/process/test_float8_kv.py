@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ullage_engine.native.library import instruction_set
 from ullage_engine.protocol.messages import EngineRequest
 
 BLOCK_BYTES = 16 * 23_040 // 2
@@ -18,7 +19,10 @@ FRANCE = [504, 3575, 282, 4649, 314]
 
 @pytest.mark.parametrize("quantization", ["none", "auto"])
 def test_smollm2_is_served_and_a_cached_prompt_is_answered_alike(
-    start_worker: Callable[..., Any], make_request: Callable[..., EngineRequest], quantization: str
+    start_worker: Callable[..., Any],
+    make_request: Callable[..., EngineRequest],
+    quantization: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """By torch, and the file's own blocks by the C++ library."""
     seed = 20_261
@@ -44,3 +48,5 @@ def test_smollm2_is_served_and_a_cached_prompt_is_answered_alike(
     assert lines["kv_pool"].allocated_bytes == state.kv_pool_bytes == NUM_BLOCKS * BLOCK_BYTES
     assert lines["host_kv"].allocated_bytes == NUM_SLOTS * BLOCK_BYTES
     assert worker.stop() == 0
+    computes = quantization != "none" and instruction_set() is not None
+    assert ("the C++ library computes steps" in capfd.readouterr().err) == computes
