@@ -15,6 +15,7 @@ import torch
 
 from ullage_engine.kernels.arena import ArenaLayout
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.protocol.step_plan import Moves
 
 LARGEST = 448.0
@@ -54,7 +55,16 @@ class HeadScales(NamedTuple):
 
 
 def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.device) -> HeadScales:
-    """Finds the least power of two for each head with which all up to its bound can be stored."""
+    """Finds the least power of two for each head with which all up to its bound can be stored.
+
+    Raises:
+        WeightsError: a bound is no number, which float8 would store as one.
+    """
+    if any(map(math.isnan, bounds)):
+        raise WeightsError(
+            "weights of keys or values are no numbers, so model.kv_dtype fp8 has no scales for "
+            "them; download the model again"
+        )
     # A fraction of 0.5 to 1 times 2 to this power is the quotient.
     exponents = [
         min(MAX_EXPONENT, max(MIN_EXPONENT, math.frexp(bound / LARGEST)[1])) for bound in bounds

@@ -147,8 +147,14 @@ def assign(
         kept: its end lets other programs have the ports again; without it they may at once.
 
     Raises:
-        LocalFailure: a fixed port cannot be bound; the message names the flag.
+        LocalFailure: a fixed port cannot be bound, or is asked for twice; the message names flags.
     """
+    given = [port for ports in fixed.values() for port in ports.values() if port]
+    if twice := next((port for port in given if given.count(port) > 1), 0):
+        raise LocalFailure(
+            f"port {twice} is asked for twice; choose another with --http-port or --grpc-port, "
+            "or 0 for any"
+        )
     with_ports: dict[str, dict[str, int]] = {}
     with contextlib.ExitStack() as reserved:
         for workload in workloads(objects):
@@ -169,7 +175,7 @@ def container_ports(workload: Mapping[str, Any]) -> list[str]:
 
 
 def reserve(port: int, name: str, reserved: contextlib.ExitStack) -> int:
-    """Binds the port, so that no two pods and no other program get the same one.
+    """Binds the port, so that nobody who asks for any port gets it.
 
     The pod's servers do, as nothing listens here and they set SO_REUSEADDR, too.
     """

@@ -34,9 +34,10 @@ def local(
     manifest: dict[str, Any],
     run_dir: Path,
     http_port: int = 0,
+    grpc_port: int = 0,
     kept: contextlib.ExitStack | None = None,
 ) -> LocalPlan:
-    ports = {"http_port": http_port, "grpc_port": 0}
+    ports = {"http_port": http_port, "grpc_port": grpc_port}
     return plan_local(parse(manifest), run_dir, **ports, log_level="warning", kept=kept)
 
 
@@ -123,6 +124,11 @@ def test_a_busy_port_names_its_flag(manifest: Make, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(LocalFailure, match=rf"^port {port} on 127\.0\.0\.1 .*--http-port"):
             local(manifest(), tmp_path, http_port=port)
+
+
+def test_a_port_cannot_be_asked_for_twice(manifest: Make, tmp_path: Path) -> None:
+    with pytest.raises(LocalFailure, match=r"^port 18080 is asked for twice; .*--grpc-port"):
+        local(manifest(), tmp_path, http_port=18080, grpc_port=18080)
 
 
 def test_ports_are_kept_for_the_pods_that_bind_them_later(manifest: Make, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ inline void round_row(const float* x, int64_t row, int64_t num_rows, int64_t col
     }
     const float limit = largest(most);
     const float scale = limit / 127.0f;
-    const F inverse = set1(limit > 0.0f ? 127.0f / limit : 0.0f);
+    const F inverse = set1(limit > 1e-30f ? 127.0f / limit : 0.0f);  // what is smaller has no inverse
     F total = zero();
     for (int i = 0; i < n; ++i) {
       const F nearest = round(v[i] * inverse);
