@@ -36,7 +36,8 @@ import aiohttp
 import load
 import psutil
 from load import INPUT_WORDS, OUTPUT, Answer, messages
-from one_engine import free_ports, start_engine
+from one_engine import start_engine
+from processes import free_ports
 from overload import ready, start_router
 
 MODEL = "smollm2"

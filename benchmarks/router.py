@@ -42,7 +42,7 @@ from typing import Any
 
 import grpc
 import psutil
-from one_engine import free_ports
+from processes import end, free_ports
 
 HERE = Path(__file__).resolve().parent
 RUST = "vllm-router==0.1.17"
@@ -171,15 +171,6 @@ class Machine:
         target = Target(name, port, self.start(name, [*command, "--port", str(port)]))
         wait_ready(port, "/v1/models")
         return target
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    process.terminate()
-    try:
-        process.wait(40)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def wait_ready(port: int, path: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from one_engine import free_ports
+from processes import free_ports
 from tiers_up import TOKEN_BYTES, Answer, Service, ask, service_up
 
 from ullage_common.wire.channels import open_channel

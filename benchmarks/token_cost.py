@@ -28,7 +28,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from load import level
-from one_engine import MODEL, free_ports
+from one_engine import MODEL
+from processes import free_ports
 from router import Machine
 
 TEXT = (

@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import http.server
-import importlib.util
+import importlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -31,13 +31,9 @@ TEXT = "The harbour keeps a ledger of every ship, its cargo, its captain and its
 
 @pytest.fixture(scope="session")
 def local_prometheus() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "local_prometheus", ROOT / "benchmarks" / "local_prometheus.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return importlib.import_module("local_prometheus")
 
 
 @pytest.fixture(scope="session")
