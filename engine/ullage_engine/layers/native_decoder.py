@@ -136,11 +136,11 @@ class NativeDecoder:
                 layer.cache = cache.blocks.data_ptr()
                 if cache.scales is not None:
                     layer.kv_scales = self._address(cache.scales.values)
-        for cache in caches[:1]:
-            self._model.num_blocks = cache.blocks.shape[1]
-            self._model.cache_format = _FORMATS[cache.blocks.dtype]
-        for state in states[:1]:
-            self._model.state_format = _FORMATS[state.dtype]
+        if caches:
+            self._model.num_blocks = caches[0].blocks.shape[1]
+            self._model.cache_format = _FORMATS[caches[0].blocks.dtype]
+        if states:
+            self._model.state_format = _FORMATS[states[0].dtype]
 
     def kv_scales(self) -> list[HeadScales]:
         """Computes scales with which every key and value of each layer can be stored as float8."""
@@ -156,16 +156,13 @@ class NativeDecoder:
 
     def _kv_lengths(self, prefix: str) -> torch.Tensor:
         """Computes |w * norm| of each row w of keys and values, float32."""
-        matrix, norm = (
-            self._loaded.packed(prefix + "qkv"),
-            self._loaded.tensors[prefix + "mixer_norm"],
-        )
+        matrix = self._loaded.packed(prefix + "qkv")
+        norm = self._loaded.tensors[prefix + "mixer_norm"].float()
+        tiles = matrix.values[self._config.query_width // TILE_ROWS :]
         lengths = []
-        for first in range(
-            self._config.query_width // TILE_ROWS, len(matrix.values), _TILES_AT_ONCE
-        ):
-            tiles = matrix.values[first : first + _TILES_AT_ONCE]
-            rows = unpack_tiles(tiles, matrix.encoding).dequantise() * norm.float()
+        for first in range(0, len(tiles), _TILES_AT_ONCE):
+            some = tiles[first : first + _TILES_AT_ONCE]
+            rows = unpack_tiles(some, matrix.encoding).dequantise() * norm
             lengths.append(torch.linalg.vector_norm(rows, dim=1))
         return torch.cat(lengths)
 

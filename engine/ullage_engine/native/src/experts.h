@@ -52,11 +52,9 @@ struct Block {
   int32_t expert, start, end;  // start to end of the sorted pairs
 };
 
-// The pairs of some rows, in memory for `Pairs::ints(most pairs, experts)` numbers.
+// The pairs of some rows, in memory for 6 numbers of each pair and one of each expert and one more.
 class Pairs {
  public:
-  static int64_t ints(int64_t pairs, int64_t experts) { return 6 * pairs + experts + 1; }
-
   Pairs(int32_t* memory, int64_t most, int64_t experts)
       : chosen_(memory), order_(memory + most), places_(memory + 2 * most),
         blocks_(reinterpret_cast<Block*>(memory + 3 * most)), starts_(memory + 6 * most), experts_(experts) {}
