@@ -383,7 +383,8 @@ class RankStartup:
         if self.rank or self.device.type != "cpu":
             return
         if not self.library_refusal:
-            log.info("the C++ library computes steps, with KV in %s", dtype_name(self.kv_type))
+            stored = "float8" if self.step_limits.fp8_kv else dtype_name(self.kv_type)
+            log.info("the C++ library computes steps, with KV in %s", stored)
             return
         reason = self.library_refusal
         log.info("torch computes steps, slower than the C++ library, since %s", reason)

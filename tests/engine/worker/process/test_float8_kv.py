@@ -49,4 +49,6 @@ def test_smollm2_is_served_and_a_cached_prompt_is_answered_alike(
     assert lines["host_kv"].allocated_bytes == NUM_SLOTS * BLOCK_BYTES
     assert worker.stop() == 0
     computes = quantization != "none" and instruction_set() is not None
-    assert ("the C++ library computes steps" in capfd.readouterr().err) == computes
+    assert (
+        "the C++ library computes steps, with KV in float8" in capfd.readouterr().err
+    ) == computes
