@@ -1,0 +1,188 @@
+"""Prove on one NVIDIA GPU what Ullage promises, with pass or fail: `python -m benchmarks.gpu`.
+
+commands:
+  first         the parts that tell whether the machine, its packages and the kernels are fit
+  second        the parts that judge the service: memory, recovery, speed
+  NAME ...      single parts, by name (list shows them)
+  list          every part, its limit of seconds and what it proves
+  table FILE    the table of a results.jsonl, as docs/gpu.md has it
+  oracle        compute on this CPU the tokens that the part `tokens` compares with
+
+Results are appended to --out as they come, so a run that is cut keeps what it found, and a second
+run with the same --out leaves out what has passed. docs/gpu.md says what is judged and why.
+
+examples:
+  python -m benchmarks.gpu first --out results --bundle dist/gpu-bundle
+  python -m benchmarks.gpu second --out results --bundle dist/gpu-bundle
+  python -m benchmarks.gpu overload faults --out results --again
+  python -m benchmarks.gpu first second --tiny --device cpu --out rehearsal
+
+exit status: 0 all passed, 1 something did not, 2 wrong arguments or no GPU, 130 interrupted
+"""
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.figures import Fact, Figure, Job, Results
+from benchmarks.gpu.programme import (
+    BY_NAME,
+    FIRST_S,
+    PARTS,
+    REHEARSAL_FACTOR,
+    SECOND_S,
+    Part,
+    end_with_parent,
+    run_parts,
+)
+from benchmarks.gpu.table import markdown
+
+INTERRUPTED = 130
+COMMANDS = ("first", "second", "list", "table", "oracle")
+ORACLE = "oracle.json"
+
+MODELS_BYTES = 30 << 30
+"""Bytes that a run writes at most: a checkpoint, and its prepared weights in two types."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    command, *rest = options.command
+    if command == "list":
+        for part in PARTS:
+            print(f"{part.call}  {part.name:10} {part.seconds:4.0f} s  {part.proves}")
+        return 0
+    if command == "table":
+        if len(rest) != 1 or not Path(rest[0]).is_file():
+            parser.error("table needs one results.jsonl; give the path of one")
+        print(markdown(Results(Path(rest[0]).parent).read()))
+        return 0
+    if command == "part":
+        return _run_part(rest[0], _job(options))
+
+    if options.device == "cuda" and (reason := obstacle()):
+        print(f"error: {reason}; --tiny --device cpu rehearses without a GPU", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    if command == "oracle":
+        from benchmarks.gpu.tokens import write_oracle
+
+        write_oracle(options.out / ORACLE, tiny=options.tiny)
+        return 0
+    return _run_programme(parser, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("command", nargs="+", help=f"{', '.join(COMMANDS)}, or parts by name")
+    add("--out", type=Path, default=Path("gpu-results"), help="folder of results (%(default)s)")
+    add(
+        "--bundle", type=Path, help="folder made by `make gpu-bundle`; oracle tokens are read there"
+    )
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny")
+    add("--tiny", action="store_true", help="a rehearsal: small sizes, speeds are not judged")
+    add("--again", action="store_true", help="repeat parts that have passed in this folder")
+    add(
+        "--limit",
+        type=float,
+        help=f"seconds in all ({FIRST_S:g} for first, {SECOND_S:g} for second)",
+    )
+    add("--scratch", type=Path, help="folder for models made on the way (a new one in /dev/shm)")
+    return parser
+
+
+def obstacle() -> str | None:
+    """Return why nothing can be measured here, in one line; None: it can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "torch here is without CUDA: install one with it"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def _job(options: argparse.Namespace) -> Job:
+    return Job(options.device, options.tiny, options.out.resolve(), options.scratch, options.bundle)
+
+
+def _run_programme(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu takes hours at full size; add --tiny")
+    parts, limit_s = _chosen(parser, options)
+    limit_s = options.limit or limit_s * (REHEARSAL_FACTOR if options.tiny else 1.0)
+    with tempfile.TemporaryDirectory(prefix="ullage-gpu-", dir=_memory_folder()) as folder:
+        options.scratch = options.scratch or Path(folder)
+        options.scratch.mkdir(parents=True, exist_ok=True)
+        passed = run_parts(parts, _job(options), limit_s, again=options.again)
+    rows = Results(options.out).read()
+    print(f"\n{markdown(rows)}\n")
+    print("all passed" if passed else "NOT all passed", f"; {options.out}", sep="")
+    return 0 if passed else 1
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> tuple[list[Part], float]:
+    """Return the parts that were asked for, in their order, and the seconds for all of them."""
+    names = set[str]()
+    limit_s = 0.0
+    for word in options.command:
+        if word in ("first", "second"):
+            call = 1 if word == "first" else 2
+            names |= {part.name for part in PARTS if part.call == call}
+            limit_s += FIRST_S if call == 1 else SECOND_S
+        elif word in BY_NAME:
+            names.add(word)
+            limit_s += BY_NAME[word].seconds
+        else:
+            parser.error(f"there is no part {word!r}; choose from {', '.join(BY_NAME)}")
+    return [part for part in PARTS if part.name in names], limit_s
+
+
+def _memory_folder() -> str | None:
+    """Return a folder in memory for models: gigabytes that are written once and mapped."""
+    is_roomy = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > MODELS_BYTES
+    return "/dev/shm" if is_roomy else None
+
+
+def _run_part(name: str, job: Job) -> int:
+    """Run one part in this process, which the programme started for it."""
+    end_with_parent()
+    results = Results(job.out)
+
+    def report(found: Figure | Fact) -> None:
+        results.add(name, found)
+        print(f"  {line(found)}", flush=True)
+
+    importlib.import_module(f"benchmarks.gpu.{name}").run(job, report)
+    return 0
+
+
+def line(found: Figure | Fact) -> str:
+    """Return a finding as a line for people."""
+    if isinstance(found, Fact):
+        return f"{found.name}: {found.text}"
+    measured = f"{found.name:52} {found.value:11.4g} {found.unit:12}"
+    if found.aim is None:
+        return measured
+    word = "at most" if found.is_limit else "at least"
+    return f"{measured} {word} {found.aim:g}: {'ok' if found.passes else 'FAILED'}"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,38 @@
+"""Take all but some of a device's memory, and hold it until standard input ends.
+
+As a neighbour on the GPU would: `python -m benchmarks.gpu.ballast cuda 67108864` prints the bytes
+that it holds once they are taken. On a CPU it takes a little, so that a rehearsal has the process.
+"""
+
+import sys
+
+import torch
+
+ON_CPU_BYTES = 64 << 20
+STEP_BYTES = 16 << 20
+"""What is free is approached in such steps, as an allocation may take more than it asks for."""
+
+
+def main() -> None:
+    device, leave = torch.device(sys.argv[1]), int(sys.argv[2])
+    held = take(device, leave)
+    print(sum(each.nbytes for each in held), flush=True)
+    sys.stdin.read()
+
+
+def take(device: torch.device, leave: int) -> list[torch.Tensor]:
+    """Return tensors beside which about `leave` bytes of the device are free."""
+    if device.type == "cpu":
+        return [torch.zeros(ON_CPU_BYTES, dtype=torch.uint8)]
+    held = []
+    while (spare := torch.cuda.mem_get_info(device)[0] - leave) > STEP_BYTES:
+        try:
+            held.append(torch.empty(spare - STEP_BYTES // 2, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            # No single range is as large as all that is free: half of it may be.
+            held.append(torch.empty(spare // 2, dtype=torch.uint8, device=device))
+    return held
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The models that services of the programme serve: a Llama with random weights, made on the device.
+
+A word is a token: the prompt "w7 w8" has two. So prompts of any length are made without counting,
+and no text tokenises differently the second time.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gpu.figures import Job
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from ullage_engine.model_config.hf_config import read_config
+from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.model_loader.tensor_plan import plan_tensors
+
+SEED = 20_261_128
+NAME = "random-llama"
+"""Name by which clients ask for the model."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    max_position: int
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * itemsize
+
+    def config(self) -> dict[str, Any]:
+        """Return the contents of config.json; without an end token answers have full length."""
+        return {
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_position,
+            "rope_theta": 5e5,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }
+
+
+EIGHT_LAYERS = Shape(
+    layers=8,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    intermediate=14_336,
+    vocab=32_768,
+    max_position=16_384,
+)
+"""Llama-3-8B with a quarter of its layers and words: 4 GB in bfloat16, KV of 32 KiB a token."""
+
+TINY = Shape(
+    layers=2, hidden=64, heads=4, kv_heads=2, intermediate=128, vocab=512, max_position=4096
+)
+
+
+def service_shape(job: Job) -> Shape:
+    """Return the shape that services have in this run."""
+    return TINY if job.tiny else EIGHT_LAYERS
+
+
+def service_checkpoint(job: Job) -> Path:
+    """Return the folder of the services' model, which is made where it is missing."""
+    folder = job.scratch / "checkpoint"
+    if not (folder / "model.safetensors").exists():
+        write_checkpoint(folder, service_shape(job), torch.device(job.device))
+    return folder
+
+
+def write_checkpoint(folder: Path, shape: Shape, device: torch.device) -> None:
+    """Write config.json, tokenizer.json and bfloat16 weights, which are drawn on the device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
+    word_tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
+
+    generator = torch.Generator(device).manual_seed(SEED)
+    tensors = {}
+    for plan in plan_tensors(read_model_config(read_config(folder))):
+        for part in plan.parts:
+            tensors[part.source] = _draw(part.source, part.shape, generator, device)
+    partial = folder / "model.partial"
+    save_file(tensors, partial)
+    partial.rename(folder / "model.safetensors")
+
+
+def _draw(
+    name: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device
+) -> torch.Tensor:
+    """Draw a tensor: norms are ones, and rows of matrices have about length 1."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    numbers = torch.randn(shape, generator=generator, device=device)
+    scale = 1.0 if "embed_tokens" in name else shape[-1] ** -0.5
+    return numbers.mul_(scale).to(torch.bfloat16).cpu()
+
+
+def word_tokenizer(vocab: int) -> Tokenizer:
+    """Return a byte-level tokenizer in which " w0", " w1" and so on are the tokens."""
+    # In byte-level vocabularies a space is written as this letter.
+    words = {f"\u0120w{number}": number for number in range(vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="\u0120w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(" ", "merged_with_next"),
+            pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def words(token_ids: list[int]) -> str:
+    """Return the text of tokens."""
+    return " ".join(f"w{token}" for token in token_ids)

@@ -1,0 +1,137 @@
+"""Used memory of the device, sampled beside a service: by NVML, or of a CPU what workers hold."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+from benchmarks.gpu.figures import Job
+from one_engine import WORKERS
+
+INTERVAL_S = 0.05
+STABLE_BYTES = 32 << 20
+STABLE_S = 1.0
+SETTLE_S = 8.0
+
+Measure = Callable[[], tuple[int, int]]
+"""What tells used and total bytes of the device."""
+
+
+def measure(job: Job) -> Measure:
+    """Return what measures the first device."""
+    return nvml_used if job.on_gpu else workers_used
+
+
+def nvml_used() -> tuple[int, int]:
+    """Return used and total bytes of the first visible GPU, whoever uses them."""
+    used = _nvml().nvmlDeviceGetMemoryInfo(_handle())
+    return int(used.used), int(used.total)
+
+
+def nvml_own(pid: int) -> int | None:
+    """Return what a process has of the GPU; None: the driver does not say."""
+    nvml = _nvml()
+    with contextlib.suppress(nvml.NVMLError):
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(_handle()):
+            if process.pid == pid and process.usedGpuMemory is not None:
+                return int(process.usedGpuMemory)
+    return None
+
+
+def _nvml() -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
+
+
+def _handle() -> Any:
+    import pynvml
+
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if listed.isdecimal():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(listed))
+    return pynvml.nvmlDeviceGetHandleByUUID(listed)
+
+
+def workers_used() -> tuple[int, int]:
+    """Return what all workers that this process's children started hold, and the machine's size."""
+    held = 0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if WORKERS & set(process.cmdline()):
+                held += process.memory_info().rss
+    return held, psutil.virtual_memory().total
+
+
+@dataclass
+class Sampler:
+    """A thread that samples used memory 20 times a second while its block runs."""
+
+    job: Job
+    name: str
+    samples: list[tuple[float, int, int]] = field(default_factory=list)
+    """Moments by `time.monotonic`, used bytes, total bytes."""
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._write(self.job.out / "vram.csv")
+
+    def share(self) -> float:
+        """Return the most that was used, as a share of the device."""
+        return max(used / total for _, used, total in self.samples)
+
+    def spread(self, since: float, until: float) -> int:
+        """Return the most less the least bytes used between two moments."""
+        used = [bytes_used for at, bytes_used, _ in self.samples if since <= at <= until]
+        return max(used) - min(used) if used else 0
+
+    def _run(self) -> None:
+        measured = measure(self.job)
+        while not self._is_over.wait(INTERVAL_S):
+            self.samples.append((time.monotonic(), *measured()))
+
+    def _write(self, path: Path) -> None:
+        began = self.samples[0][0] if self.samples else 0.0
+        with path.open("a", encoding="utf-8") as file:
+            for at, used, _ in self.samples:
+                file.write(f"{self.name},{at - began:.2f},{used}\n")
+
+
+def settled(job: Job, seconds: float = SETTLE_S) -> int:
+    """Return used bytes once they have not moved for a second, or after so many seconds.
+
+    The driver returns the memory of a killed process some time after its end.
+    """
+    measured = measure(job)
+    deadline = time.monotonic() + seconds
+    lowest = highest = measured()[0]
+    since = time.monotonic()
+    while time.monotonic() < deadline and time.monotonic() - since < STABLE_S:
+        time.sleep(INTERVAL_S)
+        used = measured()[0]
+        lowest, highest = min(lowest, used), max(highest, used)
+        if highest - lowest > STABLE_BYTES:
+            lowest = highest = used
+            since = time.monotonic()
+    return measured()[0]

@@ -1,0 +1,244 @@
+"""Scenario 4: greedy streams across injected shortages, killed workers and a GPU that is full.
+
+No stream may fail, and each says what it says undisturbed. In float32 a resumed stream may part
+from the undisturbed one only where two tokens are all but equally likely: such near-ties are
+counted, and told apart by the log-probabilities of the undisturbed run.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, none_of
+from benchmarks.gpu.overload import same_headroom
+from benchmarks.gpu.programme import ROOT
+from benchmarks.gpu.service import (
+    MIB,
+    PATIENT,
+    Stream,
+    ask,
+    channel_to,
+    engine_up,
+    first_difference,
+    kv_bytes,
+    metrics,
+    prompt_of,
+    router_up,
+)
+from one_engine import Engine
+
+from ullage.admin.v1 import admin_pb2
+
+STREAMS = 6
+PROMPT_TOKENS = 50
+NUM_OOMS = 3
+MOST_RECOVERY_S = 30.0
+NEAR_TIE = 1e-4
+"""Log-probability between two tokens of which rounding in float32 may choose either."""
+LEFT_FREE = 64 * MIB
+HELD_S = 10.0
+POLL_S = 0.02
+WAIT_S = 60.0
+
+Fault = Callable[[list[Stream]], Awaitable[None]]
+
+
+@dataclass
+class Scene:
+    """Streams with a fault, beside the same undisturbed."""
+
+    job: Job
+    engine: Engine
+    target: str
+    output_tokens: int
+    wanted: list[Stream] = field(default_factory=list)
+    near_ties: int = 0
+    recoveries: list[float] = field(default_factory=list)
+    """Seconds from each kill to the next token of any stream."""
+
+
+def run(job: Job, report: Report) -> None:
+    asyncio.run(_run(job, report))
+
+
+async def _run(job: Job, report: Report) -> None:
+    output_tokens = 800 if not job.tiny else 160
+    sections = {
+        "model": {"dtype": "float32"},
+        "memory": {"max_kv": kv_bytes(job, 16_384, itemsize=4)},
+        "batching": {"max_sequences": 8},
+        "limits": {"request_timeout": MOST_RECOVERY_S},
+    }
+    async with (
+        engine_up(job, "faults", sections) as engine,
+        router_up(job, {"single": [engine]}, PATIENT) as router,
+    ):
+        scene = Scene(job, engine, router.target, output_tokens)
+        scene.wanted = await streams(scene, gaps=True)
+        broken = [each.error for each in scene.wanted if each.error]
+        for error in sorted(set(broken)):
+            report(Fact("undisturbed", error))
+        report(none_of("undisturbed streams that failed", len(broken)))
+        headroom = (await engine.state()).headroom_bytes
+
+        await judge(scene, "injected shortages", inject(scene), report)
+        await judge(scene, "two kills", kill_twice(scene), report)
+        async with ballast(job) as held:
+            report(Figure("held by the ballast", held / MIB, "MiB"))
+            await judge(scene, "a full device", None, report)
+            await judge(scene, "a kill on a full device", kill_once(scene), report, hold=HELD_S)
+        await judge(scene, "the ballast gone", None, report)
+
+        figures = await asyncio.to_thread(metrics, engine)
+        report(count("steps that ran out of memory", figures["ullage_oom_events_total"], NUM_OOMS))
+        report(count("workers replaced", figures["ullage_worker_restarts_total"], 3))
+        report(
+            at_most("slowest next token after a kill", max(scene.recoveries), "s", MOST_RECOVERY_S)
+        )
+        report(Figure("streams that parted at a near-tie", scene.near_ties, ""))
+        left = await same_headroom(engine, headroom)
+        report(none_of("bytes of headroom that did not come back", left))
+
+
+async def streams(
+    scene: Scene, *, gaps: bool = False, watched: list[Stream] | None = None
+) -> list[Stream]:
+    """Ask for all streams at once and follow them to their ends."""
+    following = watched if watched is not None else [Stream() for _ in range(STREAMS)]
+    async with channel_to(scene.target) as channel:
+        return list(
+            await asyncio.gather(
+                *(
+                    ask(
+                        channel,
+                        prompt_of(scene.job, number, PROMPT_TOKENS),
+                        scene.output_tokens,
+                        gaps=gaps,
+                        stream=stream,
+                    )
+                    for number, stream in enumerate(following)
+                )
+            )
+        )
+
+
+async def judge(
+    scene: Scene, name: str, fault: Fault | None, report: Report, hold: float = 0.0
+) -> None:
+    """Run the streams with a fault, for at least `hold` seconds, and compare their tokens."""
+    watched = [Stream() for _ in range(STREAMS)]
+    began = time.monotonic()
+    asking = asyncio.create_task(streams(scene, watched=watched))
+    if fault is not None:
+        await fault(watched)
+    given = await asking
+    await asyncio.sleep(max(0.0, hold - (time.monotonic() - began)))
+
+    failed = [stream.error for stream in given if stream.error]
+    for error in sorted(set(failed)):
+        report(Fact(name, error))
+    report(none_of(f"{name}: failed streams", len(failed)))
+    differing = sum(
+        differs(scene, wanted, stream) for wanted, stream in zip(scene.wanted, given, strict=True)
+    )
+    report(none_of(f"{name}: streams with other tokens", differing))
+    if fault is not None:
+        report(Figure(f"{name}: resumed streams", sum(each.resumes > 0 for each in given), ""))
+
+
+def differs(scene: Scene, wanted: Stream, given: Stream) -> bool:
+    """Return whether a stream parts from the undisturbed one, and count near-ties."""
+    place = first_difference(wanted.token_ids, given.token_ids)
+    if place is None:
+        return False
+    if wanted.gaps[place] < NEAR_TIE:
+        scene.near_ties += 1
+        return False
+    return True
+
+
+def inject(scene: Scene) -> Fault:
+    """Return a fault: steps that run out of memory while the streams go on."""
+
+    async def fault(watched: list[Stream]) -> None:
+        await shared(scene, watched, 0.1)
+        for after_steps in range(5, 5 + 10 * NUM_OOMS, 10):
+            await scene.engine.admin.InjectFault(
+                admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_OOM, after_steps=after_steps)
+            )
+
+    return fault
+
+
+def kill_once(scene: Scene) -> Fault:
+    async def fault(watched: list[Stream]) -> None:
+        await kill_at(scene, watched, 0.25)
+
+    return fault
+
+
+def kill_twice(scene: Scene) -> Fault:
+    async def fault(watched: list[Stream]) -> None:
+        await kill_at(scene, watched, 0.25)
+        await kill_at(scene, watched, 0.75)
+
+    return fault
+
+
+async def kill_at(scene: Scene, watched: list[Stream], share: float) -> None:
+    """Kill the worker when the streams have a share of their tokens; wait for the next token."""
+    await shared(scene, watched, share)
+    pid = scene.engine.worker_pid()
+    if pid is None:
+        raise RuntimeError("there is no worker to kill")
+    at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+
+    # Tokens that were computed before the kill may arrive a moment after it.
+    await until(lambda: scene.engine.worker_pid() not in (pid, None))
+    respawned = time.monotonic()
+    await until(lambda: any(stream.times[-1] > respawned for stream in watched))
+    scene.recoveries.append(min(s.times[-1] for s in watched if s.times[-1] > respawned) - at)
+
+
+async def shared(scene: Scene, watched: list[Stream], share: float) -> None:
+    """Wait until every stream has a share of its tokens."""
+    wanted = int(share * scene.output_tokens)
+    await until(lambda: all(len(stream.token_ids) >= wanted for stream in watched))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"streams came to nothing within {WAIT_S:g} s")
+        await asyncio.sleep(POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def ballast(job: Job) -> AsyncIterator[int]:
+    """Fill the device but for LEFT_FREE bytes while the block runs; yields the bytes it took."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.ballast",
+        job.device,
+        str(LEFT_FREE),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), WAIT_S)
+        if not line:
+            raise RuntimeError(f"the ballast ended with status {await process.wait()}")
+        yield int(line)
+    finally:
+        process.stdin.close()
+        await process.wait()

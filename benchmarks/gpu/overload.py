@@ -1,0 +1,124 @@
+"""Scenario 1: prompts of 12k tokens, four at a time, on a KV pool that holds one of them.
+
+Success or 429, nothing else; the device stays within its threshold, and the ledger is what the
+driver counts.
+"""
+
+import asyncio
+
+import aiohttp
+from benchmarks.gpu.checkpoint import words
+from benchmarks.gpu.device_memory import Sampler, nvml_own, settled
+from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, none_of
+from benchmarks.gpu.service import (
+    ASK_S,
+    MIB,
+    Reply,
+    Router,
+    complete,
+    engine_up,
+    errors_logged,
+    kv_bytes,
+    metrics,
+    prompt_of,
+    router_up,
+)
+from one_engine import Engine
+
+CONCURRENT = 4
+POOL_SHARE = 1.5
+"""KV of the pool, in whole requests."""
+MOST_DEVICE_SHARE = 0.85
+MOST_LEDGER_ERROR = 0.02
+MOST_LEDGER_ERROR_ON_CPU = 0.1
+"""A process on a CPU has pages of its libraries that come and go."""
+
+
+def run(job: Job, report: Report) -> None:
+    asyncio.run(_run(job, report))
+
+
+async def _run(job: Job, report: Report) -> None:
+    prompt_tokens, output_tokens = (12_000, 1_000) if not job.tiny else (1_200, 40)
+    max_kv = int(POOL_SHARE * kv_bytes(job, prompt_tokens + output_tokens))
+    report(Fact("KV pool", f"{max_kv // MIB} MiB"))
+    sections = {"memory": {"max_kv": max_kv}}
+
+    before = settled(job)
+    async with engine_up(job, "overload", sections) as engine:
+        ready = settled(job)
+        headroom = (await engine.state()).headroom_bytes
+        figures = await asyncio.to_thread(metrics, engine)
+        resident = int(figures["ullage_worker_resident_bytes"])
+        await ledger(job, engine, ready - before if job.on_gpu else resident, report)
+        async with router_up(job, {"single": [engine]}) as router:
+            with Sampler(job, "overload") as sampler:
+                replies = await load(job, router, prompt_tokens, output_tokens)
+            refusals(replies, output_tokens, report)
+        report(at_most("most used of the device", sampler.share(), "of it", MOST_DEVICE_SHARE))
+        figures = await asyncio.to_thread(metrics, engine)
+        report(none_of("workers that were replaced", figures["ullage_worker_restarts_total"]))
+        report(none_of("steps that ran out of memory", figures["ullage_oom_events_total"]))
+        left = await same_headroom(engine, headroom)
+        report(none_of("bytes of headroom that did not come back", left))
+    report(none_of("errors in the engine's log", len(errors_logged(job.out / "overload.log"))))
+
+
+async def ledger(job: Job, engine: Engine, taken: int, report: Report) -> None:
+    """Compare the ledger's sum with the bytes that the engine has taken of the device."""
+    state = await engine.state()
+    allocated = sum(line.allocated_bytes for line in state.ledger if not _on_host(line.name))
+    report(Figure("ledger's sum", allocated / MIB, "MiB"))
+    report(Figure("the device has lost", taken / MIB, "MiB"))
+    if job.on_gpu and (pid := engine.worker_pid()):
+        own = nvml_own(pid)
+        report(Fact("NVML's figure of the worker", "none" if own is None else f"{own // MIB} MiB"))
+    error = abs(allocated - taken) / taken
+    limit = MOST_LEDGER_ERROR if job.on_gpu else MOST_LEDGER_ERROR_ON_CPU
+    report(at_most("ledger beside the device", error, "off", limit))
+
+
+def _on_host(name: str) -> bool:
+    return name in ("pinned_host_kv", "kv_host_tier")
+
+
+async def load(job: Job, router: Router, prompt_tokens: int, output_tokens: int) -> list[Reply]:
+    """Send all requests at once."""
+    timeout = aiohttp.ClientTimeout(total=ASK_S)
+    async with aiohttp.ClientSession(timeout=timeout) as client:
+        prompts = [words(prompt_of(job, number, prompt_tokens)) for number in range(CONCURRENT)]
+        asked = (complete(client, router, prompt, output_tokens) for prompt in prompts)
+        return list(await asyncio.gather(*asked))
+
+
+def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
+    """Judge what came back."""
+    statuses = [reply.status for reply in replies]
+    report(Fact("statuses", " ".join(map(str, statuses))))
+    for error in sorted({reply.error for reply in replies if reply.error}):
+        report(Fact("refused", error))
+    report(none_of("answers but 200 and 429", sum(each not in (200, 429) for each in statuses)))
+    report(count("served", statuses.count(200), 1))
+    silent = [
+        reply for reply in replies if reply.status == 429 and "retry-after" not in reply.headers
+    ]
+    report(none_of("refusals without Retry-After", len(silent)))
+    short = [
+        reply
+        for reply in replies
+        if reply.status == 200
+        and reply.tokens != output_tokens
+        and not reply.headers.get("x-ullage-degraded")
+    ]
+    report(none_of("answers cut short without a word", len(short)))
+    report(Figure("longest answer", max(reply.seconds for reply in replies), "s"))
+
+
+async def same_headroom(engine: Engine, wanted: int, seconds: float = 10.0) -> int:
+    """Return the bytes of headroom that are still missing after at most so many seconds."""
+    for _ in range(int(seconds / 0.2)):
+        state = await engine.state()
+        if state.headroom_bytes >= wanted and not state.requests_running:
+            return 0
+        await asyncio.sleep(0.2)
+    return int(wanted - state.headroom_bytes)

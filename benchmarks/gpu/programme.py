@@ -1,0 +1,198 @@
+"""The parts in the order of their value, each in a process of its own with a time limit.
+
+Whatever a part leaves behind, a hung worker or a server that holds the GPU's memory, is ended
+before the next one begins: this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that no
+descendant escapes.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from benchmarks.gpu.figures import Job, Results
+
+ROOT = Path(__file__).parents[2]
+
+PASSED, FAILED, CRASHED, TIMED_OUT, NOT_RUN = "passed", "failed", "crashed", "timed out", "not run"
+STATUSES = (PASSED, FAILED, CRASHED, TIMED_OUT, NOT_RUN)
+
+FIRST_S, SECOND_S = 150.0, 440.0
+"""Most seconds of each of the two calls."""
+
+REHEARSAL_FACTOR = 3.0
+"""A rehearsal has so many times the seconds: two busy cores start a service slowly."""
+
+LEAST_S = 5.0
+"""Seconds below which a part is not begun any more."""
+
+END_S = 2.0
+"""Seconds that a part's processes have to end after SIGTERM."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the programme."""
+
+    name: str
+    call: int
+    """1 or 2: the call in which it runs."""
+    seconds: float
+    """Most seconds on a GPU."""
+    proves: str
+
+
+PARTS = (
+    Part("machine", 1, 20, "every package is there, and every module can be imported"),
+    Part("rates", 1, 60, "what the GPU copies, multiplies, uploads and launches"),
+    Part("kernels", 1, 60, "the kernels' tests pass, compiled"),
+    Part("tokens", 1, 45, "greedy tokens of eight families equal a CPU's"),
+    Part("worker", 2, 40, "host slots, host tier, float8 KV and NVML work together"),
+    Part("overload", 2, 70, "four prompts of 12k tokens: 200 or 429, nothing else"),
+    Part("faults", 2, 110, "streams survive injected, killed and real exhaustion"),
+    Part("steps", 2, 75, "decode steps are near their floor"),
+    Part("mixed", 2, 25, "mixed steps take no memory beyond that of the warm-up"),
+    Part("lfm2", 2, 80, "LFM2-8B-A1B in float32: right, and faster than four GPUs were"),
+    Part("large", 2, 40, "long prompts go to the pool `large`"),
+    Part("soak", 2, 80, "mixed sessions in constant memory, across a kill"),
+    Part("swap", 2, 35, "preempted and swapped sequences say what they would have said"),
+    Part("families", 2, 30, "decode steps of LFM2 and gpt-oss, recorded"),
+    Part("speeds", 2, 40, "attention and quantised products against copies and cuBLAS"),
+)
+BY_NAME = {part.name: part for part in PARTS}
+
+
+def run_parts(parts: Sequence[Part], job: Job, limit_s: float, *, again: bool) -> bool:
+    """Run parts one after the other within a limit of seconds; return whether all passed.
+
+    A part that passed in the same folder before is not run again unless `again` says so.
+    """
+    adopt_orphans()
+    results = Results(job.out)
+    deadline = time.monotonic() + limit_s
+    done = set() if again else {name for name, end in ends(results).items() if end == PASSED}
+
+    verdicts = []
+    for part in parts:
+        if part.name in done:
+            print(f"{part.name}: passed before; --again repeats it", flush=True)
+            continue
+        left = deadline - time.monotonic()
+        if left < LEAST_S:
+            results.end(part.name, NOT_RUN, 0.0, f"the {limit_s:g} s of this call were over")
+            print(f"{part.name}: NOT RUN, time is over", flush=True)
+            verdicts.append(NOT_RUN)
+            continue
+        seconds = part.seconds * (REHEARSAL_FACTOR if job.tiny else 1.0)
+        verdicts.append(run_part(part, job, results, min(seconds, left)))
+    return all(verdict == PASSED for verdict in verdicts)
+
+
+def run_part(part: Part, job: Job, results: Results, limit_s: float) -> str:
+    """Run one part in a process of its own, show what it prints, and record how it ended."""
+    print(f"{part.name} (at most {limit_s:.0f} s): {part.proves}", flush=True)
+    began = time.monotonic()
+    before = len(results.read())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", "part", part.name, *arguments(job)],
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        code: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        end_descendants()
+    seconds = time.monotonic() - began
+
+    status = verdict(code, results.read()[before:], part.name)
+    message = f"exit status {code}" if status == CRASHED else ""
+    if status == TIMED_OUT:
+        message = f"its {limit_s:.0f} s were over"
+    results.end(part.name, status, seconds, message)
+    shown = status if status == PASSED else status.upper()
+    print(f"{part.name}: {shown} after {seconds:.1f} s{message and ', ' + message}", flush=True)
+    return status
+
+
+def verdict(code: int | None, rows: Sequence[dict[str, Any]], part: str) -> str:
+    """Return how a part ended, by its exit status (None: killed at its limit) and its lines."""
+    if code is None:
+        return TIMED_OUT
+    if code != 0:
+        return CRASHED
+    figures = [row for row in rows if row.get("part") == part and "figure" in row]
+    if not figures:
+        # A part that judged nothing proved nothing.
+        return FAILED
+    return PASSED if all(row["passes"] for row in figures) else FAILED
+
+
+def arguments(job: Job) -> Iterator[str]:
+    """Yield the command line that gives a child this job."""
+    yield from ("--device", job.device, "--out", str(job.out), "--scratch", str(job.scratch))
+    if job.bundle is not None:
+        yield from ("--bundle", str(job.bundle))
+    if job.tiny:
+        yield "--tiny"
+
+
+def ends(results: Results) -> dict[str, str]:
+    """Return how each part ended last."""
+    return {row["part"]: row["ended"] for row in results.read() if "ended" in row}
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends before it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def end_descendants() -> None:
+    """End all descendants: with SIGTERM, so that servers end their workers, then with SIGKILL."""
+    descendants = psutil.Process().children(recursive=True)
+    for process in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(descendants, timeout=END_S)
+
+    # More may have been started meanwhile, by servers that replace a worker.
+    while alive:
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=END_S)
+        reap()
+        alive = [each for each in psutil.Process().children(recursive=True) if is_running(each)]
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def reap() -> None:
+    """Take the exit status of adopted children, which nobody else waits for."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the programme is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

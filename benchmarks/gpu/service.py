@@ -1,0 +1,283 @@
+"""Engines and a router as a service has them, processes on loopback, and what is asked of them."""
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+from benchmarks.gpu.checkpoint import NAME, service_checkpoint, service_shape
+from benchmarks.gpu.figures import Job
+from one_engine import Engine, start_engine
+from processes import free_ports
+
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage.inference.v1 import inference_pb2_grpc
+from ullage_common.wire.channels import open_channel
+
+MIB = 1 << 20
+START_S = 60.0
+ASK_S = 100.0
+"""Seconds after which a request counts as one that never ended."""
+
+Sections = dict[str, Any]
+
+PATIENT: Sections = {"slo": {"ttft_p95": 100.0, "e2e_p95": 200.0}}
+"""A router's objectives where nothing may be refused for being late."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """A running router."""
+
+    url: str
+    target: str
+
+    async def stats(self) -> dict[str, Any]:
+        """Return what /stats says."""
+        async with aiohttp.ClientSession() as client, client.get(f"{self.url}/stats") as response:
+            stats: dict[str, Any] = await response.json()
+            return stats
+
+
+@contextlib.asynccontextmanager
+async def engine_up(job: Job, name: str, sections: Sections) -> AsyncIterator[Engine]:
+    """Start an engine of the services' model; its log is kept as `NAME.log` with the results."""
+    folder = job.scratch / name
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = await asyncio.to_thread(service_checkpoint, job)
+    model = {"source": f"file://{checkpoint}", "name": NAME, "dtype": dtype(job)}
+    server = {"engine_id": name, "weights_dir": str(job.scratch / "weights")}
+    merged: Sections = {
+        **sections,
+        "device": job.device,
+        "model": model | sections.get("model", {}),
+        "memory": memory(job) | sections.get("memory", {}),
+        "server": server | sections.get("server", {}),
+    }
+    async with start_engine(folder, str(job.out / f"{name}.log"), **merged) as engine:
+        yield engine
+
+
+def dtype(job: Job) -> str:
+    """Return the type that services compute in where speed counts more than equal tokens."""
+    return "bfloat16" if job.on_gpu else "auto"
+
+
+def memory(job: Job) -> Sections:
+    """Return the budget of an engine: a GPU's own, or one that suits a rehearsal."""
+    if job.on_gpu:
+        return {}
+    return {"device_bytes": 1200 * MIB, "safety_reserve": 16 * MIB}
+
+
+def kv_bytes(job: Job, tokens: int, itemsize: int | None = None) -> int:
+    """Return the KV bytes of so many tokens, in the type that the engine stores."""
+    return tokens * service_shape(job).kv_bytes_per_token(itemsize or (2 if job.on_gpu else 4))
+
+
+@contextlib.asynccontextmanager
+async def router_up(
+    job: Job, pools: dict[str, Sequence[Engine]], sections: Sections | None = None
+) -> AsyncIterator[Router]:
+    """Start a router over engines by pool; it is ended with the block."""
+    http_port, grpc_port, metrics_port = free_ports(3)
+    config = {
+        "model": NAME,
+        "http": {"host": "127.0.0.1", "port": http_port, "public_stats": True},
+        "grpc": {"host": "127.0.0.1", "port": grpc_port},
+        "metrics": {"host": "127.0.0.1", "port": metrics_port},
+        "pools": [
+            {"name": pool, "targets": [engine.address for engine in engines]}
+            for pool, engines in pools.items()
+        ],
+        **(sections or {}),
+    }
+    path = job.scratch / "router.yaml"
+    path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+    command = (sys.executable, "-m", "ullage_router.main", "--config", str(path))
+    with (job.out / "router.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(*command, stderr=log, stdout=log)
+    try:
+        router = Router(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
+        await _ready(router, process)
+        yield router
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def _ready(router: Router, process: asyncio.subprocess.Process) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.returncode is not None:
+            raise RuntimeError(f"the router ended with status {process.returncode}; see router.log")
+        with contextlib.suppress(OSError):
+            if await asyncio.to_thread(_answers, f"{router.url}/readyz"):
+                return
+        await asyncio.sleep(0.05)
+    raise RuntimeError(f"the router was not ready within {START_S:g} s; see router.log")
+
+
+def _answers(url: str) -> bool:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return bool(response.status == 200)
+
+
+@dataclass
+class Reply:
+    """The answer to one request by HTTP."""
+
+    status: int
+    """0: there was none in time, or the connection was lost."""
+    headers: dict[str, str]
+    tokens: int
+    seconds: float
+    error: str = ""
+
+
+async def complete(
+    client: aiohttp.ClientSession, router: Router, prompt: str, max_tokens: int
+) -> Reply:
+    """Ask for a completion by HTTP, and read all of it."""
+    body = {
+        "model": NAME,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    began = time.monotonic()
+    try:
+        async with client.post(f"{router.url}/v1/completions", json=body) as response:
+            answer = await response.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return Reply(0, {}, 0, time.monotonic() - began)
+    tokens = answer.get("usage", {}).get("completion_tokens", 0)
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    error = str(answer.get("error", {}).get("message", ""))
+    return Reply(response.status, headers, tokens, time.monotonic() - began, error)
+
+
+@dataclass
+class Stream:
+    """One streamed answer, token by token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """Of each token, its log-probability less that of the next likeliest, where that was asked."""
+    times: list[float] = field(default_factory=list)
+    """Moments by `time.monotonic`, the first one when it was asked."""
+    route: str = ""
+    degraded: list[str] = field(default_factory=list)
+    resumes: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+    """Why it is not whole; empty: it is."""
+
+
+async def ask(
+    channel: grpc.aio.Channel,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    session: str = "",
+    gaps: bool = False,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stream: Stream | None = None,
+) -> Stream:
+    """Ask for exactly so many tokens and follow them; an error is told in the result.
+
+    Args:
+        gaps: whether the distance to the next likeliest token is asked for, too.
+        stream: what is filled while tokens come, for those who watch meanwhile.
+    """
+    stream = stream or Stream()
+    request = pb.GenerateRequest(
+        model=NAME,
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, seed=seed),
+        stop=pb.StopConditions(max_tokens=max_tokens, ignore_eos=True),
+        output=pb.OutputOptions(return_token_ids=True, top_logprobs=2 if gaps else None),
+        session_id=session,
+    )
+    stream.times.append(time.monotonic())
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=ASK_S)
+    try:
+        async for response in call:
+            _take(stream, response)
+    except grpc.aio.AioRpcError as error:
+        stream.error = f"{error.code().name}: {error.details()}"
+        return stream
+    if len(stream.token_ids) != max_tokens and not stream.degraded:
+        stream.error = f"{len(stream.token_ids)} of {max_tokens} tokens"
+    return stream
+
+
+def _take(stream: Stream, response: pb.GenerateResponse) -> None:
+    kind = response.WhichOneof("event")
+    if kind == "accepted":
+        stream.route = response.accepted.route
+        stream.degraded = list(response.accepted.degraded)
+    elif kind == "delta":
+        stream.token_ids += response.delta.token_ids
+        stream.times += [time.monotonic()] * len(response.delta.token_ids)
+        stream.gaps += [
+            each.top[0].logprob - each.top[1].logprob for each in response.delta.logprobs
+        ]
+    elif kind == "finished":
+        stream.resumes = response.finished.resumes
+        stream.preemptions = response.finished.preemptions
+        stream.cached_tokens = response.finished.usage.cached_tokens
+
+
+def channel_to(target: str) -> Any:
+    """Return a channel, which is an asynchronous context."""
+    return open_channel(target)
+
+
+def prompt_of(job: Job, number: int, length: int) -> list[int]:
+    """Return the number-th of many prompts of a length, which begin differently."""
+    chooser = random.Random(f"prompt {number} {length}")
+    return [chooser.randrange(service_shape(job).vocab) for _ in range(length)]
+
+
+def first_difference(wanted: Sequence[int], given: Sequence[int]) -> int | None:
+    """Return the place of the first token that differs; None: one is the beginning of the other."""
+    pairs = zip(wanted, given, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+
+
+def metrics(engine: Engine) -> dict[str, float]:
+    """Return an engine's metrics by name, summed over labels; call it in a thread."""
+    with urllib.request.urlopen(engine.metrics_url, timeout=10) as response:
+        text = response.read().decode()
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name = line.split("{")[0].split(" ")[0]
+            sums[name] = sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return sums
+
+
+def errors_logged(path: Path) -> list[str]:
+    """Return the messages of a service's log that are errors."""
+    messages = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and str(row.get("level", "")).lower() in ("error", "critical"):
+                messages.append(str(row.get("message", row)))
+    return messages

@@ -1,0 +1,82 @@
+"""Preemption: sequences that the KV pool cannot hold together are swapped to the host and back.
+
+Each says what it says alone, in float32; and what a session leaves goes through the host tier.
+"""
+
+import asyncio
+
+from benchmarks.gpu.faults import NEAR_TIE
+from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of
+from benchmarks.gpu.service import (
+    Stream,
+    ask,
+    channel_to,
+    engine_up,
+    first_difference,
+    kv_bytes,
+    metrics,
+    prompt_of,
+)
+
+STREAMS = 4
+SPARE = 0.6
+"""KV of the pool, as a share of what all streams hold at their ends."""
+LEAST_GB_S = 10.0
+"""Of copies between device and pinned host memory; PCIe 5.0 x16 has 63 GB/s."""
+
+
+def run(job: Job, report: Report) -> None:
+    asyncio.run(_run(job, report))
+
+
+async def _run(job: Job, report: Report) -> None:
+    prompt_tokens, output_tokens = (500, 1_500) if not job.tiny else (100, 600)
+    whole = STREAMS * (prompt_tokens + output_tokens)
+    sections = {
+        "model": {"dtype": "float32"},
+        "memory": {
+            "max_kv": kv_bytes(job, int(SPARE * whole), itemsize=4),
+            "host_kv": kv_bytes(job, whole, itemsize=4),
+            # Blocks go to the host because sequences are preempted, not because they are kept.
+            "tiers": {"host": {"size": kv_bytes(job, 2 * whole, itemsize=4)}},
+        },
+    }
+    async with (
+        engine_up(job, "swap", sections) as engine,
+        # Straight to the engine: a router would hold back what does not fit.
+        channel_to(engine.address) as channel,
+    ):
+        prompts = [prompt_of(job, number, prompt_tokens) for number in range(STREAMS)]
+        # In company first: a new engine expects outputs of 256 tokens, and so admits more streams
+        # than it can hold to their ends.
+        together = await asyncio.gather(
+            *(ask(channel, prompt, output_tokens) for prompt in prompts)
+        )
+        alone = [await ask(channel, prompt, output_tokens, gaps=True) for prompt in prompts]
+        judge(alone, list(together), report)
+
+        figures = await asyncio.to_thread(metrics, engine)
+        rate = figures["ullage_swap_bandwidth_bytes_per_second"] / 1e9
+        report(count("sequences swapped out", figures["ullage_swaps_total"], 1))
+        report(Figure("swapping", rate, "GB/s", job.speed_aim(LEAST_GB_S)))
+        hits = figures.get("ullage_kv_tier_hits_total", 0.0)
+        report(Figure("blocks read from the host tier", hits, ""))
+
+
+def judge(alone: list[Stream], together: list[Stream], report: Report) -> None:
+    """Compare streams that ran alone with the same in company."""
+    errors = [each.error for each in (*alone, *together) if each.error]
+    for error in sorted(set(errors)):
+        report(Fact("error", error))
+    report(none_of("failed streams", len(errors)))
+
+    differing = near_ties = 0
+    for wanted, given in zip(alone, together, strict=True):
+        place = first_difference(wanted.token_ids, given.token_ids)
+        if place is not None:
+            is_near = wanted.gaps[place] < NEAR_TIE
+            near_ties += is_near
+            differing += not is_near
+    report(none_of("streams with other tokens", differing))
+    report(Figure("streams that parted at a near-tie", near_ties, ""))
+    report(count("preemptions", sum(each.preemptions for each in together), 1))
