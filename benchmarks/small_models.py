@@ -81,9 +81,16 @@ def write_model(name: str, folder: Path, changes: dict[str, Any] | None = None) 
         if "quantization_config" in config and is_packed:
             tensors |= _packed(part.source, part.shape)
         else:
-            tensors[part.source] = torch.randn(part.shape, dtype=torch.bfloat16) * 0.02
+            tensors[part.source] = _numbers(part.shape)
     save_file(tensors, folder / "model.safetensors")
     return f"file://{folder}"
+
+
+def _numbers(shape: tuple[int, ...]) -> torch.Tensor:
+    """Draw numbers about as large as 0.02 from whole ones, which every version of torch and every
+    processor draws alike: normal ones differ in their last bits."""
+    whole = torch.randint(-128, 128, shape, dtype=torch.int16)
+    return (whole.float() * 2.0**-12).to(torch.bfloat16)
 
 
 def _packed(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

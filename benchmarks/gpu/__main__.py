@@ -66,16 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "part":
         return _run_part(rest[0], _job(options))
 
-    if options.device == "cuda" and (reason := obstacle()):
-        print(f"error: {reason}; --tiny --device cpu rehearses without a GPU", file=sys.stderr)
-        return 2
-    options.out.mkdir(parents=True, exist_ok=True)
     if command == "oracle":
         from benchmarks.gpu.tokens import write_oracle
 
+        options.out.mkdir(parents=True, exist_ok=True)
         write_oracle(options.out / ORACLE, tiny=options.tiny)
         return 0
-    return _run_programme(parser, options)
+
+    parts, limit_s = _chosen(parser, options)
+    if options.device == "cpu" and not options.tiny:
+        parser.error("--device cpu takes hours at full size; add --tiny")
+    if options.device == "cuda" and (reason := obstacle()):
+        print(f"error: {reason}; --tiny --device cpu rehearses without a GPU", file=sys.stderr)
+        return 2
+    return _run_programme(options, parts, limit_s)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,11 +121,8 @@ def _job(options: argparse.Namespace) -> Job:
     return Job(options.device, options.tiny, options.out.resolve(), options.scratch, options.bundle)
 
 
-def _run_programme(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu takes hours at full size; add --tiny")
-    parts, limit_s = _chosen(parser, options)
-    limit_s = options.limit or limit_s * (REHEARSAL_FACTOR if options.tiny else 1.0)
+def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: float) -> int:
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ullage-gpu-", dir=_memory_folder()) as folder:
         options.scratch = options.scratch or Path(folder)
         options.scratch.mkdir(parents=True, exist_ok=True)
@@ -148,7 +149,8 @@ def _chosen(
             limit_s += BY_NAME[word].seconds
         else:
             parser.error(f"there is no part {word!r}; choose from {', '.join(BY_NAME)}")
-    return [part for part in PARTS if part.name in names], limit_s
+    limit_s *= REHEARSAL_FACTOR if options.tiny else 1.0
+    return [part for part in PARTS if part.name in names], options.limit or limit_s
 
 
 def _memory_folder() -> str | None:

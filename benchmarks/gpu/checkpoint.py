@@ -5,7 +5,7 @@ and no text tokenises differently the second time.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,17 @@ def service_shape(job: Job) -> Shape:
     return TINY if job.tiny else EIGHT_LAYERS
 
 
-def service_checkpoint(job: Job) -> Path:
-    """Return the folder of the services' model, which is made where it is missing."""
-    folder = job.scratch / "checkpoint"
+def service_checkpoint(job: Job, layers: int | None = None) -> Path:
+    """Return the folder of the services' model, which is made where it is missing.
+
+    Args:
+        layers: instead of as many as the model has.
+    """
+    shape = service_shape(job)
+    shape = replace(shape, layers=layers or shape.layers)
+    folder = job.scratch / f"checkpoint-{shape.layers}"
     if not (folder / "model.safetensors").exists():
-        write_checkpoint(folder, service_shape(job), torch.device(job.device))
+        write_checkpoint(folder, shape, torch.device(job.device))
     return folder
 
 

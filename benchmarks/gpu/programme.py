@@ -58,7 +58,7 @@ PARTS = (
     Part("rates", 1, 60, "what the GPU copies, multiplies, uploads and launches"),
     Part("kernels", 1, 60, "the kernels' tests pass, compiled"),
     Part("tokens", 1, 45, "greedy tokens of eight families equal a CPU's"),
-    Part("worker", 2, 40, "host slots, host tier, float8 KV and NVML work together"),
+    Part("worker", 2, 60, "host slots, host tier, float8 KV and NVML work together"),
     Part("overload", 2, 70, "four prompts of 12k tokens: 200 or 429, nothing else"),
     Part("faults", 2, 110, "streams survive injected, killed and real exhaustion"),
     Part("steps", 2, 75, "decode steps are near their floor"),
@@ -115,6 +115,7 @@ def run_part(part: Part, job: Job, results: Results, limit_s: float) -> str:
         code = None
     finally:
         end_descendants()
+        process.wait()
     seconds = time.monotonic() - began
 
     status = verdict(code, results.read()[before:], part.name)

@@ -1,80 +1,243 @@
-"""What runs on a GPU is tried here in tiny sizes, and says what failed."""
+"""The GPU programme: every part runs in a rehearsal on this CPU, and nothing that breaks passes."""
 
-import importlib
 import importlib.util
+import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+NEEDS_NVML = "machine"
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[Any]:
+def programme() -> Iterator[Any]:
     before = list(sys.path)
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module("gpu")
+    sys.path.insert(0, str(ROOT))
+    yield importlib.import_module("benchmarks.gpu.programme")
     sys.path[:] = before
 
 
-def run(gpu: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
-    status: int = gpu.main()
-    return status
+def programme_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu", *arguments]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU `make gpu` runs the parts")
+def run(*arguments: str, seconds: float = 380.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        programme_command(*arguments),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "results.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the programme itself is run")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
-def test_every_part_runs(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(gpu, monkeypatch, "--dry-run", "kernels", "steps", "mixed", "tokens") == 0
-    printed = capsys.readouterr().out
-    expected = (
-        "decode attention, 2 x 32", "prefill attention, 128", "mxfp4 product, 65 rows",
-        "int4 experts, 1 tokens", "plain step, 3 x 40", "int8 step, 1 x 40",
-        "memory after 20 mixed steps", "lfm2_moe",
-    )  # fmt: skip
-    assert not [each for each in expected if each not in printed], printed
-    assert printed.count(": ok") == 4, printed
-    assert "all passed" in printed
+@pytest.mark.timeout(900)
+def test_the_whole_programme_is_rehearsed(programme: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("first", "second", "--tiny", "--device", "cpu", "--out", str(out), seconds=890)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(out)
+    ends = {row["part"]: row["ended"] for row in rows if "ended" in row}
+    assert ends == {part.name: "passed" for part in programme.PARTS}
+
+    figures = {row["figure"] for row in rows if "figure" in row}
+    expected = {
+        "modules of Ullage", "tests that passed", "served", "workers replaced",
+        "slowest next token after a kill", "sequences swapped out",
+        "900 tokens served by large", "mxfp4 experts, 65 tokens", "int8, 3 x 40, top-p",
+    }  # fmt: skip
+    assert expected <= figures, sorted(figures)
+    assert (out / "vram.csv").stat().st_size > 0
+    assert "all passed" in done.stdout
+
+    # What has passed is not run again.
+    began = time.monotonic()
+    again = run("first", "second", "--tiny", "--device", "cpu", "--out", str(out))
+    assert again.returncode == 0
+    assert again.stdout.count("passed before") == len(programme.PARTS), again.stdout
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(gpu, monkeypatch) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    done = run("first", "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert done.stdout == "" and done.stderr.count("\n") == 1
     is_for_cpus = torch.version.cuda is None
-    cause = "torch here is without CUDA" if is_for_cpus else "there is no CUDA GPU"
-    assert cause in printed.err and "--dry-run" in printed.err
+    assert ("torch here is without CUDA" if is_for_cpus else "finds no GPU") in done.stderr
+    assert "--tiny --device cpu" in done.stderr
 
 
-def test_what_fails_is_named_and_the_rest_goes_on(
-    gpu: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["third"], "there is no part 'third'; choose from machine, rates"),
+        (["first", "--device", "cpu"], "--device cpu takes hours at full size; add --tiny"),
+        (["table", "nowhere.jsonl"], "table needs one results.jsonl"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: list[str], message: str) -> None:
+    done = run(*arguments) if "--device" in arguments else run(*arguments, "--device", "cpu")
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+PART = """
+import os, subprocess, sys, time
+from benchmarks.gpu.figures import Fact, Figure, none_of
+
+def run(job, report):
+    {body}
+"""
+
+
+def write_part(monkeypatch: pytest.MonkeyPatch, folder: Path, programme: Any, body: str) -> Any:
+    """Make a part of the programme, in a package that children import in the place of the real."""
+    package = folder / "benchmarks" / "gpu"
+    package.mkdir(parents=True)
+    for path in (ROOT / "benchmarks" / "gpu").glob("*.py"):
+        (package / path.name).symlink_to(path)
+    (package / "wrong.py").write_text(PART.format(body=body))
+    monkeypatch.setattr(programme, "ROOT", folder)
+    return programme.Part("wrong", 1, 20.0, "nothing")
+
+
+def job(programme: Any, tmp_path: Path) -> Any:
+    from benchmarks.gpu.figures import Job
+
+    out = tmp_path / "out"
+    out.mkdir()
+    return Job("cpu", True, out, tmp_path, None)
+
+
+BODIES = {
+    "failed": "report(none_of('wrong answers', 1)); report(Figure('speed', 2.0, 'x', 1.0))",
+    "crashed": "report(Figure('speed', 2.0, 'x', 1.0)); raise RuntimeError('no such kernel')",
+    "crashed by a signal": "os.kill(os.getpid(), 11)",
+    "silent": "report(Fact('nothing', 'was judged'))",
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_part_that_proves_nothing_does_not_pass(
+    kind: str, programme: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken() -> Iterator[Any]:
-        yield gpu.Figure("slow", 0.4, "of copies", 0.5)
-        yield gpu.Figure("grown", 3.0, "MiB", 0.0, True)
-        yield gpu.Figure("unjudged", 0.0, "x")
-        raise RuntimeError("out of resources\nand more")
+    part = write_part(monkeypatch, tmp_path, programme, BODIES[kind])
+    given = job(programme, tmp_path)
+    assert not programme.run_parts([part, programme.BY_NAME["machine"]], given, 12.0, again=False)
+    rows = rows_of(given.out)
+    ended = next(row for row in rows if row["part"] == "wrong" and "ended" in row)
+    assert ended["ended"] == ("crashed" if kind.startswith("crashed") else "failed")
+    if kind == "failed":
+        assert [
+            row["passes"] for row in rows if row.get("part") == "wrong" and "figure" in row
+        ] == [
+            False,
+            True,
+        ]
+    # The next part had its turn.
+    assert any(row["part"] == "machine" for row in rows)
 
-    failed = gpu.measure("kernels", broken, judges=True)
-    assert failed == ["kernels: slow", "kernels: grown", "kernels (RuntimeError: out of resources)"]
-    assert capsys.readouterr().out.count("FAILED") == 3
-    assert gpu.measure("kernels", broken, judges=False)[0].startswith("kernels (RuntimeError")
+
+def test_what_a_hung_part_leaves_behind_is_ended(
+    programme: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A grandchild in a session of its own that ignores SIGTERM, as a worker's driver call does."""
+    pid_file = tmp_path / "pid"
+    stubborn = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    body = (
+        f"subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True); "
+        "report(Figure('before', 1.0, '', 1.0)); time.sleep(600)"
+    )
+    part = write_part(monkeypatch, tmp_path, programme, body)
+    given = job(programme, tmp_path)
+    assert not programme.run_parts([part], given, 6.0, again=False)
+    rows = rows_of(given.out)
+    assert rows[-1]["ended"] == "timed out"
+    assert rows[0]["figure"] == "before", "what was found before the limit is kept"
+    pid = int(pid_file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_other_tokens_and_failed_tests_do_not_pass(gpu: Any) -> None:
-    from gpu_models import agreement
+def test_parts_without_time_are_told(programme: Any, tmp_path: Path) -> None:
+    given = job(programme, tmp_path)
+    assert not programme.run_parts([programme.BY_NAME["machine"]], given, 1.0, again=False)
+    assert rows_of(given.out)[-1]["ended"] == "not run"
 
-    assert agreement("llama", [[1, 2], [3]], [[1, 2], [3]]).passes
-    assert not agreement("llama", [[1, 2], [3]], [[1, 2], [4]]).passes
-    (figure,) = gpu.kernel_tests(("tests/benchmarks/no_such_test.py",))
-    assert not figure.passes
+
+def test_an_interrupt_ends_the_programme_and_its_parts(tmp_path: Path) -> None:
+    arguments = ("soak", "--tiny", "--device", "cpu", "--out", str(tmp_path / "out"))
+    with subprocess.Popen(
+        programme_command(*arguments),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert "soak" in process.stdout.readline()
+        time.sleep(1.0)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_near_ties_are_told_from_other_tokens() -> None:
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.gpu.tokens import compare
+    finally:
+        sys.path.remove(str(ROOT))
+    wanted = [{"tokens": [1, 2, 3], "gaps": [1.0, 1e-6, 1.0]}]
+    assert compare(wanted, [{"tokens": [1, 2, 3], "gaps": []}]) == (0, 0)
+    assert compare(wanted, [{"tokens": [1, 9, 9], "gaps": []}]) == (0, 1)
+    assert compare(wanted, [{"tokens": [1, 2, 9], "gaps": []}]) == (1, 0)
+
+
+def test_the_table_tells_the_last_run_of_each_part() -> None:
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.gpu.table import markdown
+    finally:
+        sys.path.remove(str(ROOT))
+
+    def figure(part: str, value: float, passes: bool) -> dict[str, Any]:
+        return {
+            "part": part, "figure": "share", "value": value, "unit": "of it", "aim": 0.5,
+            "is_limit": False, "passes": passes,
+        }  # fmt: skip
+
+    def end(part: str, ended: str) -> dict[str, Any]:
+        return {"part": part, "ended": ended, "seconds": 3.0, "message": ""}
+
+    rows = [
+        figure("steps", 0.2, False),
+        end("steps", "failed"),
+        figure("steps", 0.7, True),
+        figure("mixed", 0.1, False),
+        end("steps", "passed"),
+    ]
+    table = markdown(rows)
+    assert "| steps | passed | 3 | share 0.7 of it (≥ 0.5) |" in table
+    assert "| mixed | cut | 0 | **share 0.1 of it (≥ 0.5)** |" in table

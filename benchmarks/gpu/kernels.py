@@ -1,0 +1,55 @@
+"""The tests of the kernels, compiled, in as many processes as help; pytest's own words are kept."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of
+from benchmarks.gpu.programme import ROOT
+
+TESTS = "tests/engine/kernels/triton"
+MOST_PROCESSES = 8
+OPTIONS = (
+    *("-q", "-m", "not slow", "-p", "no:cacheprovider"),
+    # Other versions of torch and pytest warn of other things, and that is no kernel's fault.
+    *("-W", "default", "-o", "filterwarnings=default"),
+    *("--ignore", f"{TESTS}/test_compile.py"),
+)
+COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
+
+
+def run(job: Job, report: Report) -> None:
+    command = [sys.executable, "-m", "pytest", *OPTIONS]
+    if importlib.util.find_spec("xdist") is not None and not job.tiny:
+        command += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
+    if importlib.util.find_spec("pytest_benchmark") is not None:
+        # It warns under xdist, which pytest takes for an error of its own.
+        command += ["-p", "no:benchmark"]
+    command.append(f"{TESTS}/test_conv.py" if job.tiny else TESTS)
+
+    log = job.out / "pytest.log"
+    with log.open("wb") as file:
+        environment = os.environ | ({} if job.on_gpu else {"TRITON_INTERPRET": "1"})
+        status = subprocess.run(
+            command, cwd=ROOT, stdout=file, stderr=file, check=False, env=environment
+        ).returncode
+    counts = outcomes(log.read_text(encoding="utf-8", errors="replace"))
+    report(count("tests that passed", counts.get("passed", 0), 1))
+    report(none_of("tests that failed", counts.get("failed", 0) + counts.get("error", 0)))
+    report(Figure("tests that were skipped", counts.get("skipped", 0), ""))
+    report(none_of("pytest's exit status", status))
+    if status:
+        report(Fact("pytest", last_line(log.read_text(encoding="utf-8", errors="replace"))))
+
+
+def outcomes(text: str) -> dict[str, int]:
+    """Return the numbers of pytest's last line, by outcome."""
+    found = COUNTS.findall(last_line(text))
+    return {outcome.replace("errors", "error"): int(number) for number, outcome in found}
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "pytest printed nothing"

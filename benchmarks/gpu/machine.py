@@ -1,0 +1,110 @@
+"""Is everything there? Packages, modules, driver, disks; the machine's own words are kept."""
+
+import importlib
+import importlib.metadata
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of
+
+PACKAGES = ("ullage_common", "ullage_kv", "ullage_engine", "ullage_router")
+LEFT_OUT = ("ullage_engine.vllm_worker", "ullage_engine.native.libullage")
+"""A room whose modules need vLLM, and the C++ library, which is no module."""
+COMMANDS = (
+    ("nvidia-smi", "-q"),
+    (sys.executable, "-m", "pip", "freeze"),
+    ("df", "-h"),
+    ("uname", "-a"),
+    ("lscpu",),
+)
+VERSIONS = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "msgspec", "ullage")
+COMMAND_S = 10.0
+
+
+def run(job: Job, report: Report) -> None:
+    write_machine(job)
+    for name in VERSIONS:
+        report(Fact(name, version(name)))
+    report(Fact("python", sys.version.split()[0]))
+    report(Fact("commit", commit()))
+    report(Figure("cores", os.cpu_count() or 0, ""))
+    report(Figure("memory", psutil.virtual_memory().total / 1e9, "GB"))
+    report(Figure("free in memory's folder", shutil.disk_usage(job.scratch).free / 1e9, "GB"))
+
+    modules = list(all_modules())
+    missing = {name: error for name in modules if (error := import_error(name))}
+    for name, error in missing.items():
+        report(Fact(name, error))
+    report(count("modules of Ullage", len(modules), 100))
+    report(none_of("modules that cannot be imported", len(missing)))
+    device(job, report)
+
+
+def write_machine(job: Job) -> None:
+    """Write what the machine's own commands print to machine.txt."""
+    with (job.out / "machine.txt").open("w", encoding="utf-8") as file:
+        for command in COMMANDS:
+            file.write(f"$ {' '.join(command)}\n")
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+                )
+                file.write(done.stdout + done.stderr + "\n")
+            except (OSError, subprocess.TimeoutExpired) as error:
+                file.write(f"{error}\n\n")
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def commit() -> str:
+    """Return the commit that runs, as far as this tree knows it."""
+    command = ("git", "log", "-1", "--format=%H")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def all_modules() -> Iterator[str]:
+    """Yield the names of all modules of the engine and the router."""
+    for package in PACKAGES:
+        root = importlib.import_module(package)
+        yield package
+        for module in pkgutil.walk_packages(root.__path__, f"{package}."):
+            name = module.name
+            if not name.startswith(LEFT_OUT) and not name.endswith("__main__"):
+                yield name
+
+
+def import_error(name: str) -> str:
+    """Return why a module cannot be imported, in one line; empty: it can."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # whatever a missing or wrong package raises
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def device(job: Job, report: Report) -> None:
+    import torch
+
+    report(Fact("torch's CUDA", str(torch.version.cuda)))
+    if not job.on_gpu:
+        return
+    properties = torch.cuda.get_device_properties(0)
+    report(Fact("GPU", properties.name))
+    report(Figure("memory of the GPU", properties.total_memory / 1e9, "GB"))
+    free, total = torch.cuda.mem_get_info(0)
+    # What others hold would be charged to what is measured here.
+    report(Figure("used at the beginning, with a context", (total - free) / 1e9, "GB"))

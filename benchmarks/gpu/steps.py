@@ -1,0 +1,181 @@
+"""Decode steps of Llama-3-8B's shape beside their floor: the time in which the device copies as
+many bytes as a step reads. Greedy and with top-p, in bfloat16, int8 and int4; one step of each is
+profiled and its kernels are counted.
+"""
+
+import gzip
+import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gpu.figures import Fact, Figure, Job, Report
+from benchmarks.gpu.rates import rates, seconds_of
+from benchmarks.gpu.sequences import GREEDY, make_runner
+
+from ullage_engine.kernels.arena import BLOCK_TOKENS
+from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.model_loader.prepare import is_matrix
+from ullage_engine.model_loader.tensor_plan import plan_tensors
+from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.quantization.formats import Encoding, Format, chosen_encoding, pack, quantise
+from ullage_engine.runner.model_runner import ModelRunner
+
+BATCHES = (1, 32, 256)
+JUDGED = (1, 32)
+"""Batches that wait for weights, and so have to be near the floor."""
+LEAST_SHARE = 0.5
+CONTEXT = 1024
+KINDS = {"greedy": GREEDY, "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1)}
+PROFILE = "step-profile.json.gz"
+
+
+def run(job: Job, report: Report) -> None:
+    device = torch.device(job.device)
+    dtype = torch.bfloat16 if job.on_gpu else torch.float32
+    copied, _ = rates(device, job.tiny)
+    for format in formats(job):
+        loaded = random_model(device, dtype, dense_config(job.tiny), format)
+        measure(job, loaded, dtype, format, copied, report)
+
+
+def formats(job: Job) -> tuple[Format | None, ...]:
+    """Return the formats of weights; None: the computing type."""
+    return (None, "int8") if job.tiny else (None, "int8", "int4")
+
+
+def dense_config(tiny: bool) -> ModelConfig:
+    """Return Llama-3-8B's configuration, or one for a rehearsal."""
+    layers, hidden, heads, kv_heads, vocab = (
+        (2, 64, 4, 2, 128) if tiny else (*(32, 4096, 32, 8, 128_256),)
+    )
+    return ModelConfig(
+        architecture="llama",
+        layers=(LayerSpec(),) * layers,
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate=hidden * 7 // 2,
+        vocab=vocab,
+        max_position=4096,
+        rope_theta=5e5,
+        rms_eps=1e-5,
+        tied=False,
+    )
+
+
+def random_model(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, format: Format | None
+) -> LoadedModel:
+    """Make random weights on the device, and quantise matrices as the loader does."""
+    tensors: dict[str, torch.Tensor] = {}
+    encodings: dict[str, Encoding] = {}
+    for plan in plan_tensors(config):
+        weights = torch.randn(plan.shape, device=device, dtype=dtype)
+        weights.mul_(plan.shape[-1] ** -0.5)
+        if format is None or not is_matrix(plan):
+            tensors[plan.name] = weights
+            continue
+        rows, columns = plan.shape
+        encoding = chosen_encoding(format, (rows, columns))
+        encodings[plan.name] = encoding
+        pieces = pack(quantise(weights, encoding, dtype), encoding, dtype)
+        tensors |= {f"{plan.name}.{piece}": each for piece, each in pieces.items()}
+    return LoadedModel(config, tensors, sum(each.nbytes for each in tensors.values()), encodings)
+
+
+def measure(
+    job: Job,
+    loaded: LoadedModel,
+    dtype: torch.dtype,
+    format: Format | None,
+    copied: float,
+    report: Report,
+) -> None:
+    """Report the milliseconds of steps, and the share of their time that the floor is."""
+    device = torch.device(job.device)
+    context = CONTEXT if not job.tiny else 40
+    batches = BATCHES if not job.tiny else (1, 3)
+    blocks = -(-context // BLOCK_TOKENS)
+    rows = max(batches)
+    runner = make_runner(loaded, device, dtype, rows, rows * blocks, max_model_len=context)
+    runner.warm_up()
+
+    label = format or str(dtype).removeprefix("torch.")
+    for batch in batches:
+        floor = floor_seconds(loaded, dtype, batch, context, copied)
+        report(Figure(f"{label}, {batch} x {context}, floor", floor * 1e3, "ms"))
+        for kind, sampling in KINDS.items():
+            plan = StepPlan([_decode(row, context, blocks, sampling) for row in range(batch)])
+            took = seconds_of(partial(runner.execute, plan), device)
+            name = f"{label}, {batch} x {context}, {kind}"
+            report(Figure(name, took * 1e3, "ms"))
+            is_judged = format is None and kind == "greedy" and batch in JUDGED
+            aim = job.speed_aim(LEAST_SHARE) if is_judged else None
+            report(Figure(f"{name}, floor over it", floor / took, "", aim))
+    if job.on_gpu and format is None:
+        for kind, sampling in KINDS.items():
+            plan = StepPlan([_decode(row, context, blocks, sampling) for row in range(32)])
+            profile(job, runner, plan, kind, report)
+
+
+def floor_seconds(
+    loaded: LoadedModel, dtype: torch.dtype, batch: int, context: int, copied: float
+) -> float:
+    """Return the seconds in which the device copies what a step reads: weights and KV."""
+    kv = context * loaded.model_config.kv_bytes_per_token(dtype.itemsize)
+    embedding = loaded.tensors["embedding"].nbytes  # of which a step reads a row a sequence
+    return float((loaded.nbytes - embedding + batch * kv) / copied)
+
+
+def _decode(row: int, context: int, blocks: int, sampling: SamplingParams) -> Chunk:
+    """Return the last token of a context, in blocks of its own."""
+    return Chunk(
+        request_id=str(row),
+        token_ids=[7],
+        start=context - 1,
+        block_ids=list(range(row * blocks, (row + 1) * blocks)),
+        sampling=sampling,
+        history=[7] * context,
+        num_prompt_tokens=context,
+    )
+
+
+def profile(job: Job, runner: ModelRunner, plan: StepPlan, kind: str, report: Report) -> None:
+    """Keep a trace of one step, and report its kernels and copies."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    runner.execute(plan)
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        runner.execute(plan)
+        torch.cuda.synchronize()
+    trace = job.scratch / "trace.json"
+    seen.export_chrome_trace(str(trace))
+    events = list(device_events(trace))
+    busy = sum(event["dur"] for event in events) / 1e3
+    report(Figure(f"{kind}, 32 rows: kernels", _count(events, "kernel"), ""))
+    report(Figure(f"{kind}, 32 rows: copies and fills", len(events) - _count(events, "kernel"), ""))
+    report(Figure(f"{kind}, 32 rows: device busy", busy, "ms"))
+    slowest = sorted(events, key=lambda event: -event["dur"])[:5]
+    for event in slowest:
+        report(Fact(f"{kind}, slowest", f"{event['dur']:.0f} us {event['name'][:80]}"))
+    with trace.open("rb") as plain, gzip.open(job.out / f"{kind}-{PROFILE}", "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+
+
+def device_events(trace: Path) -> Iterator[dict[str, Any]]:
+    """Yield what ran on the device."""
+    for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            yield event
+
+
+def _count(events: list[dict[str, Any]], kind: str) -> int:
+    return sum(event["cat"] == kind for event in events)

@@ -1,0 +1,96 @@
+"""One worker with everything that only a GPU makes different: pinned host slots, the host tier,
+float8 KV, the driver's figures. Seconds that tell early if one of them breaks.
+"""
+
+import asyncio
+
+from benchmarks.gpu.checkpoint import service_checkpoint
+from benchmarks.gpu.device_memory import nvml_used
+from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, none_of
+from benchmarks.gpu.service import (
+    MIB,
+    ask,
+    channel_to,
+    engine_up,
+    errors_logged,
+    first_difference,
+    kv_bytes,
+    metrics,
+    prompt_of,
+)
+from one_engine import Engine
+
+LAYERS = 2
+PROMPT_TOKENS = 600
+OUTPUT_TOKENS = 40
+FORMATS = ("none", "int8", "int4", "fp8")
+"""Of weights; each is prepared, loaded and asked once."""
+DRIVER_FIGURES = (
+    "ullage_gpu_memory_total_bytes",
+    "ullage_gpu_memory_used_bytes",
+    "ullage_gpu_power_watts",
+    "ullage_gpu_temperature_celsius",
+    "ullage_gpu_sm_clock_hertz",
+)
+MOST_ERROR = 0.05
+
+
+def run(job: Job, report: Report) -> None:
+    asyncio.run(_run(job, report))
+
+
+async def _run(job: Job, report: Report) -> None:
+    pool = kv_bytes(job, 4 * (PROMPT_TOKENS + OUTPUT_TOKENS))
+    memory = {"max_kv": pool, "host_kv": pool, "tiers": {"host": {"size": 4 * pool}}}
+    formats = FORMATS if job.on_gpu else FORMATS[:2]
+    checkpoint = await asyncio.to_thread(service_checkpoint, job, LAYERS)
+    for number, quantization in enumerate(formats):
+        kv_dtype = "fp8" if number % 2 else "auto"
+        name = f"worker-{quantization}"
+        sections = {
+            "memory": memory,
+            "model": {
+                "source": f"file://{checkpoint}",
+                "quantization": quantization,
+                "kv_dtype": kv_dtype,
+            },
+        }
+        async with engine_up(job, name, sections) as engine, channel_to(engine.address) as channel:
+            label = f"weights {quantization}, KV {kv_dtype}"
+            prompt = prompt_of(job, 0, PROMPT_TOKENS)
+            first = await ask(channel, prompt, OUTPUT_TOKENS)
+            # Pushed out of the pool by others, to the host tier.
+            for other in range(1, 5):
+                await ask(channel, prompt_of(job, other, PROMPT_TOKENS), OUTPUT_TOKENS)
+            again = await ask(channel, prompt, OUTPUT_TOKENS)
+
+            for stream in (first, again):
+                if stream.error:
+                    report(Fact(label, stream.error))
+            report(none_of(f"{label}: failed answers", bool(first.error) + bool(again.error)))
+            place = first_difference(first.token_ids, again.token_ids)
+            # What is computed in other chunks rounds otherwise, and may part at a near-tie.
+            report(Figure(f"{label}: tokens equal from cached KV", _equal(place), "tokens"))
+            report(count(f"{label}: cached prompt tokens", again.cached_tokens, 1))
+            await measured(job, engine, report)
+        report(none_of(f"{label}: errors in the log", len(errors_logged(job.out / f"{name}.log"))))
+
+
+async def measured(job: Job, engine: Engine, report: Report) -> None:
+    """Report the ledger line by line, and judge the driver's figures that the engine publishes."""
+    for line in (await engine.state()).ledger:
+        report(Figure(f"ledger, {line.name}", line.allocated_bytes / MIB, "MiB"))
+    figures = await asyncio.to_thread(metrics, engine)
+    rate = figures["ullage_swap_bandwidth_bytes_per_second"]
+    report(count("measured bandwidth of swapping", rate, 1))
+    if not job.on_gpu:
+        return
+    for name in DRIVER_FIGURES:
+        report(count(name, figures.get(name, 0.0), 1e-9))
+    used, _ = nvml_used()
+    error = abs(figures.get("ullage_gpu_memory_used_bytes", 0.0) - used) / used
+    report(at_most("published use beside NVML's", error, "off", MOST_ERROR))
+
+
+def _equal(place: int | None) -> int:
+    return OUTPUT_TOKENS if place is None else place
