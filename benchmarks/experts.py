@@ -103,6 +103,7 @@ class Forced:
 
     def __init__(self, matrices: ExpertLinears, few_pairs: int) -> None:
         self.forward, self.forward_each = matrices.forward, matrices.forward_each
+        self.reads_ends = matrices.reads_ends
         self.few_pairs = few_pairs
 
 

@@ -97,9 +97,10 @@ def _round_up(size: int, smallest: int) -> int:
     return bucket
 
 
-SLICE_TOKENS = 2048
-"""Most tokens whose experts are computed at once. Each slice reads all experts again, which on a
-GPU takes a third of the time that so many tokens compute."""
+SLICE_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""Most tokens whose experts are computed at once, by kind of device. Each slice reads all experts
+again, and gives each of them its share of rows: 2,048 tokens that choose four of 32 are 256 rows an
+expert, too few tiles of a float32 product for all multiprocessors of a large GPU."""
 
 INT64_WORDS = 2
 """Four-byte elements that one index takes."""
@@ -122,11 +123,6 @@ def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
     return mxfp4_panel(device) * itemsize + mxfp4_panel(device) // 2 * INT32_BYTES
 
 
-def slice_tokens(tokens: int) -> int:
-    """Returns the tokens of the largest slice of a step of `tokens`."""
-    return min(tokens, SLICE_TOKENS)
-
-
 @cache
 def padding_rows(pairs: int) -> int:
     """Counts the rows that the last expert's product may write past the last of `pairs`; see
@@ -135,14 +131,13 @@ def padding_rows(pairs: int) -> int:
 
 
 def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Counts the elements of the buffers of the computing type, for steps of up to `tokens` rows.
+    """Counts the elements of the buffers of the computing type, for slices of up to `tokens` rows.
 
     A pair is a token and one of its experts. Empty without experts.
     """
     spec = model_config.experts
     if spec is None:
         return {}
-    tokens = slice_tokens(tokens)
     pairs = tokens * spec.experts_per_token
     rows = pairs + padding_rows(pairs)
     return {
@@ -155,15 +150,14 @@ def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Counts the elements of the four-byte buffers, for steps of up to `tokens` rows; indices take
-    two each.
+    """Counts the elements of the four-byte buffers, for slices of up to `tokens` rows; indices
+    take two each.
 
     Empty without experts.
     """
     spec = model_config.experts
     if spec is None:
         return {}
-    tokens = slice_tokens(tokens)
     pairs = tokens * spec.experts_per_token
     indices = ("expert_chosen", "expert_sorted", "expert_order", "expert_places")
     return {
@@ -246,10 +240,16 @@ class StepLimits:
     """Whether layers with sliding windows have KV blocks of their own."""
     library_threads: int = 0
     """Threads of the C++ library, if it computes whole steps; 0: it does not."""
+    max_slice_tokens: int = SLICE_TOKENS["cpu"]
+    """Most tokens whose experts are computed at once: those of the device's kind."""
 
     def product_rows(self, tokens: int) -> int:
         """Returns the rows of the layers' products for a step of `tokens`, padding included."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
+
+    def slice_tokens(self, tokens: int) -> int:
+        """Returns the tokens of the largest slice of experts of a step of `tokens`."""
+        return min(tokens, self.max_slice_tokens)
 
     def context_blocks(self, blocks: int) -> int:
         """Returns the blocks of context attended for sequences of at most `blocks`, padding
@@ -332,9 +332,10 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
         "gated": tokens * model_config.intermediate,
     }
     conv = _place(_conv_elements(model_config, limits), start, itemsize)
-    experts = _place(expert_elements(model_config, tokens), start, itemsize)
+    sliced = limits.slice_tokens(tokens)
+    experts = _place(expert_elements(model_config, sliced), start, itemsize)
     if experts:
-        routing = routing_elements(model_config, tokens)
+        routing = routing_elements(model_config, sliced)
         experts += _place(routing, _aligned(experts[-1].end), FLOAT32_BYTES)
     return ArenaLayout((*base, *attention, *conv, *_place(mlp, start, itemsize), *experts))
 
@@ -353,7 +354,7 @@ def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     queries, gated, spec = model_config.query_width, model_config.intermediate, model_config.experts
     convolved = 3 * hidden if model_config.num_conv_layers else 0
     expert, count = (spec.intermediate, spec.num_experts) if spec else (0, 0)
-    pairs = slice_tokens(tokens) * spec.experts_per_token if spec else 0
+    pairs = limits.slice_tokens(tokens) * spec.experts_per_token if spec else 0
     together = max(ROWS_TOGETHER, model_config.group_size)
     spans = -(-limits.max_model_len // SPAN_TOKENS)
     workspace = together * (SPAN_TOKENS + 4 + 3 * dim)

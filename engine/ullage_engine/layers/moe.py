@@ -21,7 +21,6 @@ from ullage_engine.kernels import triton
 from ullage_engine.kernels.arena import (
     INT32_BYTES,
     SERIAL_ELEMENTS,
-    SLICE_TOKENS,
     UNIT_ROWS,
     mxfp4_panel,
     pad_rows,
@@ -60,12 +59,18 @@ class ExpertLinears(Protocol):
         """Pairs up to which `forward_each` is faster than sorting and `forward`."""
         ...
 
+    @property
+    def reads_ends(self) -> bool:
+        """Whether `forward` reads `ends` on the host."""
+        ...
+
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
         """Writes x @ the matrix of each row's expert, for rows sorted by expert.
 
         Args:
             x: [pairs and more, in], sorted by expert; the rest is room for padding, and changed.
-            ends: int32 [experts], the row after each expert's last.
+            ends: int32 [experts], the row after each expert's last; on the host if `reads_ends`, or
+                else on the device.
             pairs: rows that count.
             out: [pairs and more, out]; what is left in the rest means nothing.
         """
@@ -80,7 +85,7 @@ class ExpertLinears(Protocol):
 
 
 class LoopedExperts:
-    """Matrices of any kind, multiplied one expert after another; learns on the host where rows end.
+    """Matrices of any kind, multiplied one expert after another.
 
     On a CPU an expert's rows are rounded up to a size that products are prepared for. What that
     computes of the next expert's rows is wrong, and overwritten by it.
@@ -93,6 +98,10 @@ class LoopedExperts:
     @property
     def few_pairs(self) -> int:
         return 0 if self._deterministic else FEW_PAIRS
+
+    @property
+    def reads_ends(self) -> bool:
+        return True
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
         share = out.shape[0] // x.shape[0]
@@ -130,6 +139,10 @@ class GroupedExperts(LoopedExperts):
     def few_pairs(self) -> int:
         return 0
 
+    @property
+    def reads_ends(self) -> bool:
+        return False
+
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
         for columns in column_panels(self._weights.shape[1], PANEL_ELEMENTS // pairs):
             panel = self._weights[:, columns].transpose(1, 2)
@@ -146,6 +159,10 @@ class PickedExperts:
     @property
     def few_pairs(self) -> int:
         return self.few.few_pairs
+
+    @property
+    def reads_ends(self) -> bool:
+        return self.many.reads_ends
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
         self.few.forward_each(x, chosen, out)
@@ -314,6 +331,10 @@ class Mxfp4Experts(LoopedExperts):
     def few_pairs(self) -> int:
         return 0 if self._blocks.is_cuda else super().few_pairs
 
+    @property
+    def reads_ends(self) -> bool:
+        return not self._blocks.is_cuda
+
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
         if x.is_cuda:
             self.forward_grouped(x, ends, pairs, out)
@@ -392,14 +413,16 @@ class Experts:
         self._experts = torch.arange(spec.num_experts, device=arena["expert_rows"].device)
         self._deterministic = deterministic
         self._few_pairs = min(weights.gate_up.few_pairs, weights.down.few_pairs)
+        # As many as the arena has room for, so that only those who size it have to know.
+        self._slice_tokens = arena["expert_weights"].numel() // spec.experts_per_token
 
     def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the experts' result for normed [tokens, hidden] to out [tokens, hidden].
 
         Deterministic: rows are whole units of `ullage_engine.kernels.arena`.
         """
-        for start in range(0, normed.shape[0], SLICE_TOKENS):
-            rows = slice(start, start + SLICE_TOKENS)
+        for start in range(0, normed.shape[0], self._slice_tokens):
+            rows = slice(start, start + self._slice_tokens)
             self._run_slice(normed[rows], out[rows])
 
     def _run_slice(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -453,9 +476,14 @@ class Experts:
         sort_pairs(chosen.view(-1), self._experts, experts, order, places, ends)
         gate_up, gated, rows = self._buffers(pairs + padding_rows(pairs))
         torch.index_select(x, 0, order.floor_divide_(chosen.shape[1]), out=rows[:pairs])
-        weights.gate_up.forward(rows, ends, pairs, gate_up)
+        # One download for both products: the host waits here until the device has sorted, and does
+        # not wait again in this slice.
+        both = (weights.gate_up, weights.down)
+        host_ends = ends.cpu() if any(each.reads_ends for each in both) else ends
+        gate_up_ends, down_ends = (host_ends if each.reads_ends else ends for each in both)
+        weights.gate_up.forward(rows, gate_up_ends, pairs, gate_up)
         self._gate(gate_up[:pairs], gated[:pairs], experts)
-        weights.down.forward(gated, ends, pairs, rows)
+        weights.down.forward(gated, down_ends, pairs, rows)
         if weights.down_bias is not None:
             add_biases(rows[:pairs], weights.down_bias, experts)
         return rows, places

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from ullage_engine.kernels.arena import StepLimits, slice_tokens
+from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales, shaped
 from ullage_engine.layers.attention import fill_tables
 from ullage_engine.layers.decoder import head_bounds
@@ -118,7 +118,8 @@ class NativeDecoder:
         """`arena` is laid out by `ullage_engine.kernels.arena.native_arena`."""
         self._loaded, self._config, self._arena = loaded, loaded.model_config, arena
         self._kept: list[torch.Tensor] = []
-        self._num_threads, self._max_tokens = limits.library_threads, limits.max_tokens
+        self._num_threads = limits.library_threads
+        self._slice_tokens = limits.slice_tokens(limits.max_tokens)
         self.team = shared_team(self._num_threads)
         self._fill_tables(limits)
         self._layers = (Layer * self._config.num_layers)(*self._make_layers())
@@ -287,7 +288,7 @@ class NativeDecoder:
             "num_experts": spec.num_experts,
             "experts_per_token": spec.experts_per_token,
             "expert_width": spec.intermediate,
-            "slice_rows": slice_tokens(self._max_tokens),
+            "slice_rows": self._slice_tokens,
             "is_normalised": spec.is_normalised,
             "expert_scale": spec.scale,
         }

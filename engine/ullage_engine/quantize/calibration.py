@@ -405,6 +405,7 @@ class ExpertRecorder:
         """`weights` is [experts, out, in]; `report` is called while they are rounded."""
         self._experts, self._weights, self._prepared = experts, weights, prepared
         self._report = report
+        self.reads_ends = experts.reads_ends
         count, _, columns = weights.shape
         self._is_shared = not _is_of_experts_down(prepared)
         """Whether the inputs of all experts are of one kind: rows of the hidden states."""

@@ -10,6 +10,7 @@ import torch
 from ullage_engine.kernels.arena import (
     MAX_TILE_ROWS,
     MIN_TILE_ROWS,
+    SLICE_TOKENS,
     ArenaLayout,
     StepLimits,
     sampler_arena,
@@ -187,6 +188,7 @@ class ModelRunner:
             limits,
             fused=is_paged and not limits.deterministic,
             library_threads=torch.get_num_threads() if uses_library else 0,
+            max_slice_tokens=SLICE_TOKENS[device.type],
         )
         self._step_layout = step_arena(loaded.model_config, self._limits)
         sampler = sampler_arena(loaded.model_config, self._limits)
@@ -423,9 +425,10 @@ class ModelRunner:
         return self._forward(plan, self._rank.transfers([plan.num_tokens]), 0)[1]
 
     @torch.inference_mode()
-    def write_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the logits of all rows that `hidden` has returned last to out [rows, vocab]."""
-        rows = list(range(len(out)))
+    def write_logits(self, hidden: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
+        """Write the logits of rows that `hidden` has returned last, from `first` on, to out
+        [rows, vocab]."""
+        rows = list(range(first, first + len(out)))
         if self._native is not None:
             self._native.logits(rows, out)
         else:

@@ -55,10 +55,21 @@ def test_no_expert_writes_past_the_padding(counts: list[int]) -> None:
         end += count
 
 
-def test_buffers_stop_growing_at_a_slice() -> None:
-    assert expert_elements(LFM2_8B, 8 * SLICE_TOKENS) == expert_elements(LFM2_8B, SLICE_TOKENS)
-    nbytes = 2 * sum(expert_elements(LFM2_8B, SLICE_TOKENS).values())
-    assert nbytes == pytest.approx(2 * 4 * SLICE_TOKENS * (2048 + 3 * 1792), rel=0.15)
+@pytest.mark.parametrize("kind", SLICE_TOKENS)
+def test_buffers_stop_growing_at_a_slice(kind: str) -> None:
+    most = SLICE_TOKENS[kind]
+    limits = replace(LIMITS, max_tokens=most, max_slice_tokens=most)
+    beyond = replace(limits, max_tokens=8 * most)
+    assert expert_buffers(beyond) == expert_buffers(limits)
+    assert expert_buffers(replace(limits, max_tokens=most // 2)) < expert_buffers(limits)
+    nbytes = 2 * sum(expert_elements(LFM2_8B, most).values())
+    assert nbytes == pytest.approx(2 * 4 * most * (2048 + 3 * 1792), rel=0.15)
+
+
+def expert_buffers(limits: StepLimits) -> list[int]:
+    """The elements of every buffer of the experts."""
+    buffers = step_arena(LFM2_8B, limits).buffers
+    return [each.num_elements for each in buffers if each.name.startswith("expert_")]
 
 
 def test_a_dense_model_has_none_of_them() -> None:

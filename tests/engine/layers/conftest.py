@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from ullage_engine.kernels.arena import StepLimits, step_arena
+from ullage_engine.kernels.arena import SLICE_TOKENS, StepLimits, step_arena
 from ullage_engine.kernels.kv_pool import allocate
 from ullage_engine.kernels.moe import clamped_gate
 from ullage_engine.layers.decoder import gate
@@ -151,6 +151,7 @@ def build_experts(
     deterministic: bool = False,
     reduce: Reduce | None = None,
     dtype: torch.dtype = torch.float32,
+    max_slice_tokens: int = SLICE_TOKENS["cpu"],
 ) -> Experts:
     """Ours, with an arena of its own for steps of up to `tokens`."""
     limits = StepLimits(
@@ -161,6 +162,7 @@ def build_experts(
         block_tokens=16,
         itemsize=dtype.itemsize,
         deterministic=deterministic,
+        max_slice_tokens=max_slice_tokens,
     )
     arena = allocate(step_arena(model_config_of(layer.spec), limits), dtype, torch.device("cpu"))
     for buffer in arena.values():

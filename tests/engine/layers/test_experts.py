@@ -101,9 +101,42 @@ def test_bfloat16_is_as_near_as_its_rounding(
 @torch.inference_mode()
 def test_tokens_beyond_a_slice(new_layer: NewLayer, build: Build) -> None:
     layer = new_layer()
-    tokens = SLICE_TOKENS + 70
+    tokens = SLICE_TOKENS["cpu"] + 70
     x = torch.randn(tokens, 64)
     assert relative(run(build(layer, tokens), x), layer.expected(x)) < 1e-5
+
+
+class Downloads:
+    """Counts copies to the host, which on a GPU wait for all that was launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        download = torch.Tensor.cpu
+
+        def counted(tensor: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return download(tensor)
+
+        monkeypatch.setattr(torch.Tensor, "cpu", counted)
+
+
+@pytest.mark.parametrize(("slices", "most"), [(1, 200), (4, 50)])
+@torch.inference_mode()
+def test_a_slice_reads_on_the_host_where_rows_end_once_at_most(
+    new_layer: NewLayer,
+    build: Build,
+    slices: int,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, x = new_layer(), torch.randn(200, 64)
+    wanted = layer.expected(x)
+    downloads = Downloads(monkeypatch)
+    assert relative(run(build(layer, 200, max_slice_tokens=most), x), wanted) < 1e-5
+    assert downloads.count == slices
+    grouped_too = build(layer, 200, grouped, max_slice_tokens=most)
+    assert relative(run(grouped_too, x), wanted) < 1e-5
+    assert downloads.count == slices, "grouped products find an expert's rows on the device"
 
 
 @torch.inference_mode()

@@ -248,7 +248,7 @@ def test_experts_are_computed_alike_slice_by_slice(monkeypatch: pytest.MonkeyPat
         loaded, tokens = make_model(shape), random_tokens(300)
         wanted = logits(make_runner(loaded), chunk(0, tokens, 0, 300))
         with monkeypatch.context() as patch:
-            patch.setattr(arena, "SLICE_TOKENS", 64)
+            patch.setitem(arena.SLICE_TOKENS, "cpu", 64)
             assert torch.equal(logits(make_runner(loaded), chunk(0, tokens, 0, 300)), wanted)
 
 

@@ -448,6 +448,7 @@ class TritonExperts:
     """
 
     few_pairs = FEW_PAIRS
+    reads_ends = False
 
     def __init__(
         self,
