@@ -49,36 +49,42 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 def make_model_config(size: str) -> ModelConfig:
-    """The whole model; `size` is a key of SIZES."""
+    """Return the whole model's configuration; `size` is a key of SIZES."""
     return lfm2_moe(HFConfig(Path(f"{size}/config.json"), SIZES[size]))
 
 
 def make_prompts(model_config: ModelConfig, count: int, tokens: int) -> torch.Tensor:
-    """Random token ids [count, tokens]."""
+    """Return random token ids [count, tokens]."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(0, model_config.vocab, (count, tokens), generator=generator)
 
 
 class SeededWeights:
-    """Prepared tensors as `ullage_engine.model_loader.tensor_plan` names them."""
+    """Prepared tensors, named as in `ullage_engine.model_loader.tensor_plan`, on the device."""
 
     def __init__(self, whole: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._model_config, self._dtype, self._device = whole, dtype, device
+        self._model_config = whole
+        self._dtype = dtype
+        self._device = device
 
     def ends(self) -> dict[str, torch.Tensor]:
-        """What is before the first layer and after the last."""
-        model_config, random = self._model_config, self._source(0)
+        """Make what is before the first layer and after the last."""
+        model_config = self._model_config
+        random = self._source(0)
         return {
             "embedding": random(model_config.vocab, model_config.hidden),
             "norm": 1 + random(model_config.hidden),
         }
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        model_config, random = self._model_config, self._source(index + 1)
+        """Make one layer's tensors, of which this object keeps none."""
+        model_config = self._model_config
+        random = self._source(index + 1)
         spec = model_config.layers[index]
+        hidden = model_config.hidden
         # As in GPT-2, so that the residual stream does not grow with the layers.
         down_scale = (2 * model_config.num_layers) ** -0.5
-        hidden = model_config.hidden
+
         tensors = {
             "mixer_norm": 1 + random(hidden),
             "mlp_norm": 1 + random(hidden),
@@ -90,7 +96,8 @@ class SeededWeights:
     def _mixer(
         self, spec: LayerSpec, random: "_Source", down_scale: float
     ) -> dict[str, torch.Tensor]:
-        model_config, hidden = self._model_config, self._model_config.hidden
+        model_config = self._model_config
+        hidden = model_config.hidden
         if spec.mixer == "conv":
             return {
                 "conv_in": random(3 * hidden, hidden),
@@ -107,14 +114,16 @@ class SeededWeights:
     def _mlp(
         self, spec: LayerSpec, random: "_Source", down_scale: float
     ) -> dict[str, torch.Tensor]:
-        hidden, experts = self._model_config.hidden, self._model_config.experts
+        hidden = self._model_config.hidden
+        experts = self._model_config.experts
         if spec.feed_forward == "dense" or experts is None:
             width = self._model_config.intermediate
             return {
                 "gate_up": random(2 * width, hidden),
                 "down": random(hidden, width).mul_(down_scale),
             }
-        count, width = experts.num_experts, experts.intermediate
+        count = experts.num_experts
+        width = experts.intermediate
         return {
             "router": random(count, hidden),
             "router_bias": random.shuffled(torch.linspace(-ROUTER_BIAS, ROUTER_BIAS, count)),
@@ -131,10 +140,11 @@ class _Source:
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
+        self._device = device
 
     def __call__(self, *shape: int) -> torch.Tensor:
-        """Normal numbers; rows of length about 1, so that products keep their scale."""
+        """Return normal numbers; rows of length about 1, so that products keep their scale."""
         numbers = torch.randn(shape, generator=self._generator, device=self._device)
         return numbers.mul_(shape[-1] ** -0.5).to(self._dtype)
 

@@ -1,4 +1,4 @@
-"""LFM2 as its formulas read, with none of the engine's layers: what is compared with.
+"""LFM2 as its formulas read, with none of the engine's layers: the expected logits.
 
 All samples pass through one layer before the next layer's weights are made, so that the reference
 needs one layer's memory. It also says how close each sample came to choosing other experts: where
@@ -6,13 +6,12 @@ the last expert chosen and the first not chosen differ by no more than rounding,
 implementations may choose differently, and their logits then differ by far more than rounding.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from lfm2_model import SeededWeights
 
+from benchmarks.gpu.lfm2.weights import SeededWeights
 from ullage_engine.model_config.model_config import ExpertsSpec, ModelConfig
 
 Tensors = dict[str, torch.Tensor]
@@ -20,12 +19,21 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    logits: torch.Tensor
-    """[samples, vocab], after each sample's last token, on the host."""
+    """Everything but the logits, which would be 13 GB for all positions of 1,536 samples."""
+
+    hidden: torch.Tensor
+    """Normalised rows [samples, tokens, hidden] after the last layer."""
+    head: torch.Tensor
+    """Matrix [vocab, hidden]."""
     margins: torch.Tensor
     """[samples]: the least difference between an expert chosen and one not chosen."""
     load: torch.Tensor
     """[experts]: tokens that chose each expert, over all layers."""
+
+    @torch.inference_mode()
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return float32 [rows, vocab] of some rows of `hidden`."""
+        return (rows @ self.head.t()).float()
 
 
 @torch.inference_mode()
@@ -33,18 +41,16 @@ def compute_reference(
     model_config: ModelConfig,
     weights: SeededWeights,
     prompts: torch.Tensor,
-    progress: Callable[[int], None],
     dtype: torch.dtype = torch.float32,
 ) -> Reference:
-    """Runs prompts [samples, tokens] in `dtype`; `progress` is told each layer's index."""
-    assert model_config.experts is not None
+    """Compute prompts [samples, tokens] in `dtype`."""
+    assert model_config.experts is not None, "a reference of mixtures of experts"
     ends = _cast(weights.ends(), dtype)
     device = ends["norm"].device
     x = ends["embedding"][prompts.to(device)]
     margins = torch.full((len(prompts),), float("inf"), device=device)
     load = torch.zeros(model_config.experts.num_experts, dtype=torch.int64, device=device)
     for index, spec in enumerate(model_config.layers):
-        progress(index)
         prefix = f"layers.{index}."
         layer = _cast(weights.layer(index), dtype)
         own = {name.removeprefix(prefix): tensor for name, tensor in layer.items()}
@@ -58,9 +64,8 @@ def compute_reference(
         x = x + _experts(own, normed, routing)
         margins = torch.minimum(margins, routing.margins.amin(dim=1))
         load += torch.bincount(routing.chosen.flatten(), minlength=len(load))
-    last = _norm(x[:, -1], ends["norm"], model_config.rms_eps)
-    logits = (last @ ends["embedding"].t()).float()
-    return Reference(logits.cpu(), margins.cpu(), load.cpu())
+    normed = _norm(x, ends["norm"], model_config.rms_eps)
+    return Reference(normed, ends["embedding"], margins, load.cpu())
 
 
 def _cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -85,10 +90,12 @@ def _conv(model_config: ModelConfig, own: Tensors, x: torch.Tensor) -> torch.Ten
 
 def _attention(model_config: ModelConfig, own: Tensors, x: torch.Tensor) -> torch.Tensor:
     heads, kv_heads, size = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
-    qkv = F.linear(x, own["qkv"]).unflatten(-1, (-1, size)).transpose(1, 2)
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    q = _rotate(_norm(q, own["q_norm"], model_config.rms_eps), model_config.rope_theta)
-    k = _rotate(_norm(k, own["k_norm"], model_config.rms_eps), model_config.rope_theta)
+    qkv = F.linear(x, own["qkv"]).view(*x.shape[:2], -1, size).transpose(1, 2)
+    q = _norm(qkv[:, :heads], own["q_norm"], model_config.rms_eps)
+    k = _norm(qkv[:, heads : heads + kv_heads], own["k_norm"], model_config.rms_eps)
+    v = qkv[:, heads + kv_heads :]
+    q = _rotate(q, model_config.rope_theta)
+    k = _rotate(k, model_config.rope_theta)
     k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
     scores = q @ k.transpose(2, 3) * size**-0.5
     future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)

@@ -1,0 +1,169 @@
+"""Samples a second of LFM2-8B-A1B to logits, checked: `python -m benchmarks.gpu.lfm2`.
+
+1024 samples of 32 tokens with seeded random weights and a skewed router: one step of the engine's
+own runner, on one device or on several stages, which get the layers, the micro-batches and the
+transfers that `parallelism.pipeline` gives them. The logits are compared with those of a plain
+float32 implementation, and with those of transformers if asked.
+
+The exit status is 1, and the reasons are printed, if in float32 a likeliest token is another or a
+logit differs by 1e-5 of the largest logit or more; if more than 15 % of the samples had to be
+replaced, because two experts or two answers were almost equally good; or if the full size in
+float32 on CUDA, 1024 x 32, does not exceed 358.56 samples/s. In bfloat16 experts chosen by a hair
+are often others than in float32, whoever computes: there a plain bfloat16 implementation is
+compared with float32, too, and the engine's median error may be a quarter larger than its. The last
+line is the result as JSON.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
+
+from benchmarks.gpu.lfm2.judge import PUBLISHED, Job, Measured, failures, figures_of
+from benchmarks.gpu.lfm2.run import TooFewSamples, run_rank, say
+from benchmarks.gpu.lfm2.weights import SIZES, make_model_config
+
+INTERRUPTED = 130
+"""Exit status, as shells have it."""
+
+
+def main() -> int:
+    job = parse_job()
+    try:
+        if job.stages > 1:
+            return run_processes(job)
+        return run(0, job, None)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run_processes(job: Job) -> int:
+    """Start one process a stage; whichever fails ends the others, and so does Ctrl-C."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        started = spawn(  # type: ignore[no-untyped-call]
+            spawned, args=(job, store), nprocs=job.stages, join=False
+        )
+        try:
+            while not started.join():
+                pass
+        except ProcessExitedException as error:
+            return int(error.exit_code)
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
+    return 0
+
+
+def spawned(rank: int, job: Job, store: Path) -> None:
+    status = run(rank, job, store)
+    if status:
+        sys.exit(status)
+
+
+def run(rank: int, job: Job, store: Path | None) -> int:
+    """Compute one stage; return the exit status."""
+    try:
+        measured = run_rank(rank, job, store)
+    except TooFewSamples as error:
+        say(f"error: {error}")
+        return 1
+    return 0 if measured is None else report(job, measured)
+
+
+def report(job: Job, measured: Measured) -> int:
+    """Print what was measured and what does not pass; return the exit status."""
+    figures = figures_of(job, measured)
+    for figure in figures:
+        say(f"{figure.name}: {figure.value:.6g} {figure.unit}")
+    failed = failures(figures, measured)
+    for reason in failed:
+        say(f"FAILED: {reason}")
+    result = {
+        "benchmark": "lfm2",
+        **asdict(job),
+        **asdict(measured),
+        "samples_per_second": job.samples / measured.seconds,
+        "published_samples_per_second": PUBLISHED if job.judges_speed else None,
+        "failed": failed,
+    }
+    say(json.dumps(result))
+    return 1 if failed else 0
+
+
+def parse_job() -> Job:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.lfm2",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    has_cuda = torch.cuda.is_available()
+    add("--device", default="cuda" if has_cuda else "cpu", choices=["cpu", "cuda"])
+    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--size", choices=sorted(SIZES), help="default: full on a GPU, small on a CPU")
+    add("--stages", type=int, default=1, help="devices, or processes of a CPU (default: 1)")
+    add("--samples", type=int, default=1024)
+    add("--tokens", type=int, default=32, help="of each sample")
+    add("--micro-batches", type=int, default=8, help="at most, of several stages")
+    add("--spare", type=float, default=0.5, help="prompts to choose from beyond the samples, share")
+    add("--runs", type=int, default=3, help="measured; the median counts")
+    add(
+        "--all-positions",
+        action="store_true",
+        help="compare the logits of all tokens, relative to the largest of all; needs one stage",
+    )
+    add(
+        "--against-transformers",
+        type=int,
+        default=0,
+        metavar="SAMPLES",
+        help="compare so many samples with transformers on the same weights; needs one stage",
+    )
+    given = parser.parse_args()
+    given.size = given.size or ("full" if given.device == "cuda" else "small")
+    job = Job(**vars(given))
+    if wrong := refusal(job):
+        parser.error(wrong)
+    return job
+
+
+def refusal(job: Job) -> str | None:
+    """Return why a job cannot be run, and the remedy; None: it can."""
+    for name in ("stages", "samples", "micro_batches", "runs"):
+        if getattr(job, name) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            return f"{flag} {getattr(job, name)} is not positive; give 1 or more"
+    if job.tokens < 2:
+        return f"--tokens {job.tokens} is not a prompt; give 2 or more"
+    if not 0 <= job.spare < math.inf:
+        return f"--spare {job.spare} is no share; give 0 or more"
+    if not 0 <= job.against_transformers <= job.samples:
+        return (
+            f"--against-transformers {job.against_transformers} is not between 0 and the "
+            f"{job.samples} samples"
+        )
+    if job.stages > 1 and (job.all_positions or job.against_transformers):
+        return (
+            f"--stages {job.stages}: no stage has the whole model, which --all-positions and "
+            "--against-transformers need; give --stages 1"
+        )
+    if job.stages > (most := make_model_config(job.size).num_layers):
+        return f"--stages {job.stages} is more than the model's {most} layers"
+    if job.device == "cuda" and torch.cuda.device_count() < job.stages:
+        return (
+            f"--device cuda with --stages {job.stages} needs as many GPUs, and there are "
+            f"{torch.cuda.device_count()}; give fewer stages, or --device cpu"
+        )
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

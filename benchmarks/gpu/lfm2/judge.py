@@ -1,0 +1,158 @@
+"""What a run was asked for, what it measured, and what of that passes."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.gpu.figures import Figure
+
+PUBLISHED = 358.56
+"""Samples a second of the same work in float32 on four GPUs, which one GPU has to exceed."""
+
+PUBLISHED_SAMPLES = 1024
+PUBLISHED_TOKENS = 32
+
+TOLERANCE = 1e-5
+"""The greatest difference of a logit, as a share of the largest logit, has to stay below it."""
+
+SAFE_MARGIN = 4e-6
+"""Between the sigmoids of the last expert chosen and the first not chosen; rounding in float32 over
+all layers moves them by less."""
+
+LOGIT_MARGIN = TOLERANCE
+"""Between the two likeliest tokens, as a share of the largest logit."""
+
+MAX_REPLACED = 0.15
+"""Share of the samples looked at that may be replaced."""
+
+MEDIAN_TOLERANCE = 1.25
+"""Times the error of a plain implementation in the same type."""
+
+MAX_PEAK_GB = 55.0
+"""Of the 78 GiB of an H100; the weights are 33 GB in float32."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is told."""
+
+    device: str
+    size: str
+    """A key of `benchmarks.gpu.lfm2.weights.SIZES`."""
+    dtype: str = "float32"
+    stages: int = 1
+    samples: int = PUBLISHED_SAMPLES
+    tokens: int = PUBLISHED_TOKENS
+    """Tokens of each sample."""
+    micro_batches: int = 8
+    spare: float = 0.5
+    runs: int = 3
+    all_positions: bool = False
+    """Whether the logits of all positions are compared, not those after the last token alone."""
+    against_transformers: int = 0
+    """Samples that are compared with transformers, too."""
+
+    def device_of(self, rank: int) -> torch.device:
+        return torch.device(self.device, rank) if self.device == "cuda" else torch.device("cpu")
+
+    @property
+    def judges_speed(self) -> bool:
+        """Whether the work is that of the published rate."""
+        published = (PUBLISHED_SAMPLES, PUBLISHED_TOKENS)
+        is_whole = self.size == "full" and (self.samples, self.tokens) == published
+        return is_whole and self.device == "cuda" and self.dtype == "float32"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How logits compare with those expected."""
+
+    top1: int
+    """Rows whose likeliest token is the same."""
+    rows: int
+    largest: float
+    """The largest difference, as a share of the largest logit."""
+    median: float
+    """The median over rows of the difference's length, as a share of the logits'."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run found."""
+
+    own: Agreement
+    """The engine beside the plain float32 reference."""
+    plain: Agreement | None
+    """A plain implementation in the engine's type beside the same, where that is not float32."""
+    transformers: Agreement | None
+    """The engine beside transformers, for few samples."""
+    seconds: float
+    """Of a step of all samples to their last logits."""
+    all_seconds: float | None
+    """The same to the logits of all positions."""
+    num_replaced: int
+    busiest_expert: float
+    """Tokens of the busiest expert, times the mean."""
+    idlest_expert: float
+    peak_bytes: int | None = None
+    """The most that was taken of a GPU's memory."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by name."""
+    transformers_error: str = ""
+    """Why transformers computed nothing."""
+
+
+def figures_of(job: Job, measured: Measured) -> list[Figure]:
+    """Judge a run. Bounds in words: exceeding the published rate, differences below 1e-5."""
+    work = f"LFM2 {job.size} {job.dtype}, {job.samples} x {job.tokens}"
+    where = "all positions" if job.all_positions else "last positions"
+    # A figure that is equal to its aim passes; these bounds themselves do not.
+    above = math.nextafter(PUBLISHED, math.inf) if job.judges_speed else None
+    below = math.nextafter(TOLERANCE, 0)
+
+    found = [Figure(work, job.samples / measured.seconds, "samples/s to the last logits", above)]
+    if measured.all_seconds is not None:
+        found.append(Figure(work, job.samples / measured.all_seconds, "samples/s to all logits"))
+
+    own = measured.own
+    if measured.plain is None:
+        unit = f"of {own.rows} top-1 equal at {where}"
+        found.append(Figure(work, own.top1, unit, own.rows))
+        found.append(Figure(work, own.largest, _difference(f"at {where}"), below, True))
+    else:
+        times = own.median / measured.plain.median
+        unit = "times the median error of a plain implementation"
+        found.append(Figure(work, times, unit, MEDIAN_TOLERANCE, True))
+
+    looked_at = job.samples + measured.num_replaced
+    replaced = measured.num_replaced / looked_at
+    found.append(
+        Figure(work, replaced, f"of {looked_at} samples replaced as near ties", MAX_REPLACED, True)
+    )
+    if measured.transformers is not None:
+        samples = measured.transformers.rows // job.tokens
+        unit = _difference(f"from transformers, {samples} samples")
+        is_judged = job.dtype == "float32"
+        largest = measured.transformers.largest
+        found.append(Figure(work, largest, unit, below if is_judged else None, is_judged))
+    if measured.peak_bytes is not None:
+        found.append(
+            Figure(work, measured.peak_bytes / 1e9, "GB of memory at most", MAX_PEAK_GB, True)
+        )
+    return found + [Figure(f"LFM2, {name}", took, "s") for name, took in measured.phases.items()]
+
+
+def failures(figures: list[Figure], measured: Measured) -> list[str]:
+    """Return why a run does not pass: a reason for each figure that does not."""
+    broken = [measured.transformers_error] if measured.transformers_error else []
+    return broken + [
+        f"{each.name}: {each.value:.7g} {each.unit}, "
+        f"not {'at most' if each.is_limit else 'at least'} {each.aim:.7g}"
+        for each in figures
+        if not each.passes
+    ]
+
+
+def _difference(where: str) -> str:
+    return f"of the largest logit is the greatest difference {where}"
