@@ -1,0 +1,70 @@
+"""A run in one process or in one a stage, and its report.
+
+Not in `__main__`, which spawned processes do not import.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
+
+from benchmarks.gpu.lfm2.judge import PUBLISHED, Job, Measured, failures, figures_of
+from benchmarks.gpu.lfm2.run import TooFewSamples, run_rank, say
+
+
+def run_processes(job: Job) -> int:
+    """Start one process a stage; whichever fails ends the others, and so does Ctrl-C."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        started = spawn(  # type: ignore[no-untyped-call]
+            spawned, args=(job, store), nprocs=job.stages, join=False
+        )
+        try:
+            while not started.join():
+                pass
+        except ProcessExitedException as error:
+            return int(error.exit_code)
+        finally:
+            for process in started.processes:
+                process.kill()
+                process.join()
+    return 0
+
+
+def spawned(rank: int, job: Job, store: Path) -> None:
+    status = run(rank, job, store)
+    if status:
+        sys.exit(status)
+
+
+def run(rank: int, job: Job, store: Path | None) -> int:
+    """Compute one stage; return the exit status."""
+    try:
+        measured = run_rank(rank, job, store)
+    except TooFewSamples as error:
+        say(f"error: {error}")
+        return 1
+    return 0 if measured is None else report(job, measured)
+
+
+def report(job: Job, measured: Measured) -> int:
+    """Print what was measured and what does not pass; return the exit status."""
+    figures = figures_of(job, measured)
+    for figure in figures:
+        say(f"{figure.name}: {figure.value:.6g} {figure.unit}")
+    failed = failures(figures, measured)
+    for reason in failed:
+        say(f"FAILED: {reason}")
+    result = {
+        "benchmark": "lfm2",
+        **asdict(job),
+        **asdict(measured),
+        "samples_per_second": job.samples / measured.seconds,
+        "published_samples_per_second": PUBLISHED if job.judges_speed else None,
+        "failed": failed,
+    }
+    say(json.dumps(result))
+    return 1 if failed else 0
