@@ -12,19 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from benchmarks.gpu.expert_steps import decode_figures
+from benchmarks.gpu.families import decode_figures
 from benchmarks.gpu.float32 import describe, forbid_tf32
 from benchmarks.gpu.lfm2 import figures
 from benchmarks.gpu.lfm2.__main__ import refusal
-from benchmarks.gpu.lfm2.judge import PUBLISHED, Agreement, Job, Measured, failures, figures_of
-from benchmarks.gpu.lfm2.run import agreement
+from benchmarks.gpu.lfm2.judge import PUBLISHED, Agreement, Measured, Work, failures, figures_of
+from benchmarks.gpu.lfm2.measure import agreement
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.gpu.lfm2", "--device", "cpu"]
 CPU = torch.device("cpu")
 
-JUDGED = Job(device="cuda", size="full")
+JUDGED = Work(device="cuda", size="full")
 AGREES = Agreement(top1=1024, rows=1024, largest=3e-6, median=1e-6)
 PASSES = Measured(
     own=AGREES,
@@ -53,16 +52,19 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_figure_of_the_tiny_run_passes(capsys: pytest.CaptureFixture[str]) -> None:
     """All positions, and transformers' own implementation on the same weights."""
-    found = {f"{each.name}, {each.unit}": each for each in figures(CPU, tiny=True)}
+    found = {each.name.partition(", 10 x 7, ")[2]: each for each in figures(CPU, tiny=True)}
     assert not [each for each in found.values() if not each.passes]
-    judged = [each for each in found.values() if each.aim is not None]
-    units = " ".join(each.unit for each in judged)
-    assert "of 70 top-1 equal at all positions" in units
-    assert "of the largest logit is the greatest difference at all positions" in units
-    assert "of the largest logit is the greatest difference from transformers, 8 samples" in units
-    assert "samples replaced" in units
-    # Float32 is no more exact: that nothing differs would mean that nothing was compared.
-    assert all(0 < each.value < 1e-5 for each in judged if "difference" in each.unit)
+    equal = found["top-1 equal at all positions"]
+    assert (equal.value, equal.unit, equal.aim) == (70, "of 70", 70)
+    for name in (
+        "greatest difference at all positions",
+        "greatest difference from transformers, 8 samples",
+    ):
+        # Float32 is no more exact: that nothing differs would mean that nothing was compared.
+        assert 0 < found[name].value < 1e-5, name
+        assert found[name].aim is not None, name
+    assert found["replaced as near ties"].aim == 0.15
+    assert found["to last logits"].aim is None, "a rehearsal's speed is not judged"
     printed = capsys.readouterr().out
     assert "TF32 in cuBLAS: False, in cuDNN: False" in printed
     assert "reference: " in printed
@@ -77,19 +79,22 @@ def test_decode_steps_of_models_with_experts_are_recorded() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (replace(PASSES, seconds=1024 / PUBLISHED), "358.56 samples/s to the last logits, not at"),
+        (
+            replace(PASSES, seconds=1024 / PUBLISHED),
+            "to last logits: 358.56 samples/s, not at least 358.56",
+        ),
         (
             replace(PASSES, own=replace(AGREES, top1=1023)),
-            "1023 of 1024 top-1 equal at last positions, not at least 1024",
+            "top-1 equal at last positions: 1023 of 1024, not at least 1024",
         ),
         (
             replace(PASSES, own=replace(AGREES, largest=1e-5)),
-            "1e-05 of the largest logit is the greatest difference at last positions",
+            "greatest difference at last positions: 1e-05 of the largest logit, not at most",
         ),
         (replace(PASSES, own=replace(AGREES, largest=math.nan)), "nan of the largest logit"),
-        (replace(PASSES, num_replaced=200), "of 1224 samples replaced as near ties, not at most"),
+        (replace(PASSES, num_replaced=200), "of 1224 samples, not at most"),
         (replace(PASSES, transformers=replace(AGREES, rows=256, largest=2e-5)), "8 samples"),
-        (replace(PASSES, peak_bytes=60_000_000_000), "60 GB of memory"),
+        (replace(PASSES, peak_bytes=60_000_000_000), "greatest memory: 60 GB, not at most 55"),
         (replace(PASSES, transformers_error="transformers: KeyError: 'w1'"), "KeyError"),
     ],
 )
@@ -100,7 +105,7 @@ def test_each_bound_is_judged_by_itself(change: Measured, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "job",
+    "work",
     [
         replace(JUDGED, samples=512),
         replace(JUDGED, tokens=16),
@@ -109,17 +114,17 @@ def test_each_bound_is_judged_by_itself(change: Measured, reason: str) -> None:
         replace(JUDGED, device="cpu"),
     ],
 )
-def test_other_work_is_not_judged_by_the_published_rate(job: Job) -> None:
-    plain = AGREES if job.dtype == "bfloat16" else None
+def test_other_work_is_not_judged_by_the_published_rate(work: Work) -> None:
+    plain = AGREES if work.dtype == "bfloat16" else None
     slow = replace(PASSES, seconds=1e3, plain=plain, num_replaced=0)
-    assert failures(figures_of(job, slow), slow) == []
+    assert failures(figures_of(work, slow), slow) == []
 
 
 def test_a_worse_type_may_be_as_wrong_as_a_plain_implementation() -> None:
-    job = replace(JUDGED, dtype="bfloat16")
+    work = replace(JUDGED, dtype="bfloat16")
     worse = replace(PASSES, own=replace(AGREES, largest=0.1, median=1.3e-6), plain=AGREES)
-    (found,) = failures(figures_of(job, worse), worse)
-    assert "1.3 times the median error of a plain implementation" in found
+    (found,) = failures(figures_of(work, worse), worse)
+    assert "1.3 times that of a plain implementation" in found
 
 
 def test_a_comparison_counts_every_slice() -> None:
@@ -152,17 +157,20 @@ def test_tf32_is_off_whoever_switched_it_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "remedy"),
+    ("work", "remedy"),
     [
-        (Job("cpu", "small", tokens=1), "--tokens 1 is not a prompt; give 2 or more"),
-        (Job("cpu", "small", micro_batches=0), "--micro-batches 0 is not positive; give 1 or more"),
-        (Job("cpu", "small", stages=25), "--stages 25 is more than the model's 24 layers"),
-        (Job("cpu", "small", stages=2, all_positions=True), "give --stages 1"),
-        (Job("cpu", "small", samples=4, against_transformers=5), "between 0 and the 4 samples"),
+        (Work("cpu", "small", tokens=1), "--tokens 1 is not a prompt; give 2 or more"),
+        (
+            Work("cpu", "small", micro_batches=0),
+            "--micro-batches 0 is not positive; give 1 or more",
+        ),
+        (Work("cpu", "small", stages=25), "--stages 25 is more than the model's 24 layers"),
+        (Work("cpu", "small", stages=2, all_positions=True), "give --stages 1"),
+        (Work("cpu", "small", samples=4, against_transformers=5), "between 0 and the 4 samples"),
     ],
 )
-def test_a_bad_argument_is_named(job: Job, remedy: str) -> None:
-    assert remedy in str(refusal(job))
+def test_a_bad_argument_is_named(work: Work, remedy: str) -> None:
+    assert remedy in str(refusal(work))
 
 
 @pytest.mark.slow

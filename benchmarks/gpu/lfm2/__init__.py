@@ -1,8 +1,16 @@
 """LFM2-8B-A1B with seeded random weights: samples a second to logits, which are then checked.
 
-`python -m benchmarks.gpu.lfm2` runs it alone; the programme takes its `figures`.
+`python -m benchmarks.gpu.lfm2` runs it alone, with other sizes and several stages.
 """
 
-from benchmarks.gpu.lfm2.run import figures
+import torch
+from benchmarks.gpu.figures import Fact, Job, Report
+from benchmarks.gpu.float32 import describe
+from benchmarks.gpu.lfm2.measure import figures
 
-__all__ = ["figures"]
+
+def run(job: Job, report: Report) -> None:
+    device = torch.device(job.device)
+    for figure in figures(device, job.tiny):
+        report(figure)
+    report(Fact("float32", describe(device)))

@@ -19,8 +19,7 @@ import math
 import sys
 
 import torch
-
-from benchmarks.gpu.lfm2.judge import Job
+from benchmarks.gpu.lfm2.judge import Work
 from benchmarks.gpu.lfm2.processes import run, run_processes
 from benchmarks.gpu.lfm2.weights import SIZES, make_model_config
 
@@ -29,16 +28,16 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    job = parse_job()
+    work = parse_work()
     try:
-        if job.stages > 1:
-            return run_processes(job)
-        return run(0, job, None)
+        if work.stages > 1:
+            return run_processes(work)
+        return run(0, work, None)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def parse_job() -> Job:
+def parse_work() -> Work:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.lfm2",
         description=__doc__,
@@ -69,37 +68,37 @@ def parse_job() -> Job:
     )
     given = parser.parse_args()
     given.size = given.size or ("full" if given.device == "cuda" else "small")
-    job = Job(**vars(given))
-    if wrong := refusal(job):
+    work = Work(**vars(given))
+    if wrong := refusal(work):
         parser.error(wrong)
-    return job
+    return work
 
 
-def refusal(job: Job) -> str | None:
-    """Return why a job cannot be run, and the remedy; None: it can."""
+def refusal(work: Work) -> str | None:
+    """Return why a work cannot be run, and the remedy; None: it can."""
     for name in ("stages", "samples", "micro_batches", "runs"):
-        if getattr(job, name) < 1:
+        if getattr(work, name) < 1:
             flag = f"--{name.replace('_', '-')}"
-            return f"{flag} {getattr(job, name)} is not positive; give 1 or more"
-    if job.tokens < 2:
-        return f"--tokens {job.tokens} is not a prompt; give 2 or more"
-    if not 0 <= job.spare < math.inf:
-        return f"--spare {job.spare} is no share; give 0 or more"
-    if not 0 <= job.against_transformers <= job.samples:
+            return f"{flag} {getattr(work, name)} is not positive; give 1 or more"
+    if work.tokens < 2:
+        return f"--tokens {work.tokens} is not a prompt; give 2 or more"
+    if not 0 <= work.spare < math.inf:
+        return f"--spare {work.spare} is no share; give 0 or more"
+    if not 0 <= work.against_transformers <= work.samples:
         return (
-            f"--against-transformers {job.against_transformers} is not between 0 and the "
-            f"{job.samples} samples"
+            f"--against-transformers {work.against_transformers} is not between 0 and the "
+            f"{work.samples} samples"
         )
-    if job.stages > 1 and (job.all_positions or job.against_transformers):
+    if work.stages > 1 and (work.all_positions or work.against_transformers):
         return (
-            f"--stages {job.stages}: no stage has the whole model, which --all-positions and "
+            f"--stages {work.stages}: no stage has the whole model, which --all-positions and "
             "--against-transformers need; give --stages 1"
         )
-    if job.stages > (most := make_model_config(job.size).num_layers):
-        return f"--stages {job.stages} is more than the model's {most} layers"
-    if job.device == "cuda" and torch.cuda.device_count() < job.stages:
+    if work.stages > (most := make_model_config(work.size).num_layers):
+        return f"--stages {work.stages} is more than the model's {most} layers"
+    if work.device == "cuda" and torch.cuda.device_count() < work.stages:
         return (
-            f"--device cuda with --stages {job.stages} needs as many GPUs, and there are "
+            f"--device cuda with --stages {work.stages} needs as many GPUs, and there are "
             f"{torch.cuda.device_count()}; give fewer stages, or --device cpu"
         )
     return None

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-
 from benchmarks.gpu.figures import Figure
 
 PUBLISHED = 358.56
@@ -34,7 +33,7 @@ MAX_PEAK_GB = 55.0
 
 
 @dataclass(frozen=True)
-class Job:
+class Work:
     """What every process is told."""
 
     device: str
@@ -103,44 +102,49 @@ class Measured:
     """Why transformers computed nothing."""
 
 
-def figures_of(job: Job, measured: Measured) -> list[Figure]:
+def figures_of(work: Work, measured: Measured) -> list[Figure]:
     """Judge a run. Bounds in words: exceeding the published rate, differences below 1e-5."""
-    work = f"LFM2 {job.size} {job.dtype}, {job.samples} x {job.tokens}"
-    where = "all positions" if job.all_positions else "last positions"
+    label = f"LFM2 {work.size} {work.dtype}, {work.samples} x {work.tokens}"
+    where = "all positions" if work.all_positions else "last positions"
     # A figure that is equal to its aim passes; these bounds themselves do not.
-    above = math.nextafter(PUBLISHED, math.inf) if job.judges_speed else None
+    above = math.nextafter(PUBLISHED, math.inf) if work.judges_speed else None
     below = math.nextafter(TOLERANCE, 0)
+    of_largest = "of the largest logit"
 
-    found = [Figure(work, job.samples / measured.seconds, "samples/s to the last logits", above)]
+    found = [
+        Figure(f"{label}, to last logits", work.samples / measured.seconds, "samples/s", above)
+    ]
     if measured.all_seconds is not None:
-        found.append(Figure(work, job.samples / measured.all_seconds, "samples/s to all logits"))
+        rate = work.samples / measured.all_seconds
+        found.append(Figure(f"{label}, to all logits", rate, "samples/s"))
 
     own = measured.own
     if measured.plain is None:
-        unit = f"of {own.rows} top-1 equal at {where}"
-        found.append(Figure(work, own.top1, unit, own.rows))
-        found.append(Figure(work, own.largest, _difference(f"at {where}"), below, True))
+        name = f"{label}, top-1 equal at {where}"
+        found.append(Figure(name, own.top1, f"of {own.rows}", own.rows))
+        name = f"{label}, greatest difference at {where}"
+        found.append(Figure(name, own.largest, of_largest, below, True))
     else:
+        name = f"{label}, median difference at {where}"
         times = own.median / measured.plain.median
-        unit = "times the median error of a plain implementation"
-        found.append(Figure(work, times, unit, MEDIAN_TOLERANCE, True))
+        unit = "times that of a plain implementation"
+        found.append(Figure(name, times, unit, MEDIAN_TOLERANCE, True))
 
-    looked_at = job.samples + measured.num_replaced
-    replaced = measured.num_replaced / looked_at
-    found.append(
-        Figure(work, replaced, f"of {looked_at} samples replaced as near ties", MAX_REPLACED, True)
-    )
+    looked_at = work.samples + measured.num_replaced
+    share = measured.num_replaced / looked_at
+    name = f"{label}, replaced as near ties"
+    found.append(Figure(name, share, f"of {looked_at} samples", MAX_REPLACED, True))
+
     if measured.transformers is not None:
-        samples = measured.transformers.rows // job.tokens
-        unit = _difference(f"from transformers, {samples} samples")
-        is_judged = job.dtype == "float32"
-        largest = measured.transformers.largest
-        found.append(Figure(work, largest, unit, below if is_judged else None, is_judged))
+        samples = measured.transformers.rows // work.tokens
+        name = f"{label}, greatest difference from transformers, {samples} samples"
+        is_judged = work.dtype == "float32"
+        aim = below if is_judged else None
+        found.append(Figure(name, measured.transformers.largest, of_largest, aim, is_judged))
     if measured.peak_bytes is not None:
-        found.append(
-            Figure(work, measured.peak_bytes / 1e9, "GB of memory at most", MAX_PEAK_GB, True)
-        )
-    return found + [Figure(f"LFM2, {name}", took, "s") for name, took in measured.phases.items()]
+        peak = measured.peak_bytes / 1e9
+        found.append(Figure(f"{label}, greatest memory", peak, "GB", MAX_PEAK_GB, True))
+    return found + [Figure(f"{label}, {name}", took, "s") for name, took in measured.phases.items()]
 
 
 def failures(figures: list[Figure], measured: Measured) -> list[str]:
@@ -152,7 +156,3 @@ def failures(figures: list[Figure], measured: Measured) -> list[str]:
         for each in figures
         if not each.passes
     ]
-
-
-def _difference(where: str) -> str:
-    return f"of the largest logit is the greatest difference {where}"

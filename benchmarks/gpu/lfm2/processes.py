@@ -9,18 +9,17 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.gpu.lfm2.judge import PUBLISHED, Measured, Work, failures, figures_of
+from benchmarks.gpu.lfm2.measure import TooFewSamples, run_rank, say
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
-from benchmarks.gpu.lfm2.judge import PUBLISHED, Job, Measured, failures, figures_of
-from benchmarks.gpu.lfm2.run import TooFewSamples, run_rank, say
 
-
-def run_processes(job: Job) -> int:
+def run_processes(work: Work) -> int:
     """Start one process a stage; whichever fails ends the others, and so does Ctrl-C."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         started = spawn(  # type: ignore[no-untyped-call]
-            spawned, args=(job, store), nprocs=job.stages, join=False
+            spawned, args=(work, store), nprocs=work.stages, join=False
         )
         try:
             while not started.join():
@@ -34,25 +33,25 @@ def run_processes(job: Job) -> int:
     return 0
 
 
-def spawned(rank: int, job: Job, store: Path) -> None:
-    status = run(rank, job, store)
+def spawned(rank: int, work: Work, store: Path) -> None:
+    status = run(rank, work, store)
     if status:
         sys.exit(status)
 
 
-def run(rank: int, job: Job, store: Path | None) -> int:
+def run(rank: int, work: Work, store: Path | None) -> int:
     """Compute one stage; return the exit status."""
     try:
-        measured = run_rank(rank, job, store)
+        measured = run_rank(rank, work, store)
     except TooFewSamples as error:
         say(f"error: {error}")
         return 1
-    return 0 if measured is None else report(job, measured)
+    return 0 if measured is None else report(work, measured)
 
 
-def report(job: Job, measured: Measured) -> int:
+def report(work: Work, measured: Measured) -> int:
     """Print what was measured and what does not pass; return the exit status."""
-    figures = figures_of(job, measured)
+    figures = figures_of(work, measured)
     for figure in figures:
         say(f"{figure.name}: {figure.value:.6g} {figure.unit}")
     failed = failures(figures, measured)
@@ -60,10 +59,10 @@ def report(job: Job, measured: Measured) -> int:
         say(f"FAILED: {reason}")
     result = {
         "benchmark": "lfm2",
-        **asdict(job),
+        **asdict(work),
         **asdict(measured),
-        "samples_per_second": job.samples / measured.seconds,
-        "published_samples_per_second": PUBLISHED if job.judges_speed else None,
+        "samples_per_second": work.samples / measured.seconds,
+        "published_samples_per_second": PUBLISHED if work.judges_speed else None,
         "failed": failed,
     }
     say(json.dumps(result))

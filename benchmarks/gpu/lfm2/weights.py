@@ -46,6 +46,11 @@ SIZES: dict[str, dict[str, object]] = {
         "vocab_size": 4096,
     },
 }
+SIZES["tiny"] = SIZES["small"] | {
+    "num_hidden_layers": 6,
+    "full_attn_idxs": [2, 5],
+    "vocab_size": 512,
+}
 
 
 def make_model_config(size: str) -> ModelConfig:

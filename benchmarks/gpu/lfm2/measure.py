@@ -1,4 +1,4 @@
-"""From a job to its figures: the samples are chosen, computed by every stage, timed and compared.
+"""From a work to its figures: the samples are chosen, computed by every stage, timed and compared.
 
 Samples that rounding could decide are replaced before anything is measured: those with a token for
 which two experts, or a compared position for which two answers, are almost equally good. How many
@@ -15,21 +15,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.float32 import describe, forbid_tf32
 from benchmarks.gpu.lfm2.judge import (
     LOGIT_MARGIN,
     SAFE_MARGIN,
     Agreement,
-    Job,
     Measured,
+    Work,
     figures_of,
 )
 from benchmarks.gpu.lfm2.oracle import transformers_logits
 from benchmarks.gpu.lfm2.reference import Reference, compute_reference
 from benchmarks.gpu.lfm2.stage import load_stage, make_plan, make_runner
 from benchmarks.gpu.lfm2.weights import SeededWeights, make_model_config, make_prompts
+
 from ullage_engine.model_config.dtypes import DTYPES
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
@@ -44,10 +44,10 @@ REFERENCE_TIMEOUT_S = 3600.0
 SLICE_ROWS = 2048
 """Rows whose logits exist at a time: half a gigabyte in float32 at the full size."""
 
-FULL = Job(device="cuda", size="full", all_positions=True, against_transformers=8)
-TINY = Job(
+FULL = Work(device="cuda", size="full", all_positions=True, against_transformers=8)
+TINY = Work(
     device="cpu",
-    size="small",
+    size="tiny",
     samples=10,
     tokens=7,
     runs=1,
@@ -66,18 +66,18 @@ Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 def figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
     """Yield what `python -m benchmarks.gpu.lfm2` judges, of one stage in this process."""
-    job = replace(TINY if tiny else FULL, device=device.type)
-    measured = run_rank(0, job, None)
+    work = replace(TINY if tiny else FULL, device=device.type)
+    measured = run_rank(0, work, None)
     assert measured is not None, "the only stage is the last"
-    yield from figures_of(job, measured)
+    yield from figures_of(work, measured)
     if measured.transformers_error:
         raise RuntimeError(measured.transformers_error)
 
 
-def run_rank(rank: int, job: Job, store: Path | None) -> Measured | None:
+def run_rank(rank: int, work: Work, store: Path | None) -> Measured | None:
     """Compute one stage, from its weights to the result, which the last stage returns."""
-    device = job.device_of(rank)
-    layout = RankLayout(pipeline=job.stages)
+    device = work.device_of(rank)
+    layout = RankLayout(pipeline=work.stages)
     forbid_tf32()
     say(f"rank {rank}: {describe(device)}")
     if device.type == "cuda":
@@ -85,10 +85,10 @@ def run_rank(rank: int, job: Job, store: Path | None) -> Measured | None:
         torch.cuda.reset_peak_memory_stats(device)
 
     if store is None:
-        return _Stage(rank, job, layout, None).run()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.stages))
+        return _Stage(rank, work, layout, None).run()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // work.stages))
     group = RankGroup(layout, rank, store, device, REFERENCE_TIMEOUT_S)
-    measured = _Stage(rank, job, layout, group).run()
+    measured = _Stage(rank, work, layout, group).run()
     group.close()
     return measured
 
@@ -125,26 +125,26 @@ class _Chosen:
 
 
 class _Stage:
-    """One process's part of a job."""
+    """One process's part of a work."""
 
-    def __init__(self, rank: int, job: Job, layout: RankLayout, group: RankGroup | None) -> None:
+    def __init__(self, rank: int, work: Work, layout: RankLayout, group: RankGroup | None) -> None:
         self._rank = rank
-        self._job = job
+        self._job = work
         self._layout = layout
         self._group = group
-        self._device = job.device_of(rank)
-        self._dtype = DTYPES[job.dtype]
-        self._whole = make_model_config(job.size)
+        self._device = work.device_of(rank)
+        self._dtype = DTYPES[work.dtype]
+        self._whole = make_model_config(work.size)
         self._weights = SeededWeights(self._whole, self._dtype, self._device)
-        self._phases = Phases(self._device, f"rank {rank}: " if job.stages > 1 else "")
+        self._phases = Phases(self._device, f"rank {rank}: " if work.stages > 1 else "")
 
     def run(self) -> Measured | None:
         """Return what was measured; None on all stages but the last."""
-        job, phases = self._job, self._phases
+        work, phases = self._job, self._phases
         chosen = None
         if self._layout.is_last(self._rank):
             with phases("reference"):
-                chosen = choose_samples(job, self._whole, self._weights)
+                chosen = choose_samples(work, self._whole, self._weights)
             say(f"{chosen.num_replaced} samples replaced, whose routing or answer hung on rounding")
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # the weights need what the reference took
@@ -163,12 +163,12 @@ class _Stage:
             return None
 
         all_s = None
-        if job.all_positions:
+        if work.all_positions:
             out = torch.empty(SLICE_ROWS, self._whole.vocab, dtype=self._dtype, device=self._device)
             with phases("timed steps to all logits"):
                 all_s, _ = self._timed(lambda: _count(_all_logits(runner, plan, out)))
         with phases("comparison"):
-            computed = _all_logits(runner, plan, out) if job.all_positions else _slices(last)
+            computed = _all_logits(runner, plan, out) if work.all_positions else _slices(last)
             own = agreement(_beside(computed, chosen.reference, chosen.head))
             plain = None
             if chosen.plain is not None:
@@ -176,10 +176,10 @@ class _Stage:
                 logits = ((each @ chosen.head.to(each.dtype).t()).float() for each in rows)
                 plain = agreement(_beside(logits, chosen.reference, chosen.head))
         theirs, error = None, ""
-        if job.against_transformers:
+        if work.against_transformers:
             try:
                 with phases("transformers"):
-                    theirs = compare_with_transformers(runner, loaded, prompts, job)
+                    theirs = compare_with_transformers(runner, loaded, prompts, work)
             except Exception as cause:  # whatever its versions raise; the rest was measured
                 error = f"transformers: {type(cause).__name__}: {cause}"
         return Measured(
@@ -197,23 +197,23 @@ class _Stage:
         )
 
     def _make_runner(self, loaded: LoadedModel) -> ModelRunner:
-        job = self._job
-        rows = job.samples * job.tokens
+        work = self._job
+        rows = work.samples * work.tokens
         pipeline_rank = PipelineRank(
-            self._group, rows, self._whole.hidden, self._dtype, job.micro_batches
+            self._group, rows, self._whole.hidden, self._dtype, work.micro_batches
         )
         return make_runner(
-            loaded, job.samples, job.tokens, self._device, self._dtype, pipeline_rank
+            loaded, work.samples, work.tokens, self._device, self._dtype, pipeline_rank
         )
 
     def _share(self, chosen: _Chosen | None) -> torch.Tensor:
         """Return the samples, which the last stage chose, in every process."""
-        job = self._job
-        prompts = torch.zeros(job.samples, job.tokens, dtype=torch.int64, device=self._device)
+        work = self._job
+        prompts = torch.zeros(work.samples, work.tokens, dtype=torch.int64, device=self._device)
         if chosen is not None:
             prompts.copy_(chosen.prompts)
-        if job.stages > 1:
-            dist.broadcast(prompts, job.stages - 1)
+        if work.stages > 1:
+            dist.broadcast(prompts, work.stages - 1)
         return prompts.cpu()
 
     def _timed(self, step: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
@@ -233,33 +233,33 @@ class _Stage:
             dist.barrier(device_ids=[self._device.index] if self._device.type == "cuda" else None)
 
 
-def choose_samples(job: Job, whole: ModelConfig, weights: SeededWeights) -> _Chosen:
+def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _Chosen:
     """Choose the first of the random prompts that rounding does not decide.
 
     Raises:
         TooFewSamples: there are not so many.
     """
-    prompts = make_prompts(whole, int(job.samples * (1 + job.spare)), job.tokens)
+    prompts = make_prompts(whole, int(work.samples * (1 + work.spare)), work.tokens)
     reference = compute_reference(whole, weights, prompts)
-    positions = slice(None) if job.all_positions else slice(-1, None)
+    positions = slice(None) if work.all_positions else slice(-1, None)
     hidden = reference.hidden[:, positions]
     is_safe = (reference.margins > SAFE_MARGIN) & (answer_margins(reference, hidden) > LOGIT_MARGIN)
-    safe = is_safe.nonzero()[: job.samples, 0]
-    if len(safe) < job.samples:
+    safe = is_safe.nonzero()[: work.samples, 0]
+    if len(safe) < work.samples:
         raise TooFewSamples(
-            f"--spare {job.spare}: only {len(safe)} of {len(prompts)} prompts are such that "
-            f"rounding decides nothing, not {job.samples}; give a larger --spare"
+            f"--spare {work.spare}: only {len(safe)} of {len(prompts)} prompts are such that "
+            f"rounding decides nothing, not {work.samples}; give a larger --spare"
         )
     prompts = prompts[safe.cpu()]
     plain = None
-    if job.dtype != "float32":
-        plain = compute_reference(whole, weights, prompts, DTYPES[job.dtype]).hidden[:, positions]
+    if work.dtype != "float32":
+        plain = compute_reference(whole, weights, prompts, DTYPES[work.dtype]).hidden[:, positions]
     return _Chosen(
         prompts=prompts,
         reference=hidden[safe],
         plain=plain,
         head=reference.head,
-        num_replaced=int(safe[-1]) + 1 - job.samples,
+        num_replaced=int(safe[-1]) + 1 - work.samples,
         load=reference.load / reference.load.float().mean(),
     )
 
@@ -277,12 +277,12 @@ def answer_margins(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def compare_with_transformers(
-    runner: ModelRunner, loaded: LoadedModel, prompts: torch.Tensor, job: Job
+    runner: ModelRunner, loaded: LoadedModel, prompts: torch.Tensor, work: Work
 ) -> Agreement:
     """Compare the first samples' logits at all positions with transformers' own."""
-    few = prompts[: job.against_transformers]
+    few = prompts[: work.against_transformers]
     theirs = transformers_logits(loaded, few).flatten(0, 1).float()
-    ours = torch.empty_like(theirs, dtype=DTYPES[job.dtype])
+    ours = torch.empty_like(theirs, dtype=DTYPES[work.dtype])
     runner.write_logits(runner.hidden(make_plan(few.tolist())), ours)
     return agreement([(ours.float(), theirs)])
 
