@@ -37,8 +37,8 @@ import load
 import psutil
 from load import INPUT_WORDS, OUTPUT, Answer, messages
 from one_engine import start_engine
-from processes import free_ports
 from overload import ready, start_router
+from processes import free_ports
 
 MODEL = "smollm2"
 START_S = 300.0
