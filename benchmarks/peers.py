@@ -1,7 +1,6 @@
 """The servers that compare.py measures: how each is installed, started, looked at and ended."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from load import ServerError
 from one_engine import MODEL
 from processes import free_ports
 
+from ullage_common import version
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.model_loader.source import resolve_source
 
@@ -166,11 +166,10 @@ def ullage(manifest: Path) -> Server:
         arguments = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
         return [*arguments, "--http-port", str(port), "--grpc-port", "0"]
 
-    version = importlib.metadata.version("ullage")
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     described = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     name = spec["model"]["name"]
-    return Server("ullage", f"{version} {described}".strip(), str(manifest), command, model=name)
+    return Server("ullage", f"{version()} {described}".strip(), str(manifest), command, model=name)
 
 
 SERVERS: Mapping[str, Callable[[Path], Server]] = {

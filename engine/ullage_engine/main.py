@@ -7,13 +7,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 import uvloop
 
+from ullage_common import version
 from ullage_common.config.engine import EngineConfig, choose_engine, refusal_by_vllm
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine-id", help="instead of server.engine_id")
     parser.add_argument("--grpc-port", type=int, help="instead of server.grpc_port")
     parser.add_argument("--metrics-port", type=int, help="instead of server.metrics_port")
-    parser.add_argument("--version", action="version", version=f"ullage {version('ullage')}")
+    parser.add_argument("--version", action="version", version=f"ullage {version()}")
     return parser
 
 

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import resource
 import signal
@@ -16,6 +15,7 @@ import msgspec
 import uvloop
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common import version
 from ullage_common.config.router import GRPCSection, ProbesSection, RouterConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
@@ -235,8 +235,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, required=True, help="router.yaml")
     parser.add_argument("--place", help=argparse.SUPPRESS)  # set by the parent of several
-    version = f"%(prog)s {importlib.metadata.version('ullage')}"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
     return parser.parse_args(argv)
 
 

@@ -2,3 +2,17 @@
 
 It knows the protos and none of the three packages that use it.
 """
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+
+
+def version() -> str:
+    """Return the installed version of Ullage, or "unknown" where its sources run uninstalled.
+
+    Only people read it: in `--version`, traces, labels and image tags.
+    """
+    try:
+        return installed_version("ullage")
+    except PackageNotFoundError:
+        return "unknown"

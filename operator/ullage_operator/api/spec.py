@@ -7,11 +7,11 @@ Every default comes from the CRD (`ullage_operator.api.schema`), so none is spel
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any, Literal
 
 import msgspec
 
+from ullage_common import version
 from ullage_common.config.engine import (
     DEFAULT_HOST_TIER,
     AdapterSection,
@@ -494,7 +494,7 @@ def with_tenant_defaults(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**spec, "tenants": tenants | {"named": named}}
 
 
-VERSION = version("ullage")
+VERSION = version()
 MAX_ROLLOUTS = 3
 DNS_LAG_S = 30.0
 """CoreDNS's `cache`, as Kubernetes sets it up."""

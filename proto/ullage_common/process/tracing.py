@@ -11,13 +11,13 @@ Names of spans and of their attributes follow OpenTelemetry's conventions for ge
 (https://www.w3.org/TR/trace-context/).
 """
 
-import importlib.metadata
 import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from ullage_common import version
 from ullage_common.process.config_file import ConfigError, Probability, Strict, Text
 
 if TYPE_CHECKING:
@@ -233,8 +233,7 @@ def start_tracing(
             "leave tracing out"
         ) from error
     _silence_libraries()
-    version = importlib.metadata.version("ullage")
-    own = {"service.name": service_name, "service.version": version, **(attributes or {})}
+    own = {"service.name": service_name, "service.version": version(), **(attributes or {})}
     provider = TracerProvider(
         resource=Resource.create(own),
         sampler=ParentBased(TraceIdRatioBased(section.sample_ratio)),
