@@ -16,6 +16,7 @@ from ullage_testing.scheduler_bench import Bench
 
 if TYPE_CHECKING:
     import torch
+    from ullage_testing.fake_cudart import FakeCudart
 
     from ullage_engine.model_loader.loader import LoadedModel
     from ullage_engine.runner.model_runner import ModelRunner
@@ -42,6 +43,19 @@ def nvml_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gpus(nvml_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> FakeNvml:
     return FakeNvml(nvml_dir, tmp_path_factory.mktemp("gpus") / "state")
+
+
+@pytest.fixture
+def fake_cudart(monkeypatch: pytest.MonkeyPatch) -> "FakeCudart":
+    """CUDA's runtime as far as host memory is registered with it."""
+    import torch
+    from ullage_testing.fake_cudart import FakeCudart
+
+    fake = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
+    monkeypatch.setattr(torch, "ones", fake.launch)
+    return fake
 
 
 @pytest.fixture(scope="session")

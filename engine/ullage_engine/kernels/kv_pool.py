@@ -15,6 +15,7 @@ import torch
 
 from ullage_engine.kernels.arena import ArenaLayout
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.pinned_memory import PinnedMemory
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.protocol.step_plan import Moves
 
@@ -218,9 +219,9 @@ class StatePool:
 class HostPool:
     """Slots in host memory, each for one block over all layers; every page touched.
 
-    Beside a GPU the memory is pinned, and a block passes through one block of staging on the
-    device, because only memory without gaps is copied between devices without a temporary. What is
-    prefetched passes through another one, on a stream of its own.
+    Beside a GPU the memory is pinned for as long as the pool lives, and a block passes through one
+    block of staging on the device, because only memory without gaps is copied between devices
+    without a temporary. What is prefetched passes through another one, on a stream of its own.
     """
 
     def __init__(self, pool: KVPool, num_slots: int, shared: torch.Tensor | None = None) -> None:
@@ -229,9 +230,9 @@ class HostPool:
         rows, _, width = pool.blocks.shape
         is_remote = pool.blocks.device.type != "cpu"
         self._pool = pool
-        self._slots = torch.empty(
-            (num_slots, rows, width), dtype=pool.blocks.dtype, pin_memory=is_remote
-        ).zero_()
+        num_bytes = num_slots * rows * width * pool.blocks.itemsize
+        self._memory = PinnedMemory.allocate(num_bytes, pool.blocks.device, "memory.hostKV")
+        self._slots = self._memory.tensor.view(pool.blocks.dtype).view(num_slots, rows, width)
         self._shared = self._slots[:0]
         if shared is not None:
             self._shared = shared.view(pool.blocks.dtype).view(len(shared), rows, width)

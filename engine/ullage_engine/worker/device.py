@@ -140,15 +140,6 @@ def processor_of(device: torch.device) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def pin_memory(memory: torch.Tensor, device: torch.device) -> None:
-    """Lets a GPU copy from and to host memory directly; without that copies are only slower."""
-    if device.type != "cuda":
-        return
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(status):
-        log.warning("the memory of the host tier cannot be pinned: CUDA error %d", int(status))
-
-
 def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
     """Checks that the host has the memory that one rank pins for swapped KV.
 

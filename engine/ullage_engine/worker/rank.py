@@ -34,6 +34,7 @@ from ullage_engine.parallel.layout import (
 )
 from ullage_engine.parallel.pipeline import PipelineRank, RankGroup
 from ullage_engine.parallel.slices import Slicer, check_groups
+from ullage_engine.pinned_memory import PinnedMemory, whole_pages
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.quantization.formats import Encoding
@@ -46,7 +47,6 @@ from ullage_engine.worker.device import (
     check_pinned,
     give_back_freed,
     open_ledger,
-    pin_memory,
     prepare_device,
     processor_of,
     touch_pages,
@@ -107,6 +107,7 @@ class RankStartup:
         self._report = report
         self._group: RankGroup | None = None
         self._loaded: LoadedModel | None = None
+        self._pinned_tier: PinnedMemory | None = None
         self._whole: ModelConfig | None = None
         self._runner: ModelRunner | None = None
         self.decode_tokens = _ANY_CONTEXT
@@ -424,7 +425,7 @@ class RankStartup:
         self.ledger.reserve("host_kv", self._host_kv_bytes())
         slots = self.num_host_slots
         if self.device.type != "cpu":
-            pinned = slots * self.runner.kv_block_bytes
+            pinned = whole_pages(slots * self.runner.kv_block_bytes)
             check_pinned(pinned, free_bytes() // self.layout.world, self.layout.world)
             self.ledger.record_on_host("pinned_host_kv", pinned)
         log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
@@ -449,7 +450,8 @@ class RankStartup:
         self.meter.shared_bytes = arena.num_bytes if self.device.type == "cpu" else 0
         arena.cut(self.block_bytes)
         memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        pin_memory(memory, self.device)
+        # Pinned until the process ends: the arena is the server's, and KV pools come and go.
+        self._pinned_tier = PinnedMemory(memory, self.device, "memory.tiers.host")
         start = sum(self._part_bytes(rank) for rank in range(self.rank))
         slots = memory[: arena.num_slots * arena.slot_bytes].view(-1, arena.slot_bytes)
         return slots[:, start : start + self._part_bytes(self.rank)]

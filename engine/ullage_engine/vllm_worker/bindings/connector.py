@@ -29,9 +29,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from ullage_engine.pinned_memory import PinnedMemory
 from ullage_engine.vllm_worker.bindings.blocks import group_kind
 from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
-from ullage_engine.worker.device import HostTier, pin_memory
+from ullage_engine.worker.device import HostTier
 from ullage_kv import Arena
 
 
@@ -200,9 +201,9 @@ class RankPart:
         arena = Arena.attach(*host_tier)
         arena.make_resident()
         self.arena = arena
-        self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
         device = self._pools[0].device
-        pin_memory(self._memory, device)
+        self._pinned = PinnedMemory(memory, device, "memory.tiers.host")
         self._is_async = device.type == "cuda"
 
     def load(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -221,7 +222,7 @@ class RankPart:
 
     def _parts(self, slot: int) -> Sequence[torch.Tensor]:
         start = slot * self.arena.slot_bytes + self._start
-        own = self._memory[start : start + self.block_bytes]
+        own = self._pinned.tensor[start : start + self.block_bytes]
         return torch.split(own, [pool.shape[1] for pool in self._pools])
 
 

@@ -1,0 +1,111 @@
+"""Host memory that a GPU copies from and to directly, because its pages cannot be moved (pinned).
+
+It is mapped here and registered with CUDA. torch's own pinned memory is rounded up to a power of
+two, so that 40 GiB would pin 64, and is kept when it is freed.
+
+What torch makes of registered memory (ATen/native/cuda/Copy.cu, ATen/cuda/detail/CUDAHooks.cpp):
+
+* `Tensor.is_pinned` asks cudaPointerGetAttributes, which knows registered pages as well.
+* `copy_(non_blocking=True)` is one cudaMemcpyAsync, pinned or not. CUDA itself stages copies of
+  memory that is not: to a device the call returns once the source has been read, to the host once
+  the bytes are there. A failed registration therefore costs speed, and never bytes.
+* torch's host allocator keeps memory until copies are done, but only its own. Whoever copies from
+  or to registered memory waits for an event before writing, reading or freeing it.
+"""
+
+import contextlib
+import logging
+import mmap
+import weakref
+
+import torch
+
+log = logging.getLogger("ullage.engine.memory")
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Return the bytes that are pinned for so many: whole pages."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class PinnedMemory:
+    """Host memory that is registered with CUDA until this object is closed or dropped.
+
+    Beside a CPU it is plain memory. It is plain memory as well where CUDA refuses to pin it, which
+    the log says once.
+    """
+
+    def __init__(self, tensor: torch.Tensor, device: torch.device, name: str) -> None:
+        """Register memory that exists, for copies with `device`.
+
+        Args:
+            tensor: contiguous, on the CPU; its memory stays alive for as long as it is registered.
+            name: the setting that asks for the memory, for the log.
+        """
+        self.tensor = tensor
+        self._unregister: weakref.finalize[[torch.Tensor, torch.device], PinnedMemory] | None = None
+        if device.type == "cuda" and tensor.nbytes and _register(tensor, name):
+            # Memory must not be unmapped while it is registered: the finalizer keeps it alive.
+            self._unregister = weakref.finalize(self, _unregister, tensor, device)
+            # At exit the driver does it, and torch's CUDA may be gone before.
+            self._unregister.atexit = False
+
+    @classmethod
+    def allocate(cls, num_bytes: int, device: torch.device, name: str) -> "PinnedMemory":
+        """Return new memory, zeroed, every page touched: bytes [num_bytes] from a page's start."""
+        if not num_bytes:
+            return cls(torch.empty(0, dtype=torch.uint8), device, name)
+
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+
+        # Several threads touch the pages here; cudaHostRegister would with one.
+        return cls(torch.frombuffer(mapping, dtype=torch.uint8).zero_(), device, name)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._unregister is not None and self._unregister.alive
+
+    def close(self) -> None:
+        """Unregister the memory, after all copies; views of it are plain memory from then on."""
+        if self._unregister is not None:
+            self._unregister()
+
+
+def _register(tensor: torch.Tensor, name: str) -> bool:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(status) == 0:
+        return True
+
+    log.warning(
+        "%s: %d MiB of host memory cannot be pinned (CUDA error %d, %s), so copies between it and "
+        "the GPU are slower; raise the container's memory limit, and its limit of locked memory "
+        "(ulimit -l)",
+        name,
+        tensor.nbytes >> 20,
+        int(status),
+        cudart.cudaGetErrorString(status),
+    )
+    _clear_last_error()
+    return False
+
+
+def _unregister(tensor: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cudart.cudaHostUnregister(tensor.data_ptr())
+    if int(status):
+        message = cudart.cudaGetErrorString(status)
+        log.warning("pinned host memory is not released (CUDA error %d, %s)", int(status), message)
+        _clear_last_error()
+
+
+def _clear_last_error() -> None:
+    """Clear CUDA's last error, which torch would take for that of the next kernel it launches.
+
+    torch has no call for it. Launching a kernel reports the error and clears it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
