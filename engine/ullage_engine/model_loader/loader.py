@@ -1,7 +1,8 @@
 """Prepared weights: one flat file in the types they are computed with, mapped by every worker.
 
 Preparing reads the checkpoint once, fuses, converts and quantises it; a worker that starts again
-only maps the file. Engines that share the folder prepare once: a file lock elects who does it.
+only maps the file, which nobody can write to through the mapping. Engines that share the folder
+prepare once: a file lock elects who does it.
 
 The file: magic, length and SHA-256 of the header, the header (JSON), then tensors at aligned
 offsets, counted from the file's start. The header has a checksum of each tensor, and is compared
@@ -15,6 +16,7 @@ import logging
 import mmap
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +41,7 @@ from ullage_engine.model_loader.prepare import (
 )
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
+from ullage_engine.model_loader.upload import placing
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import PIECES, Encoding, Packed
 
@@ -132,8 +135,9 @@ def load_weights(
 ) -> LoadedModel:
     """Maps the prepared weights, preparing them in `weights_dir` first if nobody has.
 
-    On a CPU the tensors are the file's pages; elsewhere they are copied to the device, one after
-    the other. With `shard` only a rank's part is; the configuration and the size are the whole's.
+    On a CPU the tensors are the file's pages, and writing to one ends the process; elsewhere they
+    are copied to the device, one after the other, with progress for each. With `shard` only a
+    rank's part is; the configuration and the size are the whole's.
     `calibration` rounds to int4; without it every weight is rounded to the nearest number. So is
     every one, with a warning, where a layer cannot be calibrated; `weights_dir` then keeps these
     weights, so that a worker that starts again computes what streams began with, and at once.
@@ -146,8 +150,9 @@ def load_weights(
     if form.quantization != "int4":
         calibration = None
     path, header = _attach(files, weights_dir, form, progress, calibration)
+    loaded = _place(path, header, device, shard, progress)
     progress(header.nbytes, header.nbytes)
-    return _map(path, header, device, shard)
+    return loaded
 
 
 def content_key(
@@ -357,6 +362,7 @@ def _prepare(
     prepared = [form.prepare(files.path, reader, plan) for plan in plans]
     _warn_rounded_twice(prepared, form)
     header = _lay_out(reader.model_config, prepared)
+    partial = path.with_suffix(".partial")
     offset = 0
     round_layer = None
     if calibration:
@@ -367,7 +373,6 @@ def _prepare(
             form.device,
             lambda: progress(offset, header.nbytes),
         )
-    partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
             file.truncate(header.nbytes)
@@ -456,20 +461,46 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def _map(path: Path, header: Header, device: torch.device, shard: ShardModel | None) -> LoadedModel:
-    # Private and never written: pages stay shared with every other process that maps the file.
-    storage = torch.from_file(str(path), shared=False, size=header.nbytes, dtype=torch.uint8)
+def _place(
+    path: Path,
+    header: Header,
+    device: torch.device,
+    shard: ShardModel | None,
+    progress: Progress,
+) -> LoadedModel:
+    """Return the file's tensors, or a rank's parts of them, where they are computed with."""
+    storage = _map(path)
     own = shard(header.model_config, header.encodings) if shard is not None else None
+    is_copied = device.type != storage.device.type
+
     placed = {}
-    for stored in header.tensors:
-        # Cut and placed before the next one, so that copies of parts never fill host memory.
-        tensor = _stored(storage, stored)
-        part = tensor if own is None else own.part(stored.name, tensor)
-        if part is not None:
-            placed[stored.name] = part.to(device)
+    with placing(device) as place:
+        for stored in header.tensors:
+            # Cut and placed before the next one, so that copies of parts never fill host memory.
+            tensor = _stored(storage, stored)
+            part = tensor if own is None else own.part(stored.name, tensor)
+            if part is not None:
+                placed[stored.name] = place(part)
+            if is_copied:
+                progress(stored.end, header.nbytes)
+
     encodings = header.encodings if own is None else own.encodings
     content = hashlib.sha256(msgspec.json.encode(header)).hexdigest()
     return LoadedModel(header.model_config, placed, header.nbytes, encodings, path.stem, content)
+
+
+def _map(path: Path) -> torch.Tensor:
+    """Return a file's bytes as its pages, shared with every other process that maps them.
+
+    The mapping is read only. One that is private and can be written to is refused by the kernel
+    where it exceeds memory and swap (vm.overcommit_memory 0), and hides stray writes.
+    """
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        # torch has no read-only tensors, and warns that a write would be one to this buffer.
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:

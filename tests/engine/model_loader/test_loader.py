@@ -1,6 +1,7 @@
 """Prepared weights: made once, shared, and made again when they are not whole."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -236,3 +237,56 @@ def test_parts_are_on_their_device_before_more_of_them_are_cut(
     assert "norm" not in loaded.tensors and "embedding" in loaded.tensors
     assert {each.device for each in loaded.tensors.values()} == {meta}
     assert max(alive) <= 2  # the one being cut and the one before
+
+
+WRITE = """
+import sys, torch
+from pathlib import Path
+from ullage_common.config.engine import ModelSection
+from ullage_engine.model_loader.loader import load_weights
+model = ModelSection(source=sys.argv[1], name="test")
+loaded = load_weights(
+    model, torch.device("cpu"), torch.float32, Path(sys.argv[2]), lambda done, total: None
+)
+tensor = loaded.tensors["layers.1.down"]
+print(float(tensor.sum()), flush=True)
+tensor.zero_()
+print("written")
+"""
+
+
+def test_a_stray_write_to_weights_ends_the_process(save_llama: Save, tmp_path: Path) -> None:
+    _, source = save_llama()
+    command = [sys.executable, "-W", "error", "-c", WRITE, f"file://{source}", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert len(done.stdout.split()) == 1, (done.stdout, done.stderr)
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_weights_are_mapped_read_only_and_shared(save_llama: Save, tmp_path: Path) -> None:
+    """Memory of a private mapping that may be written to is promised, and refused, in advance."""
+    _, source = save_llama()
+    loaded, _ = load_into(tmp_path, source)
+    [path] = prepared_files(tmp_path)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    permissions = [line.split()[1] for line in maps.splitlines() if line.endswith(str(path))]
+    assert permissions == ["r--s"]
+    assert all(tensor.device == CPU for tensor in loaded.tensors.values())
+
+
+def test_uploading_reports_progress(save_llama: Save, tmp_path: Path) -> None:
+    _, source = save_llama()
+    section, meta = ModelSection(source=f"file://{source}", name="test"), torch.device("meta")
+
+    def load() -> tuple[LoadedModel, list[tuple[int, int]]]:
+        seen: list[tuple[int, int]] = []
+        loaded = load_weights(
+            section, meta, torch.float32, tmp_path, lambda done, total: seen.append((done, total))
+        )
+        return loaded, seen
+
+    load()
+    loaded, seen = load()
+    assert len(seen) > len(loaded.tensors)
+    assert seen == sorted(seen)
+    assert seen[-1] == (loaded.nbytes, loaded.nbytes)
