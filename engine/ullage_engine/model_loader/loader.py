@@ -39,6 +39,7 @@ from ullage_engine.model_loader.prepare import (
     open_checkpoint,
     rounded_tensors,
 )
+from ullage_engine.model_loader.room import check_room
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.model_loader.upload import placing
@@ -363,6 +364,8 @@ def _prepare(
     _warn_rounded_twice(prepared, form)
     header = _lay_out(reader.model_config, prepared)
     partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)  # of a process that was killed
+    check_room(path.parent, header.nbytes)
     offset = 0
     round_layer = None
     if calibration:

@@ -1,0 +1,76 @@
+"""Whether a folder has room for prepared weights, which is known before the first byte is written.
+
+A folder in memory (tmpfs) may have room that the container's memory has not: writing there would
+end the process instead of failing.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ullage_common.process.memory import free_bytes
+from ullage_engine.memory.ledger import mib
+from ullage_engine.protocol.errors import WeightsError
+
+MARGIN_BYTES = 16 << 20
+"""Bytes that stay free, for the file system's own tables and the folder's small files."""
+
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that may be written to a folder."""
+
+    free: int | None
+    """Bytes that its file system has left; None: it does not say."""
+    memory: int | None
+    """Bytes that the container may still take, where the folder is in memory; None elsewhere."""
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Check that a folder takes a file of so many bytes.
+
+    Raises:
+        WeightsError: it does not.
+    """
+    refusal = refuse(room_of(folder), num_bytes)
+    if refusal:
+        raise WeightsError(f"server.weights_dir {folder}: {refusal}")
+
+
+def refuse(room: Room, num_bytes: int) -> str:
+    """Return why so many bytes do not fit, with the remedy; empty: they do."""
+    needed = num_bytes + MARGIN_BYTES
+    if room.free is not None and room.free < needed:
+        return (
+            f"the prepared weights need {mib(needed)}, but {mib(room.free)} are free there; "
+            "name a folder with more room, on a disk"
+        )
+    if room.memory is not None and room.memory < needed:
+        return (
+            f"it is in memory (tmpfs), where the prepared weights need {mib(needed)}, but this "
+            f"container may take only {mib(room.memory)} more; name a folder on a disk, or raise "
+            "the memory limit"
+        )
+    return ""
+
+
+def room_of(folder: Path) -> Room:
+    """Return what a folder that exists has room for."""
+    status = os.statvfs(folder)
+    # tmpfs without a limit, like some network file systems, has no blocks at all.
+    free = status.f_bavail * status.f_frsize if status.f_blocks else None
+    return Room(free, free_bytes() if _is_in_memory(folder) else None)
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Return whether the files of a folder are memory."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+        # "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue"
+        mount, _, file_system = line.partition(" - ")
+        if mount.split()[2] == number:
+            return file_system.split()[0] in ("tmpfs", "ramfs")
+    return False
