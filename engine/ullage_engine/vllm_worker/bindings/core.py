@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from ullage_common.config.engine import EngineConfig
+from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.protocol.errors import GroupLostError, WorkerStartError
 from ullage_engine.protocol.messages import EngineRequest, RankPlace
@@ -529,9 +530,9 @@ class VllmCore:
             self.add(request, 1)
             if not any(self.step() for _ in range(_PROBE_STEPS)):
                 raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
-        except (torch.OutOfMemoryError, GroupLostError):
-            raise  # another start may do better then
         except Exception as error:
+            if isinstance(error, GroupLostError) or is_out_of_memory(error):
+                raise  # another start may do better then
             self.check_ranks()
             log.exception("the first step failed")
             raise WorkerStartError(

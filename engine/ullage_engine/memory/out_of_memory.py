@@ -1,0 +1,87 @@
+"""Which errors mean that memory ran out, and which that the device is of no more use.
+
+torch raises a class of its own only where its allocator runs out. Libraries beside it (cuBLAS,
+cuDNN, NCCL, Triton's loader, the driver) say it in the text of a RuntimeError. So the texts decide,
+over the whole chain of causes.
+"""
+
+from collections.abc import Iterator
+
+from ullage_engine.protocol.errors import GroupLostError
+
+_CLASSES = frozenset({"OutOfMemoryError", "OutOfMemoryFault", "MemoryError"})
+"""Names of the classes that say it by themselves: torch's, vLLM's and Python's."""
+
+_OUT_OF_MEMORY = (
+    "out of memory",  # torch, CUDA, HIP, Triton, NCCL
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "cudaErrorMemoryAllocation",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DEVICE_ALLOCATION_FAILED",  # cuDNN 9
+    "HOST_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "DefaultCPUAllocator",
+)
+
+_STICKY = (
+    "illegal memory access",
+    "misaligned address",
+    # Not "device-side assert": torch appends a hint with "device-side assertions" to all errors.
+    "device-side assert triggered",
+    "unspecified launch failure",
+    "launch timed out",
+    "illegal instruction",
+    "invalid program counter",
+    "hardware stack error",
+    "uncorrectable ECC",
+    "uncorrectable NVLink",
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+)
+"""Errors after which every later call of the process fails, too."""
+
+_DEVICE = ("CUDA", "HIP error", "NCCL", "CUBLAS", "CUDNN", "cuDNN")
+"""Texts of errors that come from the device, whatever they say."""
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether the device or another rank failed rather than the computation: later calls would
+    fail as well."""
+    chain = list(_chain(error))
+
+    if any(isinstance(each, GroupLostError) or _says(each, _STICKY) for each in chain):
+        return True
+    if any(_ran_out(each) for each in chain):
+        return False
+
+    return any(type(each).__name__ == "AcceleratorError" or _says(each, _DEVICE) for each in chain)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the device or the host, while the device is still of use."""
+    return any(_ran_out(each) for each in _chain(error)) and not is_device_lost(error)
+
+
+def _ran_out(error: BaseException) -> bool:
+    names = {each.__name__ for each in type(error).__mro__}
+    return bool(names & _CLASSES) or _says(error, _OUT_OF_MEMORY)
+
+
+def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
+    """Whether a library's error has one of the texts: those are RuntimeErrors, all of them."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(each in text for each in texts)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those behind it, as a traceback would show them."""
+    seen = set[int]()
+    following: BaseException | None = error
+
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        hidden = None if following.__suppress_context__ else following.__context__
+        following = following.__cause__ or hidden
