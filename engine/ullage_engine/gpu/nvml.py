@@ -229,6 +229,28 @@ class Gpu:
             failed_calls=dict(self._failed),
         )
 
+    def free_and_total_bytes(self) -> tuple[int, int] | None:
+        """Return the bytes that nobody has and those of all; None: unknown. Unlike CUDA's answer
+        it needs no context, which is itself memory of the GPU."""
+        memory = self._memory()
+        return None if memory is None else (int(memory.free), int(memory.total))
+
+    def process_bytes(self) -> dict[int, int]:
+        """Return the bytes of each process that computes here, by its id as the driver knows it.
+
+        Empty where the driver does not say: in some containers, under MPS, on Windows.
+        """
+        listed = self._query(
+            "nvmlDeviceGetComputeRunningProcesses_v3",
+            "nvmlDeviceGetComputeRunningProcesses_v2",
+            arguments=(self._handle,),
+        )
+        sizes: Counter[int] = Counter()
+        for process in listed or ():
+            if process.usedGpuMemory is not None:
+                sizes[process.pid] += process.usedGpuMemory
+        return dict(sizes)
+
     def register_xid_events(self, event_set: Any) -> bool:
         """Has Xid errors of the GPU sent to a set of events; False: it has none."""
         module = self._nvml.module

@@ -21,6 +21,30 @@ except NvmlUnavailableError as error:
 """
 
 
+PROCESSES = """
+import json, os
+from ullage_engine.gpu.nvml import Nvml
+[gpu] = Nvml().gpus(os.environ, 1)
+own = gpu.process_bytes()
+print(json.dumps({"memory": gpu.free_and_total_bytes(), "own": own.pop(os.getpid(), None),
+                  "others": own}))
+"""
+
+
+def processes(gpus: FakeNvml) -> dict[str, object]:
+    """What the first GPU's driver says of the processes on it, asked by one of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESSES],
+        env=gpus.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
 def ask(gpus: FakeNvml, *visible: str | None) -> list[dict[str, object]]:
     """Samples of the first two GPUs under each value of CUDA_VISIBLE_DEVICES."""
     command = [sys.executable, "-c", PROGRAM, json.dumps(visible)]
@@ -98,3 +122,25 @@ def test_an_instance_has_its_own_memory_and_the_heat_of_its_gpu(gpus: FakeNvml) 
 def test_a_driver_that_is_not_loaded_is_no_error(gpus: FakeNvml) -> None:
     gpus.set({"nvmlInitWithFlags": 9})
     assert ask(gpus, None) == [{"unavailable": "NVML says DriverNotLoaded"}]
+
+
+def test_each_process_has_its_own_bytes(gpus: FakeNvml) -> None:
+    gpus.set({"processes": 3, "process.0.bytes": 21 << 30})
+    gpus.set({"process.1.pid": 7, "process.1.bytes": 40 << 30, "process.2.pid": 8})
+    assert processes(gpus) == {
+        "memory": [39_400_000_000, 80_000_000_000],
+        "own": 21 << 30,
+        "others": {"7": 40 << 30},  # nothing is known of the third
+    }
+
+
+def test_a_process_of_two_instances_has_the_bytes_of_both(gpus: FakeNvml) -> None:
+    gpus.set({"processes": 2, "process.0.bytes": 1 << 30, "process.1.bytes": 2 << 30})
+    assert processes(gpus)["own"] == 3 << 30
+
+
+def test_a_driver_that_lists_no_processes_says_nothing_of_them(gpus: FakeNvml) -> None:
+    nothing = {"memory": [39_400_000_000, 80_000_000_000], "own": None, "others": {}}
+    assert processes(gpus) == nothing
+    gpus.set({"processes": 1, "nvmlDeviceGetComputeRunningProcesses_v3": 3})
+    assert processes(gpus) == nothing

@@ -7,6 +7,9 @@
  *   hang.nvmlDeviceGetPowerUsage 1   the call does not return while this is so
  *   xid 79, xid_number 1             an event is sent when its number changes
  *   mig 1                            every GPU is one MIG device, which knows its memory alone
+ *   processes 2, process.1.pid 7, process.1.bytes 4096
+ *                                    processes of a GPU; one without bytes has an unknown number,
+ *                                    and one without an id is the process that asks
  * Functions that drivers of some years ago lack, such as nvmlDeviceGetTemperatureV, are not here.
  */
 #include <stdio.h>
@@ -18,7 +21,9 @@ typedef unsigned int uint;
 typedef unsigned long long ull;
 typedef void *device;
 
-enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TIMEOUT = 10 };
+enum {
+    OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10
+};
 enum { MIG = 0x100 };
 
 static ull number_of(const char *key, ull otherwise) {
@@ -113,6 +118,23 @@ int nvmlDeviceGetMemoryInfo_v2(device handle, struct memory *memory) {
     memory->reserved = value_of(handle, "memory_reserved", 600000000);
     memory->used = value_of(handle, "memory_used", 40000000000ull);
     memory->free = memory->total - memory->reserved - memory->used;
+    return OK;
+}
+
+struct process { uint pid; ull used; uint gpu_instance, compute_instance; };
+
+int nvmlDeviceGetComputeRunningProcesses_v3(device handle, uint *count, struct process *processes) {
+    CALL_OF(handle);
+    uint room = *count;
+    *count = value_of(handle, "processes", 0);
+    if (*count > room) return INSUFFICIENT_SIZE;
+    for (uint index = 0; index < *count; index++) {
+        char key[64];
+        snprintf(key, sizeof key, "process.%u.pid", index);
+        processes[index].pid = value_of(handle, key, getpid());
+        snprintf(key, sizeof key, "process.%u.bytes", index);
+        processes[index].used = value_of(handle, key, ~0ull);
+    }
     return OK;
 }
 
