@@ -7,6 +7,8 @@ from ullage_engine.protocol.messages import ReservationState
 
 _MIB = 1 << 20
 
+_OTHERS = "others"
+
 PRICE_TOLERANCE = 0.05
 """Share by which an allocation may differ from its price; a service that starts with more would
 admit by wrong figures."""
@@ -36,6 +38,7 @@ class Ledger:
         self._configurable = configurable
         self._reservations: dict[str, _Reservation] = {}
         self._on_host: dict[str, int] = {}
+        self._others = ""
 
     @property
     def budget_bytes(self) -> int:
@@ -44,6 +47,16 @@ class Ledger:
     @property
     def reserved_bytes(self) -> int:
         return sum(entry.reserved for entry in self._reservations.values())
+
+    @property
+    def others_bytes(self) -> int:
+        """Bytes of the budget that other processes hold."""
+        return self._reservations[_OTHERS].reserved if self._others else 0
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that are reserved for this process."""
+        return self.reserved_bytes - self.others_bytes
 
     @property
     def allocated_bytes(self) -> int:
@@ -76,6 +89,11 @@ class Ledger:
         self.reserve(name, num_bytes)
         self.allocated(name, num_bytes)
 
+    def reserve_for_others(self, num_bytes: int, names: str) -> None:
+        """Sets aside what other processes hold of the budget; `names` says which, in errors."""
+        self.reserve(_OTHERS, num_bytes)
+        self._others = names
+
     def record_on_host(self, name: str, num_bytes: int) -> None:
         """Records pinned memory of the host, which is beside the device's budget."""
         assert name not in self._on_host, f"{name} is recorded already"
@@ -83,11 +101,18 @@ class Ledger:
 
     def shortage(self, name: str, needed: int) -> LedgerError:
         """Says why `name` does not fit and which field to change."""
+        available = max(0, self.available_bytes)
+        if self.others_bytes and needed <= available + self.others_bytes:
+            return LedgerError(
+                f"memory: {name} needs {mib(needed)}, but {mib(available)} of the "
+                f"{mib(self.budget_bytes)} budget are available, since {self._others} hold "
+                f"{mib(self.others_bytes)} of it; end them, or give the engine a GPU of its own"
+            )
         total = self.total_bytes + int((needed - self.available_bytes) / self.threshold) + _MIB
         field = "memory.deviceBytes" if self._configurable else "memory.threshold"
         remedy = f"set it to {mib(total)} or more" if self._configurable else "raise it"
         return LedgerError(
-            f"{field}: {name} needs {mib(needed)}, but {mib(max(0, self.available_bytes))} of the "
+            f"{field}: {name} needs {mib(needed)}, but {mib(available)} of the "
             f"{mib(self.budget_bytes)} budget ({self.threshold:g} of {mib(self.total_bytes)}) are "
             f"available after {self._taken()}; {remedy}, or lower memory.safetyReserve"
         )

@@ -40,12 +40,24 @@ class FreeMemoryMonitor:
     """
 
     def __init__(
-        self, measure: Callable[[], int], safety_reserve: int, clock: Callable[[], float]
+        self,
+        measure: Callable[[], int],
+        safety_reserve: int,
+        clock: Callable[[], float],
+        own: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Measures free bytes, now and then at most once a second; `clock` in seconds."""
+        """
+        Args:
+            measure: free bytes; asked now and then at most once a second.
+            safety_reserve: bytes that are to be free.
+            clock: in seconds.
+            own: bytes that this process's allocator has; it may grow into the reserve.
+        """
         self._measure = measure
+        self._own = own
         self._clock = clock
         self._measured_at = clock()
+        self._own_at_start = own()
         # A device that was tighter than that when serving started stays usable.
         self._expected = min(safety_reserve, measure())
         self._missing = 0
@@ -54,7 +66,10 @@ class FreeMemoryMonitor:
         """Returns how much less than expected was free when it was last measured."""
         if self._clock() - self._measured_at >= _MEASURE_INTERVAL_S:
             self._measured_at = self._clock()
-            self._missing = max(0, self._expected - self._measure())
+            own_growth = self._own() - self._own_at_start
+            # Not below 0: what this process gave back is free for others, and theirs if gone.
+            free = self._measure() + max(0, own_growth)
+            self._missing = max(0, self._expected - free)
         return self._missing
 
 

@@ -83,3 +83,20 @@ def test_pinned_memory_of_the_host_is_a_line_beside_the_budget() -> None:
     line = ledger.states()[-1]
     assert (line.name, line.on_host, line.allocated_bytes) == ("pinned_host_kv", True, 8000 * MIB)
     assert any("pinned_host_kv" in text and "8000 MiB" in text for text in ledger.table())
+
+
+def test_what_others_hold_is_named_where_nothing_fits_beside_them() -> None:
+    ledger = Ledger(1000 * MIB, 0.5, configurable=False)
+    ledger.record("weights", 100 * MIB)
+    ledger.reserve_for_others(380 * MIB, "process 7 with 600 MiB")
+    assert (ledger.promised_bytes, ledger.available_bytes) == (100 * MIB, 20 * MIB)
+    with pytest.raises(LedgerError) as raised:
+        ledger.reserve("kv_pool", 50 * MIB)
+    assert str(raised.value) == (
+        "memory: kv_pool needs 50 MiB, but 20 MiB of the 500 MiB budget are available, since "
+        "process 7 with 600 MiB hold 380 MiB of it; end them, or give the engine a GPU of its own"
+    )
+    # Without them it would not fit either.
+    with pytest.raises(LedgerError, match=r"^memory\.threshold: kv_pool needs 500 MiB.*raise it"):
+        ledger.reserve("kv_pool", 500 * MIB)
+    assert any("others" in line and "380 MiB" in line for line in ledger.table())

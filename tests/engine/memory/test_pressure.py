@@ -140,6 +140,20 @@ def test_what_others_take_is_missing_and_measured_at_a_bounded_rate() -> None:
     assert monitor.missing_bytes() == 0
 
 
+def test_what_this_process_takes_itself_is_not_missing() -> None:
+    now, free, own = [0.0], [900], [5000]
+    monitor = FreeMemoryMonitor(lambda: free[0], 200, lambda: now[0], lambda: own[0])
+    # The allocator has grown into the reserve.
+    now[0], free[0], own[0] = 1.0, 50, 5150
+    assert monitor.missing_bytes() == 0
+    # Others took 60 as well.
+    now[0], free[0] = 2.0, 0
+    assert monitor.missing_bytes() == 50
+    # It gave 100 back, and others took that, too.
+    now[0], free[0], own[0] = 3.0, 0, 4900
+    assert monitor.missing_bytes() == 200
+
+
 def test_a_device_that_was_tight_from_the_beginning_stays_usable() -> None:
     now, free = [0.0], [120]
     monitor = FreeMemoryMonitor(lambda: free[0], 200, lambda: now[0])
