@@ -150,7 +150,7 @@ WORKER_GAUGES: dict[GaugeName, Callable[[WorkerState], float]] = {
     ): lambda s: s.swap_bytes_per_second,
     _gauge(
         "ullage_worker_resident_bytes",
-        "Resident memory of the worker's ranks; on CUDA, used bytes of its device",
+        "Resident memory of the worker's ranks; on CUDA, rank 0's own bytes of its device",
     ): lambda s: s.rss_bytes,
     _gauge("ullage_sessions", "Sessions that keep KV between requests"): lambda s: s.num_sessions,
     _gauge("ullage_session_bytes", "KV that sessions keep between requests"): lambda s: (

@@ -265,7 +265,7 @@ TROUBLE = Row(
         ),
         Panel(
             "Memory of processes",
-            "The server, and the worker's ranks; on CUDA used bytes of its device.",
+            "The server, and the worker's ranks; on CUDA own bytes of its device.",
             "bytes",
             [
                 gauge("ullage_server_resident_bytes", where=ENGINES),

@@ -325,7 +325,7 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     batch_limit: float = 1.0
     """The bound of it that the server gave last; 1 is none."""
     num_oom_events: int
-    """torch.OutOfMemoryError caught since the worker started."""
+    """Steps that ran out of memory since the worker started."""
     num_nonfinite_logits: int = 0
     """Requests that failed since the worker started because their logits were NaN or infinite."""
     num_overlapped_steps: int = 0
@@ -333,7 +333,7 @@ class WorkerState(SchedulerStats, frozen=True, kw_only=True):
     releases: list[ReleaseState]
     ledger: list[ReservationState]
     rss_bytes: int
-    """Resident bytes of the worker process (device bytes on CUDA)."""
+    """Resident bytes of the worker's ranks; on CUDA rank 0's own bytes of its device."""
     swap_seconds: float = 0.0
     """Seconds of copying to host memory and back since the worker started, on rank 0."""
     swap_bytes_per_second: float = 0.0

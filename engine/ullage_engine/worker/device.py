@@ -1,6 +1,9 @@
 """The device of a rank: which one it is, and how much of its memory may be and is used."""
 
 import logging
+import os
+import secrets
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,11 +14,36 @@ import torch
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.cores import usable_cores
 from ullage_common.process.memory import container_limit, free_bytes, trim_heap, usable_bytes
+from ullage_engine.gpu.nvml import Gpu, Nvml, NvmlUnavailableError
 from ullage_engine.kernels import triton
 from ullage_engine.memory.ledger import Ledger, mib
+from ullage_engine.memory.shared_device import (
+    allocator_fraction,
+    bytes_of_others,
+    differs,
+    find_own,
+    own_bytes,
+    wait_for_memory,
+)
 from ullage_engine.protocol.errors import WorkerStartError
 
 log = logging.getLogger("ullage.engine.worker")
+
+_PAGE = 4096
+
+_MIB = 1 << 20
+_IDLE_BYTES = 2048 * _MIB
+"""Bytes of a GPU that may be in use, by the driver too, while nothing is worth waiting for."""
+_PROBE_BYTES = 40 * _MIB
+_PROBE_STEP = 2 * _MIB
+_PROBE_SIZES = 64
+"""What a process allocates to be recognised: one of so many sizes, from the first in steps. Two
+engines that start together seldom choose the same."""
+_SMALL_SEGMENTS = 16 * _MIB
+"""What is not taken back of the workspace as one segment: small tensors have segments of 2 MiB."""
+_FREE_FOR_LIBRARIES = 16 * _MIB
+"""Bytes that must be free for libraries to load a kernel: they do not use torch's allocator."""
+_RECENT_S = 1.0
 
 
 class HostTier(NamedTuple):
@@ -23,6 +51,53 @@ class HostTier(NamedTuple):
 
     path: str
     num_bytes: int
+
+
+class GpuDriver:
+    """A rank's GPU as the driver shows it to this process, without a CUDA context."""
+
+    def __init__(self, gpu: Gpu, total: int) -> None:
+        """Wait until memory of processes that have ended is returned.
+
+        `total`: bytes of the GPU.
+        """
+        self._gpu = gpu
+        started = time.monotonic()
+        self.free_before = wait_for_memory(self._free_bytes, total - _IDLE_BYTES)
+        """Bytes that were free before this process had anything of the GPU."""
+        seconds = round(time.monotonic() - started, 1)
+        extra = {"free_bytes": self.free_before, "seconds": seconds}
+        log.info("%s of the GPU are free at the start", mib(self.free_before), extra=extra)
+
+    @property
+    def uuid(self) -> str:
+        return self._gpu.uuid
+
+    def process_bytes(self) -> dict[int, int]:
+        """Return the bytes of each process, by the driver's id of it; see `Gpu.process_bytes`."""
+        return self._gpu.process_bytes()
+
+    def _free_bytes(self) -> int:
+        memory = self._gpu.free_and_total_bytes()
+        return memory[0] if memory else 0
+
+
+def open_driver(config: EngineConfig, rank: int) -> GpuDriver | None:
+    """Return what the driver says of a rank's GPU; None on a CPU, or where it says nothing.
+
+    Call it before anything touches the GPU: CUDA's context is memory of this process, too.
+    """
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return None
+
+    try:
+        gpus = Nvml().gpus(os.environ, rank + 1)
+    except NvmlUnavailableError as error:
+        log.info("the driver does not tell whose memory is whose: %s", error)
+        return None
+
+    memory = gpus[rank].free_and_total_bytes() if len(gpus) > rank else None
+    return GpuDriver(gpus[rank], memory[1]) if memory else None
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
@@ -108,29 +183,189 @@ def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
     return configured
 
 
-_PAGE = 4096
-
-
 class MemoryMeter:
-    """A meter of memory in use: resident bytes of this process, or used bytes of a CUDA device."""
+    """A meter of this process's memory: resident bytes, or its own bytes of a CUDA device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
+        """`driver`: opened before the device was prepared."""
         self._device = device
         self._process = psutil.Process()
+        self._driver = driver
+        self._pid: int | None = None
+        self._recent = (0, -_RECENT_S)
         self.shared_bytes = 0
         """Resident bytes that belong to another process and do not count."""
+        self.source = "resident"
+        """Where the figures come from: resident, nvml, difference or device."""
+        if device.type == "cuda":
+            self._find_source()
 
     def used_bytes(self) -> int:
+        """Return the bytes that this process has now."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            return int(total - free)
+            free_before = total if self._driver is None else self._driver.free_before
+            return own_bytes(self._listed(), free_before, int(free), self.reserved_bytes())
         return int(self._process.memory_info().rss) - self.shared_bytes
+
+    def recent_bytes(self) -> int:
+        """Return `used_bytes` of at most a second ago on a GPU, whose driver is slow to answer."""
+        if self._device.type != "cuda":
+            return self.used_bytes()
+        measured, measured_at = self._recent
+        now = time.monotonic()
+        if now - measured_at >= _RECENT_S:
+            measured = self.used_bytes()
+            self._recent = (measured, now)
+        return measured
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes of the device that torch's allocator has, used or cached; 0 on a CPU."""
+        if self._device.type != "cuda":
+            return 0
+        return torch.cuda.memory_reserved(self._device)
+
+    def others(self) -> str:
+        """Return the other processes of the device with their bytes, for a message."""
+        listed = self._driver.process_bytes() if self._driver is not None else {}
+        sizes = sorted(((size, pid) for pid, size in listed.items() if pid != self._pid))
+        if self._pid is None or not sizes:
+            return "other processes"
+        return ", ".join(f"process {pid} with {mib(size)}" for size, pid in reversed(sizes))
 
     def free_bytes(self) -> int:
         """Bytes of the device that are free; on a CPU, those that the container may take."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
+
+    def wait_for_free(self, enough: int) -> int:
+        """Wait until memory of processes that have ended is returned; see `wait_for_memory`."""
+        if self._device.type != "cuda":
+            return self.free_bytes()
+        return wait_for_memory(self.free_bytes, enough)
+
+    def _listed(self) -> int | None:
+        if self._driver is None or self._pid is None:
+            return None
+        return self._driver.process_bytes().get(self._pid)
+
+    def _find_source(self) -> None:
+        driver = self._driver
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid).removeprefix("GPU-")
+        if driver is not None and driver.uuid.startswith("GPU-") and uuid not in driver.uuid:
+            # CUDA numbers unequal GPUs by their speed, the driver by their bus.
+            log.warning(
+                "CUDA uses the GPU %s where the driver shows %s, which is not asked any more; set "
+                "CUDA_DEVICE_ORDER=PCI_BUS_ID",
+                uuid,
+                driver.uuid,
+            )
+            driver = self._driver = None
+
+        if driver is not None:
+            self._pid = self._probe(driver)
+        self.source = "device" if driver is None else "difference" if self._pid is None else "nvml"
+        log.info("own bytes of the GPU are told by: %s", self.source, extra={"pid": self._pid})
+
+    def _probe(self, driver: GpuDriver) -> int | None:
+        """Return the id by which the driver knows this process, from what it says of a probe."""
+        torch.cuda.empty_cache()
+        reserved = self.reserved_bytes()
+        before = driver.process_bytes()
+        size = _PROBE_BYTES + _PROBE_STEP * secrets.randbelow(_PROBE_SIZES)
+        probe = torch.empty(size, dtype=torch.uint8, device=self._device)
+
+        grown = self.reserved_bytes() - reserved
+        during = driver.process_bytes()
+        del probe
+        torch.cuda.empty_cache()
+
+        return find_own(before, during, driver.process_bytes(), grown)
+
+
+def reserve_for_others(
+    ledger: Ledger,
+    device: torch.device,
+    meter: MemoryMeter,
+    *,
+    safety_reserve: int,
+    longest_kv: int,
+) -> None:
+    """Set aside what other processes hold of a GPU's budget, which it is no use to promise.
+
+    `longest_kv`: bytes of KV of the longest sequence; see `bytes_of_others`.
+    """
+    if device.type != "cuda":
+        return
+    available = ledger.available_bytes
+    unallocated = ledger.reserved_bytes - ledger.allocated_bytes
+    free = meter.wait_for_free(available + unallocated)
+
+    others = bytes_of_others(available, free, unallocated, safety_reserve, longest_kv)
+    if not others:
+        return
+    names = meter.others()
+    ledger.reserve_for_others(others, names)
+    extra = {"free_bytes": free, "others_bytes": others}
+    log.warning("%s of the budget are held by %s", mib(others), names, extra=extra)
+
+
+def enforce_ledger(ledger: Ledger, device: torch.device, meter: MemoryMeter) -> None:
+    """Compare a GPU's final ledger with the driver and torch, and hold torch to it from now on.
+
+    A shortage is then an error of torch, before any neighbour or the driver lacks memory.
+    """
+    if device.type != "cuda":
+        return
+    allocated = ledger.allocated_bytes
+    used = meter.used_bytes()
+    reserved = meter.reserved_bytes()
+
+    figures = {"ledger_bytes": allocated, "own_bytes": used, "reserved_bytes": reserved}
+    text = (
+        f"the ledger has {mib(allocated)} allocated, the process {mib(used)} by {meter.source}, "
+        f"{mib(reserved)} of them in torch's allocator"
+    )
+    log.info(text, extra=figures)
+    if differs(allocated, used):
+        log.warning("the ledger is wrong by more than 2 %%: %s", text, extra=figures)
+
+    # The figure that torch multiplies by the fraction.
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = allocator_fraction(ledger.promised_bytes, used - reserved, reserved, total)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+    log.info("torch's allocator may have %s of the GPU", mib(int(fraction * total)))
+
+
+class Workspace:
+    """The memory that torch's allocator keeps for the temporaries of steps.
+
+    The allocator gives all of it back before it reports that memory ran out, and any neighbour may
+    take it then. So it is taken back at once.
+    """
+
+    def __init__(self, device: torch.device, meter: MemoryMeter) -> None:
+        """Keep as much as the allocator has now, at the end of the start."""
+        self._device = device
+        self._meter = meter
+        self._reserved = meter.reserved_bytes()
+
+    def restore(self) -> bool:
+        """Take back what was given away; return False if others have it.
+
+        Call it outside the handler of the error, whose frames keep the step's tensors alive.
+        """
+        if self._device.type != "cuda":
+            return True
+        torch.cuda.empty_cache()  # fragments may have been what was short
+        lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
+        try:
+            if lost > 0:
+                torch.empty(lost, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return False
+        return self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
 
 
 def processor_of(device: torch.device) -> str:

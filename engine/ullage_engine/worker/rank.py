@@ -44,11 +44,15 @@ from ullage_engine.scheduler.sequence import SchedulerLimits
 from ullage_engine.worker.device import (
     HostTier,
     MemoryMeter,
+    Workspace,
     check_pinned,
+    enforce_ledger,
     give_back_freed,
+    open_driver,
     open_ledger,
     prepare_device,
     processor_of,
+    reserve_for_others,
     touch_pages,
 )
 from ullage_engine.worker.rank_group import Report
@@ -96,11 +100,13 @@ class RankStartup:
         self.layout = read_layout(config)
         self.rank = rank
         self.config = config
+        # Before CUDA's context, which is memory of this process, too.
+        driver = open_driver(config, rank)
         self.device = prepare_device(config, rank)
         if config.profiling.nvtx and self.device.type == "cuda":
             ranges.to_nvtx()
         self.dtype = resolve_dtype(config.model.dtype, self.device)
-        self.meter = MemoryMeter(self.device)
+        self.meter = MemoryMeter(self.device, driver)
         self.ledger = open_ledger(config, self.device, host_tier.num_bytes if host_tier else 0)
         self.swap_bytes_per_second = 0.0
         """Bandwidth to host memory, over all ranks, as this rank measured it; 0 without any."""
@@ -110,6 +116,7 @@ class RankStartup:
         self._pinned_tier: PinnedMemory | None = None
         self._whole: ModelConfig | None = None
         self._runner: ModelRunner | None = None
+        self._workspace: Workspace | None = None
         self.decode_tokens = _ANY_CONTEXT
         """Tokens of context that the decodes of one step may read, measured by `finalize`."""
         self.prompt_tokens = 0
@@ -131,6 +138,12 @@ class RankStartup:
     def runner(self) -> ModelRunner:
         assert self._runner is not None, "allocate_arenas comes first"
         return self._runner
+
+    @property
+    def workspace(self) -> Workspace:
+        """The memory of steps' temporaries."""
+        assert self._workspace is not None, "finalize comes first"
+        return self._workspace
 
     @cached_property
     def max_model_len(self) -> int:
@@ -286,6 +299,14 @@ class RankStartup:
         self.ledger.reserve("staging", _STAGING_BYTES)
         self.ledger.reserve("safety_reserve", self.config.memory.safety_reserve)
         self._reserve_host_kv()
+        longest = -(-self.max_model_len // self.step_limits.block_tokens)
+        reserve_for_others(
+            self.ledger,
+            self.device,
+            self.meter,
+            safety_reserve=self.config.memory.safety_reserve,
+            longest_kv=longest * self.runner.kv_block_bytes,
+        )
         return self._fitting_blocks()
 
     def allocate_kv(self, num_blocks: int) -> None:
@@ -315,6 +336,8 @@ class RankStartup:
             log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
         self.prompt_tokens = self._prompt_tokens()
         self._settle_workspace()
+        enforce_ledger(self.ledger, self.device, self.meter)
+        self._workspace = Workspace(self.device, self.meter)
 
     def _prompt_tokens(self) -> int:
         most = self.limits.prompt_tokens
