@@ -5,6 +5,7 @@ WorkerStartError  the worker cannot serve with this configuration
 LayoutError       the model cannot be shared out as asked (in `ullage_engine.parallel.layout`)
 RankFailedError   another rank has reported why it cannot serve
 GroupLostError    another rank is gone
+MemoryShortError  other processes hold memory that this worker needs
 """
 
 
@@ -29,8 +30,16 @@ class GroupLostError(RuntimeError):
     """Another rank is gone, or out of step with this one; only a new group helps."""
 
 
+class MemoryShortError(Exception):
+    """Steps cannot be computed, since other processes hold memory of the device; another worker
+    takes a KV pool that fits beside them. The message is one line."""
+
+
 GROUP_LOST = 3
 """Exit status of a rank that ends because another did, or a collective with it failed."""
+
+MEMORY_SHORT = 5
+"""Exit status of a worker that ends with a MemoryShortError; 4 is a rank's."""
 
 
 def one_line(error: Exception) -> str:

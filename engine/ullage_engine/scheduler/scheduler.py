@@ -192,8 +192,7 @@ class Scheduler:
 
         `is_answered`: a stop string ended the answer, whose length is observed like any other.
         """
-        sequence = self._sequences.get(request_id)
-        if sequence:
+        if sequence := self._sequences.get(request_id):
             if is_answered:
                 self._observe_output(sequence, "stop")
             self._remove(sequence)
@@ -208,8 +207,7 @@ class Scheduler:
             if each.request_id == request_id:
                 self._evict_branch(each, [])
                 return
-        sequence = self._sequences.get(request_id)
-        if sequence:
+        if sequence := self._sequences.get(request_id):
             path = sequence.block_ids[: sequence.num_cached_blocks]
             self._remove(sequence)
             self._evict_branch(sequence, path)
@@ -281,8 +279,13 @@ class Scheduler:
         The moves of the previous plan are done; the new plan has only those requested since.
         """
         done = self._in_flight.pop().transfers if self._in_flight else Transfers()
-        chunks = self._plan_chunks(prompt_tokens, is_chunked=True)
-        return self._with_moves(chunks, done)
+        return self._with_moves(self._plan_chunks(prompt_tokens, is_chunked=True), done)
+
+    def abandon(self) -> None:
+        """Takes back the only plan in flight: its moves are done, but it was not computed."""
+        planned = self._in_flight.pop()
+        if self.tiers:
+            self.tiers.keep(planned.transfers)
 
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
         """Makes the plan of these chunks, which reports what is `done` with its own copies."""
@@ -391,10 +394,7 @@ class Scheduler:
             decodable = [self._can_decode(each) for each in running]
         ready = list(compress(running, decodable))
         postponed = postponed_decodes(
-            ready,
-            max_decodes,
-            self._max_read_bytes,
-            self._profile.decode_read_bytes,
+            ready, max_decodes, self._max_read_bytes, self._profile.decode_read_bytes
         )
         drafts: dict[Sequence, list[int]] = {}
         if self.speculation and not postponed:

@@ -20,7 +20,7 @@ import psutil
 
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_engine.kv_tiers.tiers import KvTiers
-from ullage_engine.protocol.errors import GROUP_LOST
+from ullage_engine.protocol.errors import GROUP_LOST, MEMORY_SHORT
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
@@ -80,6 +80,8 @@ RANK_MODULE = "ullage_engine.worker.rank_process"
 _CHECK_S = 0.25
 # What a dead worker sent last is still in the socket; more than this it cannot be.
 _LAST_WORDS_S = 0.05
+_SHORT_RETRY_S = 10.0
+"""Seconds after which others may have given back memory that they took."""
 
 
 class SupervisorError(Exception):
@@ -471,7 +473,7 @@ class WorkerSupervisor:
         self._engine_status.worker_lost()
         self._metrics.worker_restarts.inc()
         self._metrics.collective_errors.inc(_is_group_lost(status, self._engine_status.ready))
-        self._resume_entries()
+        self._resume_entries(is_short=status == MEMORY_SHORT)
         self._num_failures = 1 if worker.has_served(self._policy) else self._num_failures + 1
         self._engine_status.set_live(not self._policy.is_last_chance(self._num_failures))
         backoff = self._policy.backoff(self._num_failures)
@@ -482,7 +484,11 @@ class WorkerSupervisor:
             async with asyncio.timeout(backoff):
                 await self._stopping.wait()
 
-    def _resume_entries(self) -> None:
+    def _resume_entries(self, *, is_short: bool) -> None:
+        """Makes requests ready for the next worker; gives up those over which too many ended.
+
+        `is_short`: others had taken memory of the device, for which no request is to blame.
+        """
         self._suspect = None
         for entry in self._journal.unfinished():
             if not entry.submitted:
@@ -491,7 +497,8 @@ class WorkerSupervisor:
             if served := entry.job.served:
                 served.happened("resumed", reason="worker", output_tokens=len(entry.output_ids))
             if entry.stalled_resumes > self._policy.max_stalled_resumes:
-                entry.fail(_worker_lost(entry.stalled_resumes))
+                lost = _memory_short() if is_short else _worker_lost(entry.stalled_resumes)
+                entry.fail(lost)
 
 
 def _is_group_lost(status: int, ready: Ready | None) -> bool:
@@ -525,6 +532,15 @@ def rejection_error(rejected: Rejected) -> ServiceError:
         rejected.message,
         metadata=facts,
         retry_after_s=rejected.retry_after_s,
+    )
+
+
+def _memory_short() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "MEMORY_SHORT",
+        "other processes hold memory of the device that this engine needs; try again",
+        retry_after_s=_SHORT_RETRY_S,
     )
 
 

@@ -85,7 +85,7 @@ class Started:
             decode_tokens_per_second=engine.throughput.decode_tokens_per_second,
             prefill_tokens_per_second=engine.throughput.prefill_tokens_per_second,
             step_seconds=engine.throughput.step_seconds,
-            num_oom_events=0,
+            num_oom_events=0,  # the first ends this worker, whose loop reports it
             releases=engine.releases(),
             ledger=self.ledger.states(),
             rss_bytes=self.used_bytes(),

@@ -42,11 +42,13 @@ One step, from the worker's loop to the tensor operations and back:
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
-from ullage_engine.protocol.errors import GroupLostError
+from ullage_engine.memory.out_of_memory import is_device_lost, is_out_of_memory
+from ullage_engine.protocol.errors import MemoryShortError
 from ullage_engine.protocol.messages import EngineRequest, Rejected, RequestFailed, TokenOutput
 from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, Moves, SampledToken, StepPlan
@@ -104,6 +106,12 @@ SUSPICIOUS_STEPS = 1000
 be damaged than what the first request had."""
 
 
+_RETRY_S = 0.25
+"""Seconds between two attempts to compute a step for which others hold the memory."""
+_SHORTAGE_S = 5.0
+"""Seconds of such attempts after which another worker does better, with a smaller KV pool."""
+
+
 class _Timed(NamedTuple):
     """A computed step that is not committed, as its time is observed."""
 
@@ -115,11 +123,13 @@ class _Timed(NamedTuple):
 class EngineCore:
     """Serves requests with one runner: schedules, executes and commits steps.
 
-    A step that runs out of memory is computed again after freeing what torch caches and with half
-    the prompt tokens, then without the newest sequence, and only when a sequence alone still does
-    not fit is that one request failed. A step that fails otherwise is computed again chunk by
-    chunk, and only requests whose own chunk fails are given up. So is a request whose logits are
-    NaN or infinite.
+    A step that runs out of memory is computed again with half the prompt tokens, then without the
+    newest sequence, and only when a sequence alone still does not fit is that one request failed.
+    That is so while the workspace is this process's own. Where others have taken memory of it no
+    request is to blame: all of them wait, and if that lasts, another worker goes on with them.
+
+    A step that fails otherwise is computed again chunk by chunk, and only requests whose own chunk
+    fails are given up. So is a request whose logits are NaN or infinite.
     """
 
     def __init__(
@@ -128,7 +138,15 @@ class EngineCore:
         runner: Runner,
         throughput: ThroughputEstimator,
         grammars: Grammars | None = None,
+        restore_workspace: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """
+        Args:
+            restore_workspace: takes back the memory of steps' temporaries after a step ran out of
+                memory; False: others have it.
+            clock: in seconds.
+        """
         self.scheduler = scheduler
         self.grammars = grammars or Grammars(no_vocabulary)
         self.num_oom_events = 0
@@ -144,6 +162,11 @@ class EngineCore:
         self._failed: list[RequestFailed] = []
         self._faults: list[int] = []
         self._timed: _Timed | None = None
+        self._restore_workspace = restore_workspace
+        self._clock = clock
+        self._short_since: float | None = None
+        """When others began to hold memory that steps need; None: they do not."""
+        self._retry_at = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -207,7 +230,13 @@ class EngineCore:
         self._faults.append(self.scheduler.stats().num_steps + after_steps)
 
     def step(self) -> list[TokenOutput]:
-        """Computes one step for all sequences that have a part in it."""
+        """Computes one step for all sequences that have a part in it.
+
+        Raises:
+            MemoryShortError: others hold memory that it needs, for too long.
+        """
+        if self._short_since is not None and self._clock() < self._retry_at:
+            return []
         plan = self._constrained(self.scheduler.schedule())
         outputs = self._committed(self._execute(plan))
         if not plan.chunks:
@@ -270,7 +299,9 @@ class EngineCore:
         self._move(plan)
         while plan.chunks:
             try:
-                return self._measured(plan)
+                sampled = self._measured(plan)
+                self._short_since = None
+                return sampled
             except Exception as error:
                 if is_device_lost(error):
                     raise
@@ -281,7 +312,10 @@ class EngineCore:
                 return self._one_by_one(plan, cause)
             # Outside the handler: the exception's frames keep the step's tensors alive.
             self.num_oom_events += 1
-            free_cached_memory()
+            is_whole = self._restore_workspace()
+            if is_retried and not is_whole:
+                self._wait_for_memory(reason)
+                return []
             if is_retried:
                 self._drop_newest(reason)
             prompt_tokens = prompt_tokens or sum(len(chunk.token_ids) for chunk in plan.prompts)
@@ -388,6 +422,22 @@ class EngineCore:
         message = f"out of memory although it ran alone: {reason}"
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
+    def _wait_for_memory(self, reason: str) -> None:
+        """Gives up the step for now, since others hold memory that it needs."""
+        now = self._clock()
+        # What was short long ago, before the last of its requests was cancelled, does not count.
+        if self._short_since is None or now > self._retry_at + _SHORTAGE_S:
+            self._short_since = now
+            log.warning("other processes hold memory that steps need; they wait: %s", reason)
+
+        if now - self._short_since >= _SHORTAGE_S:
+            raise MemoryShortError(
+                f"others have held memory that steps need for {_SHORTAGE_S:g} s ({reason}); "
+                "end them, or give this engine a GPU of its own"
+            )
+        self._retry_at = now + _RETRY_S
+        self.scheduler.abandon()
+
     def _raise_fault(self) -> None:
         if not self._faults:
             return
@@ -421,6 +471,7 @@ class PipelinedEngine(EngineCore):
         *,
         max_in_flight: int,
     ) -> None:
+        # A step that fails on a rank ends the group, so there is no workspace to restore here.
         super().__init__(scheduler, runner, throughput, grammars)
         self._stages = runner
         self._max_in_flight = max_in_flight
@@ -474,27 +525,5 @@ def _unmatched(request_id: str, reason: str) -> RequestFailed:
     return RequestFailed(request_id=request_id, message=message, field="grammar")
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch failed to allocate; its CPU allocator has no error class of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def is_device_lost(error: Exception) -> bool:
-    """Whether the device or another rank failed rather than the computation; later calls would fail
-    as well."""
-    if isinstance(error, GroupLostError):
-        return True
-    if is_out_of_memory(error):
-        return False
-    is_reported = isinstance(error, torch.AcceleratorError)
-    return is_reported or (isinstance(error, RuntimeError) and "CUDA" in str(error))
-
-
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def free_cached_memory() -> None:
-    """Frees what torch keeps for reuse; fragments of it may have caused the shortage."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ A worker connects to the server's socket, loads, says Ready, and steps as long a
 ends with the server: by Shutdown, or killed by the kernel when the server is gone.
 
 exit status: 0 after Shutdown or when the server is gone, 1 an unforeseen error, 2 wrong
-configuration or model
+configuration or model, 3 another rank is gone, 5 other processes hold memory that steps need
 """
 
 import argparse
@@ -28,10 +28,13 @@ from ullage_common.process.config_file import ConfigError, read_file
 from ullage_common.process.stacks import dump_on_signal
 from ullage_common.process.tracing import start_tracing
 from ullage_engine.memory.ledger import Ledger, LedgerError
+from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.memory.pressure import PressureController
 from ullage_engine.protocol.errors import (
     GROUP_LOST,
+    MEMORY_SHORT,
     GroupLostError,
+    MemoryShortError,
     WeightsError,
     WorkerStartError,
     one_line,
@@ -243,7 +246,11 @@ class Worker:
 
     def _step(self) -> None:
         num_steps = self._engine.num_steps
-        outputs = self._engine.step()
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._send_last_state(error)
+            raise
         # Before the tokens: an answer says from its beginning on where its KV was.
         self._send_kv()
         if outputs:
@@ -252,6 +259,15 @@ class Worker:
         self._is_changed = True
         if self._engine.num_steps == num_steps:
             self._drain(_EMPTY_STEP_S)
+
+    def _send_last_state(self, error: Exception) -> None:
+        """Reports the steps that ran out of memory, the last one included, which ends the
+        worker."""
+        with contextlib.suppress(Exception):  # the device may be of no more use
+            state = self._started.state()
+            num_oom_events = state.num_oom_events + is_out_of_memory(error)
+            state = msgspec.structs.replace(state, num_oom_events=num_oom_events)
+            self._link.send(StateReport(state=state))
 
     def _advance_profile(self, profile: Profile) -> None:
         try:
@@ -487,6 +503,9 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
     except GroupLostError:
         log.exception("the group of ranks is lost")
         return GROUP_LOST
+    except MemoryShortError as error:
+        log.error("this worker ends, and the next one goes on with its requests: %s", error)
+        return MEMORY_SHORT
     finally:
         started.stop()
         if tracer:

@@ -56,7 +56,8 @@ class Started:
     ledger: Ledger
     """Reservations of all ranks together."""
     used_bytes: Callable[[], int]
-    """Memory in use now: resident bytes of all ranks, or used bytes of rank 0's CUDA device."""
+    """Memory in use now: resident bytes of all ranks, or rank 0's own bytes of its CUDA device, at
+    most a second old."""
     swap_seconds: Callable[[], float]
     """Seconds of copying KV to host memory and back, on rank 0."""
     swap_bytes_per_second: float
@@ -147,8 +148,8 @@ def start(
         num_blocks = own.warm_up()
         own.allocate_kv(num_blocks)
         own.finalize()
-        meter = own.meter
-        return _started(own, own.runner, num_blocks, own.ledger, meter.used_bytes, own.close)
+        used_bytes = own.meter.recent_bytes
+        return _started(own, own.runner, num_blocks, own.ledger, used_bytes, own.close)
     # Decided before any other rank takes memory, or shares would depend on who loads when.
     budget = own.ledger.total_bytes if own.device.type == "cpu" else None
 
@@ -204,7 +205,7 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
 
     def used_bytes() -> int:
         others = processes.resident_bytes() if own.device.type == "cpu" else 0
-        return own.meter.used_bytes() + others
+        return own.meter.recent_bytes() + others
 
     def stop() -> None:
         processes.stop()
@@ -247,7 +248,9 @@ def _started(
         used_bytes=used_bytes,
         swap_seconds=lambda: own.runner.swap_seconds,
         swap_bytes_per_second=own.swap_bytes_per_second,
-        free_memory=FreeMemoryMonitor(own.meter.free_bytes, memory.safety_reserve, time.monotonic),
+        free_memory=FreeMemoryMonitor(
+            own.meter.free_bytes, memory.safety_reserve, time.monotonic, own.meter.reserved_bytes
+        ),
         stop_ranks=stop,
         throughput=throughput,
         profile=profile,
@@ -270,7 +273,8 @@ def _engine(
         )
     grammars, max_in_flight = _grammars(own), own.limits.max_in_flight
     if max_in_flight == 1 or not isinstance(runner, DistributedRunner):
-        return EngineCore(scheduler, runner, throughput, grammars)
+        restore = own.workspace.restore
+        return EngineCore(scheduler, runner, throughput, grammars, restore)
     return PipelinedEngine(scheduler, runner, throughput, grammars, max_in_flight=max_in_flight)
 
 

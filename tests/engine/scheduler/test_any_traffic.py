@@ -172,8 +172,10 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                 self.step()
 
         @precondition(lambda self: self.left)
-        @rule(prompt_tokens=st.integers(1, 24), preempts=st.integers(0, 2))
-        def step_out_of_memory(self, prompt_tokens: int, preempts: int) -> None:
+        @rule(
+            prompt_tokens=st.integers(1, 24), preempts=st.integers(0, 2), is_given_up=st.booleans()
+        )
+        def step_out_of_memory(self, prompt_tokens: int, preempts: int, is_given_up: bool) -> None:
             self.end_all()
             self.compute_in_vain(self.rig.scheduler.schedule())
             for _ in range(preempts):
@@ -182,6 +184,10 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                 self.compute_in_vain(self.replan(2 * prompt_tokens))
             plan = self.replan(prompt_tokens)
             assert plan.chunks or not self.left or tier_slots, "work and nothing planned"
+            if plan.chunks and is_given_up:
+                self.compute_in_vain(plan)
+                self.rig.scheduler.abandon()
+                return
             self.rig.finish(plan)
             self.hear()
 

@@ -21,6 +21,7 @@ from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.wire.errors import from_rpc_error
+from ullage_engine.protocol.errors import MEMORY_SHORT
 from ullage_engine.server.app import AppError
 from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError
@@ -241,6 +242,23 @@ def test_a_request_that_kills_every_worker_is_given_up(serve: Serve, fake: Modul
                 await engine.generate(ask(fake.Script.KILLS_WORKER))
             error = from_rpc_error(raised.value)
             assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "WORKER_LOST")
+            assert (await engine.generate(ask())).token_ids == expected(fake)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_workers_lack_memory_that_others_hold_may_be_sent_again(
+    serve: Serve, fake: ModuleType
+) -> None:
+    policy = RestartPolicy(first_backoff_s=0.01, max_stalled_resumes=1, max_failures=20)
+
+    async def scenario() -> None:
+        async with serve(policy=policy, step_s=0.02, ends_with=MEMORY_SHORT) as engine:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await engine.generate(ask(fake.Script.KILLS_WORKER))
+            error = from_rpc_error(raised.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "MEMORY_SHORT")
+            assert error.retry_after_s
             assert (await engine.generate(ask())).token_ids == expected(fake)
 
     asyncio.run(scenario())

@@ -3,7 +3,9 @@
 Deterministic steps make that a sharp test: a convolution state that is off by anything shows.
 """
 
+import itertools
 import random
+import time
 import warnings
 from collections.abc import Callable
 
@@ -13,6 +15,7 @@ import torch
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.step_plan import SampledToken, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
@@ -71,6 +74,8 @@ def make_engine(
     host_slots: int = 0,
     prefix_cache: bool = True,
     replay_tokens: int = REPLAY,
+    restore_workspace: Callable[[], bool] = lambda: True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> EngineCore:
     model_config = runner.model_config
     group = CacheGroup(bytes_per_token=runner.kv_block_bytes // 16)
@@ -96,6 +101,8 @@ def make_engine(
         Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=8), policy),
         runner,
         throughput,
+        restore_workspace=restore_workspace,
+        clock=clock,
     )
 
 
@@ -178,6 +185,33 @@ def test_short_memory_samples_and_failed_steps_change_nothing(
     for group in groups:
         for request in group:
             assert told[request.request_id] == alone(runner, request), request.request_id
+
+
+def test_steps_that_wait_for_memory_change_nothing(
+    runner: ModelRunner, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is given up after it has written KV and states, and is computed again later."""
+    clock = itertools.count(step=0.3).__next__
+    engine = make_engine(runner, restore_workspace=lambda: False, clock=clock)
+    execute, num_executed = runner.execute, 0
+
+    def execute_in_vain(plan: StepPlan) -> list[SampledToken]:
+        nonlocal num_executed
+        num_executed += 1
+        sampled = execute(plan)
+        if num_executed % 5 in (1, 2):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sampled
+
+    requests = [make_request("x" * number, tokens(seed + number, 70), 9) for number in (1, 2, 3)]
+    for request in requests:
+        assert engine.submit(request) is None
+    monkeypatch.setattr(runner, "execute", execute_in_vain)
+    told = run(engine, {})
+    monkeypatch.undo()
+    assert engine.num_oom_events > 4 and engine.scheduler.stats().num_preemptions == 0
+    for request in requests:
+        assert told[request.request_id] == alone(runner, request), request.request_id
 
 
 def test_what_is_allocated_for_states_is_what_is_priced(runner: ModelRunner) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_engine.protocol.errors import MemoryShortError
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
@@ -42,8 +43,33 @@ class FakeRunner:
         return NO_TOKEN if chunk.request_id == self.damaged else chunk.end
 
 
+class Neighbour:
+    """Another process that takes memory of the device for some time, by a clock that each look
+    moves on by a tenth of a second."""
+
+    def __init__(self, begins_at: float, ends_at: float) -> None:
+        self.begins_at, self.ends_at = begins_at, ends_at
+        self.now = 0.0
+        self.num_restores = 0
+
+    @property
+    def holds_memory(self) -> bool:
+        return self.begins_at <= self.now < self.ends_at
+
+    def clock(self) -> float:
+        self.now += 0.1
+        return self.now
+
+    def restore(self) -> bool:
+        self.num_restores += 1
+        return not self.holds_memory
+
+
 def make_engine(
-    fails: Callable[[StepPlan], bool], host_slots: int = 0, speculative: int = 0
+    fails: Callable[[StepPlan], bool],
+    host_slots: int = 0,
+    speculative: int = 0,
+    neighbour: Neighbour | None = None,
 ) -> tuple[EngineCore, FakeRunner]:
     profile = MemoryProfile(
         block_tokens=16,
@@ -58,7 +84,10 @@ def make_engine(
     limits = SchedulerLimits(512, 8, 64, True, 8192, num_speculative_tokens=speculative)
     policy = KvPolicy(host_slots=host_slots)
     scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=32), policy)
-    return EngineCore(scheduler, runner, throughput), runner
+    if neighbour is None:
+        return EngineCore(scheduler, runner, throughput), runner
+    shared = {"restore_workspace": neighbour.restore, "clock": neighbour.clock}
+    return EngineCore(scheduler, runner, throughput, None, **shared), runner
 
 
 def make_request(name: str, prompt: int, max_tokens: int = 4) -> EngineRequest:
@@ -130,6 +159,90 @@ def test_only_the_request_that_cannot_run_even_alone_fails() -> None:
     assert failed.request_id == "bad"
     assert failed.message.endswith("CUDA out of memory. Tried to allocate 20 MiB")
     assert engine.take_failed() == []
+
+
+@pytest.mark.parametrize("speculative", [0, 3])
+def test_requests_wait_while_others_hold_memory_and_lose_nothing(speculative: int) -> None:
+    neighbour = Neighbour(0.5, 3.0)
+
+    def fails(plan: StepPlan) -> bool:
+        neighbour.now += 0.1
+        return neighbour.holds_memory
+
+    engine, _ = make_engine(fails, neighbour=neighbour, speculative=speculative)
+    names = {"a": 100, "b": 8, "c": 30}
+    for name, prompt in names.items():
+        submit(engine, name, prompt, max_tokens=9)
+    expected = {name: list(range(prompt, prompt + 9)) for name, prompt in names.items()}
+    assert run(engine) == expected
+    assert neighbour.num_restores > 2
+    assert engine.take_failed() == []
+    # They kept what they had: nothing was computed twice.
+    assert engine.scheduler.stats().num_preemptions == 0
+
+
+def test_a_shortage_that_does_not_end_is_another_workers_and_no_requests() -> None:
+    neighbour = Neighbour(1.0, float("inf"))
+
+    def fails(plan: StepPlan) -> bool:
+        neighbour.now += 0.1
+        return neighbour.holds_memory
+
+    engine, _ = make_engine(fails, neighbour=neighbour)
+    for name in "abc":
+        submit(engine, name, 8, max_tokens=40)
+    with pytest.raises(
+        MemoryShortError, match=r"^others have held memory .* for 5 s \(CUDA out of"
+    ):
+        run(engine)
+    assert 6.0 <= neighbour.now < 7.0
+    assert engine.take_failed() == []
+    # It is tried now and then, not as fast as it fails.
+    assert engine.num_oom_events == neighbour.num_restores <= 2 * 5 / 0.25
+
+
+def test_a_request_may_be_cancelled_while_others_hold_memory() -> None:
+    neighbour = Neighbour(0.0, 2.0)
+    engine, _ = make_engine(lambda plan: neighbour.holds_memory, neighbour=neighbour)
+    submit(engine, "a", 8)
+    submit(engine, "b", 8)
+    engine.step()
+    engine.cancel("a")
+    assert run(engine) == {"b": [8, 9, 10, 11]}
+
+
+def test_a_step_that_is_too_large_for_the_whole_workspace_is_not_waited_for() -> None:
+    neighbour = Neighbour(0.0, 0.0)
+    engine, _ = make_engine(lambda plan: len(plan.chunks) > 2, neighbour=neighbour)
+    for name in "abc":
+        submit(engine, name, 4)
+    assert run(engine) == {name: [4, 5, 6, 7] for name in "abc"}
+    assert engine.scheduler.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+    ],
+)
+def test_a_library_that_runs_out_of_memory_costs_a_step_and_not_the_worker(
+    error: Exception,
+) -> None:
+    engine, runner = make_engine(lambda plan: False)
+    errors = [error]
+
+    def fails(plan: StepPlan) -> bool:
+        if errors:
+            raise errors.pop()
+        return False
+
+    runner._fails = fails
+    submit(engine, "a", 8)
+    assert run(engine) == {"a": [8, 9, 10, 11]}
+    assert engine.num_oom_events == 1
 
 
 def test_an_injected_fault_changes_no_output() -> None:

@@ -10,14 +10,18 @@ import pytest
 
 from ullage_common.config.engine import BatchingSection, DegradeSection
 from ullage_engine.memory.pressure import PressureController
+from ullage_engine.protocol.errors import MemoryShortError
 from ullage_engine.protocol.messages import (
     EngineRequest,
     SamplingParams,
     Shutdown,
+    StateReport,
     Submit,
     ToWorker,
+    WorkerState,
 )
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.vllm_worker.engine import OutOfMemoryFault
 from ullage_engine.worker.loop import Link, StartedEngine, Worker
 
 
@@ -90,6 +94,60 @@ def test_more_requests_are_waited_for_only_where_no_decode_is_due(
     worker._take_messages()
     assert bool(link.waited_s) == bool(window_s)
     assert all(window_s / 2 < waited <= window_s for waited in link.waited_s[:1])
+
+
+def make_state(num_oom_events: int) -> WorkerState:
+    return WorkerState(
+        kv_pool_bytes=1,
+        kv_free_bytes=1,
+        kv_reclaimable_bytes=0,
+        kv_committed_bytes=0,
+        num_running=0,
+        num_waiting=0,
+        num_steps=0,
+        expected_output_tokens=1,
+        prefill_backlog_tokens=0,
+        num_preemptions=0,
+        total_bytes=1,
+        threshold=1.0,
+        decode_tokens_per_second=0.0,
+        prefill_tokens_per_second=0.0,
+        num_oom_events=num_oom_events,
+        releases=[],
+        ledger=[],
+        rss_bytes=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "num_oom_events"),
+    [
+        (OutOfMemoryFault("injected fault"), 4),
+        (RuntimeError("CUDA error: out of memory"), 4),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), 3),
+        (MemoryShortError("others hold memory"), 3),  # its steps are counted already
+    ],
+)
+def test_the_step_that_ends_a_worker_is_counted_if_it_ran_out_of_memory(
+    error: Exception, num_oom_events: int
+) -> None:
+    sent: list[object] = []
+
+    def step() -> None:
+        raise error
+
+    engine = FakeEngine(has_work=True, has_decodes=True)
+    engine.num_steps, engine.step, engine.tiers = 0, step, None  # type: ignore[attr-defined]
+    engine.set_batch_share = lambda share: None  # type: ignore[attr-defined]
+    link = FakeLink(0)
+    link.send = sent.append  # type: ignore[method-assign]
+    started = SimpleNamespace(engine=engine, state=lambda: make_state(3), ready=lambda state: state)
+    pressure = PressureController(DegradeSection())
+    worker = Worker(cast(StartedEngine, started), BatchingSection(), cast(Link, link), pressure)
+    with pytest.raises(type(error)):
+        worker.run()
+    reports = [each for each in sent if isinstance(each, StateReport)]
+    assert [each.state.num_oom_events for each in reports] == [num_oom_events]
 
 
 def test_a_worker_that_has_no_server_says_why_it_ends(tmp_path: Path) -> None:

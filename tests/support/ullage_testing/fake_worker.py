@@ -72,6 +72,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     """A failed start is a crash, not a wrong configuration."""
     exit_code: int | None = None
     """Exits with it before saying anything."""
+    ends_with: int | None = None
+    """What it exits with for `Script.KILLS_WORKER`; None: it is killed."""
     standby_hangs: bool = False
     """One that stands by imports its libraries for ever."""
     crashes: int = 0
@@ -268,6 +270,8 @@ class FakeWorker:
             return
         for sequence in self._sequences.values():
             if sequence.request.token_ids[0] == Script.KILLS_WORKER:
+                if self._options.ends_with is not None:
+                    os._exit(self._options.ends_with)
                 os.kill(os.getpid(), 9)
         stepped = [sequence.step() for sequence in self._sequences.values()]
         outputs = [output for output in stepped if output is not None]
