@@ -44,6 +44,7 @@ _SMALL_SEGMENTS = 16 * _MIB
 _FREE_FOR_LIBRARIES = 16 * _MIB
 """Bytes that must be free for libraries to load a kernel: they do not use torch's allocator."""
 _RECENT_S = 1.0
+"""Age of a figure of a GPU's memory at which it is measured again while serving."""
 
 
 class HostTier(NamedTuple):
@@ -92,11 +93,11 @@ def open_driver(config: EngineConfig, rank: int) -> GpuDriver | None:
 
     try:
         gpus = Nvml().gpus(os.environ, rank + 1)
-    except NvmlUnavailableError as error:
+        memory = gpus[rank].free_and_total_bytes() if len(gpus) > rank else None
+    except (NvmlUnavailableError, AttributeError) as error:  # the latter of other bindings
         log.info("the driver does not tell whose memory is whose: %s", error)
         return None
 
-    memory = gpus[rank].free_and_total_bytes() if len(gpus) > rank else None
     return GpuDriver(gpus[rank], memory[1]) if memory else None
 
 

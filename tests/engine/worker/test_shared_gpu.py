@@ -1,11 +1,15 @@
 """What a worker takes for its own on a GPU that others use, too, and what it keeps of it."""
 
+import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 from ullage_testing.fake_gpu import CUDA, MIB, FakeGpu
+from ullage_testing.fake_nvml import FakeNvml
 
 from ullage_engine.gpu.nvml import Gpu
 from ullage_engine.memory import shared_device
@@ -19,6 +23,20 @@ from ullage_engine.worker.device import (
 )
 
 GIB = 1024 * MIB
+
+
+DRIVERS = """
+import json, os, torch
+from ullage_common.config.engine import EngineConfig, ModelSection
+from ullage_engine.worker.device import open_driver
+
+torch.cuda.is_available = lambda: True
+for device, rank in (("auto", 1), ("auto", 2), ("cpu", 0)):
+    config = EngineConfig(model=ModelSection(source="pkg://a/b", name="m"), device=device)
+    driver = open_driver(config, rank)
+    own = driver and driver.process_bytes().get(os.getpid())
+    print(json.dumps(driver and [driver.uuid, driver.free_before, own]))
+"""
 
 
 @pytest.fixture
@@ -212,3 +230,20 @@ def test_memory_that_is_returned_while_the_pool_is_sized_is_waited_for(gpu: Fake
     ledger = ledger_of(gpu, 22 * GIB + 500 * MIB)
     reserve_for_others(ledger, CUDA, meter, safety_reserve=2 * GIB, longest_kv=GIB)
     assert ledger.others_bytes == 0
+
+
+def test_the_driver_tells_of_each_ranks_own_gpu(gpus: FakeNvml) -> None:
+    gpus.reset({"gpus": 2, "memory_used": 40_000_000_000, "1.memory_used": 1_000_000_000})
+    gpus.set({"1.processes": 1, "1.process.0.bytes": 5 * MIB})
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVERS],
+        env=gpus.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    second, third, none_on_a_cpu = map(json.loads, done.stdout.splitlines())
+    assert second == ["GPU-00000001-aaaa", 78_400_000_000, 5 * MIB]
+    assert third is None
+    assert none_on_a_cpu is None
