@@ -359,7 +359,9 @@ class Workspace:
         """
         if self._device.type != "cuda":
             return True
-        torch.cuda.empty_cache()  # fragments may have been what was short
+        if self._meter.reserved_bytes() > self._reserved:
+            # For libraries, which do not use the allocator. It empties its cache for itself.
+            torch.cuda.empty_cache()
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:

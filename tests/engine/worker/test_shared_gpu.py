@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+import torch
 from ullage_testing.fake_gpu import CUDA, MIB, FakeGpu
 from ullage_testing.fake_nvml import FakeNvml
 
@@ -158,12 +159,28 @@ def test_a_device_without_room_for_libraries_is_short_even_with_its_workspace(
     gpu: FakeGpu,
 ) -> None:
     _, workspace, _held = settled(gpu)
-    gpu.others = {500: gpu.free_bytes}
-    gpu.others[500] -= 15 * MIB
-    # What the restored workspace leaves to small tensors is free, but nothing else is.
+    gpu.others = {500: gpu.free_bytes - 16 * MIB}
     assert workspace.restore()
-    gpu.others[500] += 16 * MIB
+    gpu.others[500] += MIB
     assert not workspace.restore()
+
+
+def test_a_workspace_that_is_whole_is_not_given_away_for_a_moment(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, workspace, _held = settled(gpu)
+    monkeypatch.setattr(gpu, "allocate", None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", None)
+    assert workspace.restore()
+
+
+def test_what_the_allocator_took_beyond_the_workspace_goes_to_libraries(gpu: FakeGpu) -> None:
+    _, workspace, _held = settled(gpu)
+    gpu.allocate(5 * GIB)
+    gpu.others = {500: gpu.free_bytes}
+    assert workspace.restore()
+    assert gpu.reserved_bytes == 22 * GIB - 16 * MIB
+    assert gpu.free_bytes >= 3 * GIB
 
 
 def ledger_of(gpu: FakeGpu, allocated: int) -> Ledger:
