@@ -46,7 +46,8 @@ from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel
 from ullage_engine.parallel.pipeline import PipelineRank, StepTransfers, in_plan_order
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
-from ullage_engine.runner.sampler import PenaltyCounts, sample
+from ullage_engine.runner.logits_edits import PenaltyCounts
+from ullage_engine.runner.sampler import sample
 from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
 
 EVERYTHING = SamplingParams(

@@ -12,7 +12,6 @@ from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
-from ullage_engine.runner.sampler import row_sums
 
 LENGTH = 600
 NUM_BLOCKS = 256
@@ -113,14 +112,6 @@ def test_neighbours_change_nothing(sequences: Sequences, whole: Logprobs) -> Non
     assert sixteen == {"0": whole, **lasts}
     mixed = sequences.compute(*decodes[:3], sequences.chunk(9, 0, 160), sequences.chunk(4, 20, 40))
     assert mixed == {name: sixteen[name] for name in ("0", "1", "2", "9", "4")}
-
-
-def test_rows_are_summed_alike_alone_and_among_others() -> None:
-    """torch shares the sum of a single large row out to threads, and of several it does not."""
-    rows = torch.rand(8, 49_152, generator=torch.Generator().manual_seed(1))
-    together = row_sums(rows)
-    assert all(torch.equal(row_sums(rows[i : i + 1])[0], together[i]) for i in range(8))
-    assert together[:, 0].tolist() == pytest.approx(rows.double().sum(-1).tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

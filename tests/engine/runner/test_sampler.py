@@ -15,16 +15,9 @@ from msgspec.structs import replace
 from ullage_engine.native.library import Team, instruction_set
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk
-from ullage_engine.runner.sampler import (
-    PenaltyCounts,
-    Row,
-    TokenCounts,
-    choose,
-    likeliest,
-    penalise,
-    sample,
-    uniform,
-)
+from ullage_engine.runner.draw import Row, likeliest, uniform
+from ullage_engine.runner.logits_edits import PenaltyCounts, TokenCounts, penalise
+from ullage_engine.runner.sampler import choose, sample
 
 VOCAB = 3008
 TEAMS = {"torch": None} | ({"library": Team(2)} if instruction_set() else {})

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
-from ullage_engine.runner.sampler import PenaltyCounts, sample
+from ullage_engine.runner.logits_edits import PenaltyCounts
+from ullage_engine.runner.sampler import sample
 from ullage_engine.worker.histories import KEPT_PLANS, ReceivedHistories, SentHistories
 from ullage_engine.worker.rank_group import Execute, ToRank, for_rank
 from ullage_engine.worker.rank_process import with_histories

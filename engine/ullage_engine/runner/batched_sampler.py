@@ -1,0 +1,157 @@
+"""Samples a batch on a device: one copy takes all parameters there, one brings all tokens back.
+
+Three phases, so that a caller may put other work between them: `plan_sampling` on the host, then
+`enqueue`, which gives the device all work and reads nothing, then `SampledBatch.read`, which waits.
+
+Filtered rows draw from the `CANDIDATES` likeliest tokens. The device marks rows that keep more than
+these; `read` samples them again from the whole vocabulary. Both ways compute the same token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
+from ullage_engine.runner.draw import (
+    UNSETTLED,
+    Draws,
+    Row,
+    draw_tokens,
+    likeliest,
+    log_masses,
+    plan_draws,
+)
+from ullage_engine.runner.logits_edits import Edits, PenaltyCounts, edit, plan_edits
+from ullage_engine.runner.packed_upload import upload
+
+CANDIDATES = 1024
+"""Likeliest tokens of a row that are sorted; sorting a vocabulary takes a hundred times the
+memory."""
+
+SORT_ROWS = 8
+"""Rows whose whole vocabulary is sorted at once, which bounds the temporaries."""
+
+_ALTERNATIVES = 64
+"""Likeliest tokens among which the alternatives of a row are; more than are reported, so that
+those that tie are in the order of ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """What is sampled from a batch of logits."""
+
+    chunks: Sequence[Chunk]
+    counts: PenaltyCounts
+    draws: Draws
+    edits: Edits
+    num_alternatives: int | None
+    """Alternatives reported of a row at most; None: no log-probabilities at all."""
+
+
+def plan_sampling(
+    chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int, width: int = CANDIDATES
+) -> SamplingPlan:
+    """Return how to sample a token of each chunk's row, from `width` candidates if it is filtered.
+
+    Every chunk is one that is sampled.
+    """
+    params = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
+    rows = [Row(each, chunk.end) for each, chunk in zip(params, chunks, strict=True)]
+    reported = [each.top_logprobs for each in params if each.top_logprobs is not None]
+    return SamplingPlan(
+        chunks=chunks,
+        counts=counts,
+        draws=plan_draws(rows, min(width, vocab)),
+        edits=plan_edits(chunks, counts, vocab),
+        num_alternatives=min(max(reported), vocab) if reported else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBatch:
+    """Tokens that the device was told to compute."""
+
+    plan: SamplingPlan
+    computed: torch.Tensor
+    """The logits as the model gave them [rows, vocab]; not to be changed before `read`."""
+    result: torch.Tensor
+    """Integers [rows, columns] on the device: the token, `NO_TOKEN` or `UNSETTLED`; where
+    log-probabilities are reported also that of the token, the alternatives, and theirs."""
+
+    def read(self) -> list[SampledToken]:
+        """Wait for the tokens and return them, in the order of the chunks."""
+        table = self.result.cpu().numpy()
+        sampled = [
+            self._sampled(chunk, row) for chunk, row in zip(self.plan.chunks, table, strict=True)
+        ]
+        unsettled = [int(row) for row in np.flatnonzero(table[:, 0] == UNSETTLED)]
+        for start in range(0, len(unsettled), SORT_ROWS):
+            rows = unsettled[start : start + SORT_ROWS]
+            for row, token in zip(rows, self._sample_again(rows), strict=True):
+                sampled[row] = token
+        return sampled
+
+    def _sampled(self, chunk: Chunk, row: np.ndarray) -> SampledToken:
+        token = int(row[0])
+        top = chunk.sampling.top_logprobs if chunk.sampling else None
+        if token < 0 or top is None or self.plan.num_alternatives is None:
+            return SampledToken(chunk.request_id, token, 0.0, [], [])
+        ids, logprobs = row[2:].reshape(2, self.plan.num_alternatives)[:, :top]
+        return SampledToken(
+            chunk.request_id,
+            token,
+            float(row[1:2].view(np.float32)[0]),
+            ids.tolist(),
+            logprobs.view(np.float32).tolist(),
+        )
+
+    def _sample_again(self, rows: list[int]) -> list[SampledToken]:
+        computed = torch.stack([self.computed[row] for row in rows])
+        chunks = [self.plan.chunks[row] for row in rows]
+        vocab = computed.shape[1]
+        plan = plan_sampling(chunks, self.plan.counts, vocab, width=vocab)
+        return enqueue(computed, computed.to(torch.float32, copy=True), plan).read()
+
+
+def enqueue(computed: torch.Tensor, logits: torch.Tensor, plan: SamplingPlan) -> SampledBatch:
+    """Have the device sample a token of each row.
+
+    `computed`: the logits [rows, vocab], which stay as they are; `logits`: a copy of them in
+    float32, contiguous, which is overwritten.
+
+    Waits for nothing: what follows must not read a value of the device, not even to decide what
+    comes next.
+    """
+    on_device = upload({**plan.draws.arrays, **plan.edits.arrays}, logits.device)
+    least, greatest = torch.aminmax(logits, dim=-1, keepdim=True)
+    # Each product is 0, or NaN if its factor is NaN or infinite, which equals nothing.
+    is_damaged = least * 0 != greatest * 0
+
+    edit(logits, plan.edits, on_device)
+    draw_arrays = {name: on_device[name] for name in plan.draws.arrays}
+    tokens = draw_tokens(logits, plan.draws, draw_arrays).masked_fill_(is_damaged, NO_TOKEN)
+    if plan.num_alternatives is None:
+        return SampledBatch(plan, computed, tokens)
+    logits.copy_(computed)
+    columns = [tokens, *_logprob_columns(logits, greatest, tokens, plan.num_alternatives)]
+    return SampledBatch(plan, computed, torch.cat([_as_int32(each) for each in columns], 1))
+
+
+def _logprob_columns(
+    logits: torch.Tensor, greatest: torch.Tensor, tokens: torch.Tensor, num_alternatives: int
+) -> list[torch.Tensor]:
+    """Return log-probabilities of the model's own distribution, before edits and temperature: of
+    the tokens [rows, 1], and ids and log-probabilities of the alternatives. Overwrites the
+    logits."""
+    chosen = logits.gather(1, tokens.clamp(min=0))
+    values, ids = likeliest(logits, max(_ALTERNATIVES, num_alternatives))
+    values, ids = values[:, :num_alternatives], ids[:, :num_alternatives]
+    log_mass = log_masses(logits, greatest)
+    return [chosen - greatest - log_mass, ids, values - greatest - log_mass]
+
+
+def _as_int32(column: torch.Tensor) -> torch.Tensor:
+    """Return integers as int32, and the bits of float32 numbers."""
+    return column.view(torch.int32) if column.is_floating_point() else column.int()

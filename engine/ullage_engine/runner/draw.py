@@ -1,0 +1,315 @@
+"""Draws tokens from rows of logits, on any device, without the host.
+
+The filters keep a prefix of the tokens sorted by (logit descending, id ascending): top-k, top-p as
+a share of what top-k kept, min-p. The token is the inverse of the running sum of what is kept at
+the row's noise: in that order if the row is filtered, else in the order of ids.
+
+A row's token depends on that row alone, although a GPU adds up a row in an order that depends on
+how many rows there are. So a weight is a whole number (see `FIXED_POINT`), and sums of those are
+exact in any order. Only the first additions of `_block_sums` are in float32, element by element.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from ullage_engine.native.library import Draw
+from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.runner.packed_upload import HostArrays
+
+FIXED_POINT = 2.0**42
+"""The likeliest token's weight. What a token has below 1 of it, which is 2e-13 of the likeliest's
+probability, is cut off; a sum over 2**20 tokens fits in int64."""
+
+BLOCK = 128
+"""Neighbouring tokens that are added up before running sums are formed."""
+
+UNSETTLED = -2
+"""Token id of a row that keeps more tokens than the candidates: draw it from more of them."""
+
+_KEEP_ALL = 1.5
+"""top_p of rows that top-p does not limit: no rounding of a sum reaches it."""
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a number in (0, 1) for the token at `position` of a request with this seed.
+
+    Two rounds of SplitMix64 (Steele, Lea and Flood, 2014) over the pair; 23 bits, so that it and
+    its distance from 1 are exact in float32.
+    """
+    mixed = _mix((_mix((seed + _GOLDEN) & _MASK) + _GOLDEN * (position + 1)) & _MASK)
+    return ((mixed >> 41) + 0.5) / (1 << 23)
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The sampling parameters of one row."""
+
+    params: SamplingParams
+    position: int
+    """Position of the token to choose."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature == 0.0 or self.params.top_k == 1
+
+    @property
+    def is_filtered(self) -> bool:
+        params = self.params
+        has_filter = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        return has_filter and not self.is_greedy
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may be drawn."""
+        return not self.is_filtered and not self.is_greedy
+
+    @property
+    def noise(self) -> float:
+        return uniform(self.params.seed, self.position)
+
+    def draw(self) -> Draw:
+        """Return what the C++ library chooses by."""
+        params = self.params
+        return Draw(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            noise=0.0 if self.is_greedy else self.noise,
+            top_k=params.top_k,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What is drawn from a batch, decided on the host."""
+
+    width: int
+    """Likeliest tokens of a row that a filtered token is drawn from."""
+    any_greedy: bool
+    any_filtered: bool
+    any_free: bool
+    any_nucleus: bool
+    """Whether top-p limits any row."""
+    any_min_p: bool
+    needs_mass: bool
+    """Whether the weights of a whole row must be added up."""
+    arrays: HostArrays
+    """Parameters, [rows, 1] each; none of greedy rows alone."""
+
+
+def plan_draws(rows: Sequence[Row], width: int) -> Draws:
+    """Return how to draw a token of each row, from `width` candidates where it is filtered."""
+    filtered = [row.params for row in rows if row.is_filtered]
+    any_free = any(row.is_free for row in rows)
+    any_greedy = any(row.is_greedy for row in rows)
+    nuclei = [params for params in filtered if params.top_p < 1.0]
+    return Draws(
+        width=width,
+        any_greedy=any_greedy,
+        any_filtered=bool(filtered),
+        any_free=any_free,
+        any_nucleus=bool(nuclei),
+        any_min_p=any(params.min_p > 0.0 for params in filtered),
+        needs_mass=any_free or any(not 0 < params.top_k <= width for params in nuclei),
+        arrays=_parameters(rows, width) if filtered or any_free else {},
+    )
+
+
+def _parameters(rows: Sequence[Row], width: int) -> HostArrays:
+    params = [row.params for row in rows]
+    top_k = _column([each.top_k for each in params], np.int64)
+    top_p = _column([each.top_p for each in params], np.float64)
+    min_p = _column([each.min_p for each in params], np.float32)
+
+    # One too small for float32 would be zero, and zero by zero is NaN. Greedy rows take any.
+    tiny = float(np.finfo(np.float32).tiny)
+    temperature = [1.0 if row.is_greedy else max(row.params.temperature, tiny) for row in rows]
+    has_top_k = (top_k > 0) & (top_k <= width)
+    keeps_all = top_p >= 1.0
+    return {
+        "temperature": _column(temperature, np.float32),
+        "noise": _column([0.0 if row.is_greedy else row.noise for row in rows], np.float64),
+        "top_p": np.where(keeps_all, _KEEP_ALL, top_p),
+        # Negative, because what is searched must ascend.
+        "least_weight": min_p * np.float32(-FIXED_POINT),
+        "last_of_top_k": np.where(has_top_k, top_k, width) - 1,
+        "has_top_k": has_top_k,
+        # The nucleus is a share of what top-k keeps, which is not known before all of it is there.
+        "is_unknown": (top_k > width) & ~keeps_all,
+        "is_filtered": _column([row.is_filtered for row in rows], np.bool_),
+        "is_free": _column([row.is_free for row in rows], np.bool_),
+    }
+
+
+def _column(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
+    return np.array(values, dtype)[:, None]
+
+
+def draw_tokens(
+    logits: torch.Tensor, draws: Draws, on_device: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return a token of each row of float32 logits [rows, vocab] as int64 [rows, 1].
+
+    `UNSETTLED` where the candidates do not settle it, which those of the whole vocabulary always
+    do. Any token where a logit is NaN or infinite, or where none is above -inf.
+
+    Overwrites the logits. `on_device`: the arrays of `draws`.
+    """
+    if draws.any_greedy:
+        greatest, first = logits.max(dim=-1, keepdim=True)
+        chosen = {"is_greedy": first}
+    else:
+        # A CPU takes a sixth of the time if it need not know where.
+        greatest = logits.amax(dim=-1, keepdim=True)
+        chosen = {}
+
+    # The logits become weights, so candidates are taken from them before.
+    candidates = likeliest(logits, draws.width) if draws.any_filtered else None
+    mass = None
+    if draws.needs_mass:
+        blocks = _blocks(logits, greatest, on_device["temperature"])
+        sums = _block_sums(blocks)
+        running = sums.cumsum(-1)
+        mass = running[:, -1:]
+    if draws.any_free:
+        drawn = _draw_of_blocks(blocks, sums, running, on_device["noise"])
+        # One of the padding, but only where no token is above -inf.
+        chosen["is_free"] = drawn.clamp_(max=logits.shape[1] - 1)
+    if candidates is not None:
+        drawn = _draw_of_candidates(*candidates, mass, draws, on_device, logits.shape[1])
+        chosen["is_filtered"] = drawn
+
+    (_, tokens), *others = chosen.items()
+    for kind, drawn in others:
+        tokens = torch.where(on_device[kind], drawn, tokens)
+    return tokens
+
+
+def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and ids of the `width` likeliest tokens, ties by id.
+
+    Of tokens that tie with the last one, any may be there.
+    """
+    if width >= logits.shape[1]:
+        return torch.sort(logits, dim=-1, descending=True, stable=True)
+    ids = logits.topk(width, dim=-1, sorted=False).indices.sort(-1).values
+    values, order = torch.sort(logits.gather(1, ids), dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def log_masses(logits: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of each row's sum of exp(logit - greatest), float32 [rows, 1].
+
+    Overwrites the logits.
+    """
+    mass = _block_sums(_blocks(logits, greatest, None)).sum(-1, keepdim=True)
+    return mass.double().div_(FIXED_POINT).log_().float()
+
+
+def _weigh(differences: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """Turn differences from the greatest logit into weights, in place."""
+    if temperature is not None:
+        differences.div_(temperature)
+    return differences.exp_().mul_(FIXED_POINT)
+
+
+def _blocks(
+    logits: torch.Tensor, greatest: torch.Tensor, temperature: torch.Tensor | None
+) -> torch.Tensor:
+    """Return weights, whole numbers, as [rows, blocks, BLOCK]; overwrites the logits."""
+    rows, vocab = logits.shape
+    if vocab % BLOCK:
+        logits = pad(logits, (0, -vocab % BLOCK), value=-torch.inf)
+    # Rounded before anything is added up: a block has a sum where one of its tokens has a weight.
+    weights = _weigh(logits.sub_(greatest), temperature).floor_()
+    return weights.view(rows, -1, BLOCK)
+
+
+def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each block as int64 [rows, blocks].
+
+    Three additions in float32 come first, or int64 would take twice the memory of the logits. They
+    are element by element and so the same in any batch; they may be wrong by 3 * 2**-24.
+    """
+    half, quarter, eighth = BLOCK // 2, BLOCK // 4, BLOCK // 8
+    sums = blocks[..., :half] + blocks[..., half:]
+    sums = sums[..., :quarter].add_(sums[..., quarter:])
+    sums = sums[..., :eighth].add_(sums[..., eighth:])
+    return sums.long().sum(-1)
+
+
+def _draw_of_blocks(
+    blocks: torch.Tensor, sums: torch.Tensor, running: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
+    """Draw from all tokens in the order of ids: the block, then the token in it."""
+    target = (running[:, -1:] * noise).long()
+    block = torch.searchsorted(running, target, right=True).clamp_(max=running.shape[1] - 1)
+    before = running.gather(1, block) - sums.gather(1, block)
+
+    weights = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    inside = weights.long().cumsum(-1)
+    # The block's sum was rounded; the target must not be behind the block's last token.
+    rest = torch.minimum(target - before, inside[:, -1:] - 1)
+    place = torch.searchsorted(inside, rest, right=True).clamp_(max=BLOCK - 1)
+    return place.add_(block, alpha=BLOCK)
+
+
+def _draw_of_candidates(
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    mass: torch.Tensor | None,
+    draws: Draws,
+    on_device: Mapping[str, torch.Tensor],
+    vocab: int,
+) -> torch.Tensor:
+    """Draw from what the filters keep of the sorted candidates; `mass` is that of the whole row."""
+    weights = _weigh(values - values[:, :1], on_device["temperature"])
+    running = weights.long().cumsum(-1)
+    last = _last_kept(weights, running, mass, draws, on_device)
+
+    target = (running.gather(1, last) * on_device["noise"]).long()
+    place = torch.searchsorted(running, target, right=True).clamp_(max=values.shape[1] - 1)
+    tokens = ids.gather(1, place)
+    if draws.width >= vocab:
+        return tokens
+
+    # The last candidates may tie with tokens left out, so the kept must all be above the least.
+    is_unsettled = values.gather(1, last) <= values[:, -1:]
+    return tokens.masked_fill_(is_unsettled.logical_or_(on_device["is_unknown"]), UNSETTLED)
+
+
+def _last_kept(
+    weights: torch.Tensor,
+    running: torch.Tensor,
+    mass: torch.Tensor | None,
+    draws: Draws,
+    on_device: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Return the place of the last candidate that all three filters keep, int64 [rows, 1]."""
+    last = on_device["last_of_top_k"]
+    if draws.any_nucleus:
+        share = running.gather(1, last)
+        if mass is not None:
+            share = torch.where(on_device["has_top_k"], share, mass)
+        # A token is kept if those before it have less than this.
+        enough = (share * on_device["top_p"]).ceil_().long()
+        last = torch.minimum(last, torch.searchsorted(running, enough))
+    if draws.any_min_p:
+        num_likely = torch.searchsorted(weights.neg(), on_device["least_weight"], right=True)
+        last = torch.minimum(last, num_likely.sub_(1))
+        # A row with NaN may have none.
+        last.clamp_(min=0)
+    return last

@@ -1,0 +1,247 @@
+"""Edits of logits before a token is chosen: penalties, biases, banned tokens, masks, in this order.
+
+Twice the same arithmetic. `penalise` and `constrain` edit one row, which is least work where a row
+is a plain array of the host. `plan_edits` and `edit` edit a whole batch on a device, with a number
+of kernels that does not depend on the number of rows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.step_plan import Chunk
+from ullage_engine.runner.packed_upload import HostArrays, upload
+
+LARGEST = 1e30
+"""Stand-in for an infinite logit: far beyond any other, and sums with it stay finite."""
+
+PENALTIES_AT_ONCE = 1 << 16
+"""Penalised logits whose edit is computed at once. Bounds the temporaries, about 45 bytes each,
+whatever the histories' lengths."""
+
+
+class TokenCounts:
+    """How often each token is in a history, which only grows: each token is counted once."""
+
+    def __init__(self, history: list[int], num_prompt_tokens: int) -> None:
+        self.history = history
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_counted = 0
+        self._places: dict[int, int] = {}
+        self._ids = np.empty(0, np.int64)
+        self._outputs = np.empty(0, np.float32)
+
+    def update(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return the tokens of the history, and how often each of them is in its output."""
+        for position in range(self._num_counted, len(self.history)):
+            token = self.history[position]
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros(place + 64, np.int64)])
+                self._outputs = np.concatenate([self._outputs, np.zeros(place + 64, np.float32)])
+            self._ids[place] = token
+            self._outputs[place] += position >= self._num_prompt_tokens
+        self._num_counted = len(self.history)
+        num_tokens = len(self._places)
+        return self._ids[:num_tokens], self._outputs[:num_tokens]
+
+
+class PenaltyCounts:
+    """The counts of requests with penalties, kept from step to step for those used last."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._by_request: OrderedDict[str, TokenCounts] = OrderedDict()
+
+    def of(self, chunk: Chunk) -> TokenCounts:
+        """Return the counts of a chunk's history: those of the last step if it is the same list,
+        which is what grows from step to step."""
+        counts = self._by_request.pop(chunk.request_id, None)
+        if counts is None or counts.history is not chunk.history:
+            counts = TokenCounts(chunk.history, chunk.num_prompt_tokens)
+        self._by_request[chunk.request_id] = counts
+        if len(self._by_request) > self._max_requests:
+            self._by_request.popitem(last=False)
+        return counts
+
+
+def is_constrained(chunk: Chunk) -> bool:
+    """Whether `constrain` changes anything."""
+    is_biased = chunk.sampling is not None and bool(chunk.sampling.logit_bias)
+    return chunk.allowed is not None or bool(chunk.banned) or is_biased
+
+
+def penalise(logits: torch.Tensor, params: SamplingParams, counts: TokenCounts) -> None:
+    """Apply penalties to one row in place; the logits stay finite.
+
+    Repetition divides positive and multiplies negative logits of every token seen (Keskar et al.,
+    2019); presence and frequency subtract, counting output only, as OpenAI documents them.
+    """
+    ids, outputs = (torch.from_numpy(each) for each in counts.update())
+    values = logits[ids]
+    penalty = params.repetition_penalty
+    if penalty != 1.0:
+        values = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        cost = params.presence_penalty + params.frequency_penalty * outputs
+        values -= torch.where(outputs > 0, cost, torch.zeros_like(cost))
+    logits[ids] = _finite(values)
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """Replace infinities that a penalty caused, in place."""
+    return values.nan_to_num_(nan=-LARGEST, posinf=LARGEST, neginf=-LARGEST)
+
+
+def constrain(logits: torch.Tensor, chunk: Chunk) -> None:
+    """Apply a chunk's biases and masks to its row of logits [vocab], in place.
+
+    A token that is ruled out has the logit -inf and so no probability at any temperature.
+    """
+    bias = chunk.sampling.logit_bias if chunk.sampling else {}
+    if bias:
+        logits[torch.tensor(list(bias))] += torch.tensor(list(bias.values()), dtype=logits.dtype)
+    if chunk.banned:
+        logits[torch.tensor(chunk.banned)] = -torch.inf
+    if chunk.allowed is not None:
+        bits = np.frombuffer(chunk.allowed, np.uint8)
+        is_allowed = np.unpackbits(bits, count=logits.shape[0], bitorder="little")
+        logits.masked_fill_(torch.from_numpy(is_allowed == 0), -torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Edits of a batch as arrays. Logits are numbered through the batch: row * vocab + token."""
+
+    arrays: HostArrays
+    """What travels with the batch's other parameters; empty if there is nothing to edit."""
+    more_penalties: Sequence[HostArrays]
+    """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
+
+
+def plan_edits(chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int) -> Edits:
+    """Return the edits of the chunks' rows of logits [rows, vocab]."""
+    if not any(map(_is_edited, chunks)):
+        return Edits({}, [])
+    first_penalties, *more_penalties = [*_penalties(chunks, counts, vocab)] or [{}]
+    constraints = {**_biases(chunks, vocab), **_bans(chunks, vocab), **_masks(chunks, vocab)}
+    return Edits({**first_penalties, **constraints}, more_penalties)
+
+
+def _is_edited(chunk: Chunk) -> bool:
+    is_penalised = chunk.sampling is not None and chunk.sampling.is_penalised
+    return is_penalised or is_constrained(chunk)
+
+
+def _penalties(
+    chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int
+) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
+    """Yield the penalised logits, at most `PENALTIES_AT_ONCE` at a time."""
+    numbers = []
+    outputs = []
+    params = np.zeros((3, len(chunks)), np.float32)
+    for row, chunk in enumerate(chunks):
+        sampling = chunk.sampling
+        if sampling is None or not sampling.is_penalised:
+            continue
+        row_ids, row_outputs = counts.of(chunk).update()
+        numbers.append(row_ids + row * vocab)
+        outputs.append(row_outputs)
+        params[:, row] = (
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+    if not numbers:
+        return
+
+    all_numbers = np.concatenate(numbers)
+    all_outputs = np.concatenate(outputs)
+    for start in range(0, len(all_numbers), PENALTIES_AT_ONCE):
+        piece = slice(start, start + PENALTIES_AT_ONCE)
+        yield {
+            "penalised": all_numbers[piece],
+            "outputs": all_outputs[piece],
+            "repetition": params[0],
+            "presence": params[1],
+            "frequency": params[2],
+        }
+
+
+def _biases(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.generic]]:
+    biases = [chunk.sampling.logit_bias if chunk.sampling else {} for chunk in chunks]
+    if not any(biases):
+        return {}
+    numbers = [row * vocab + token for row, bias in enumerate(biases) for token in bias]
+    values = [value for bias in biases for value in bias.values()]
+    return {"biased": np.array(numbers, np.int64), "biases": np.array(values, np.float32)}
+
+
+def _bans(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.generic]]:
+    numbers = [row * vocab + token for row, chunk in enumerate(chunks) for token in chunk.banned]
+    return {"banned": np.array(numbers, np.int64)} if numbers else {}
+
+
+def _masks(chunks: Sequence[Chunk], vocab: int) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the masks, a bit for each token that is ruled out, and the mask of each row; rows
+    without one share the first, which rules nothing out."""
+    masks = [chunk.allowed for chunk in chunks if chunk.allowed is not None]
+    if not masks:
+        return {}
+    ruled_out = np.full((1 + len(masks), -(-vocab // 8)), 0xFF, np.uint8)
+    ruled_out[0] = 0
+    for place, allowed in enumerate(masks, start=1):
+        bits = np.frombuffer(allowed, np.uint8)[: ruled_out.shape[1]]
+        ruled_out[place, : len(bits)] = ~bits
+
+    has_mask = np.array([chunk.allowed is not None for chunk in chunks])
+    return {
+        "ruled_out": ruled_out,
+        "mask_of_row": np.where(has_mask, np.cumsum(has_mask), 0),
+        "bit_places": np.arange(8, dtype=np.uint8),
+    }
+
+
+def edit(logits: torch.Tensor, edits: Edits, on_device: Mapping[str, torch.Tensor]) -> None:
+    """Apply edits to float32 logits [rows, vocab], contiguous, in place. `on_device`: the arrays
+    of `edits`."""
+    # Each index occurs once, so that it does not matter in which order a GPU writes.
+    flat = logits.view(-1)
+    if "penalised" in on_device:
+        _penalise_batch(flat, logits.shape[1], on_device)
+    for piece in edits.more_penalties:
+        _penalise_batch(flat, logits.shape[1], upload(piece, logits.device))
+    if "biased" in on_device:
+        flat.index_add_(0, on_device["biased"], on_device["biases"])
+    if "banned" in on_device:
+        flat.index_fill_(0, on_device["banned"], -torch.inf)
+    if "ruled_out" in on_device:
+        _mask_batch(logits, on_device)
+
+
+def _penalise_batch(flat: torch.Tensor, vocab: int, on_device: Mapping[str, torch.Tensor]) -> None:
+    numbers = on_device["penalised"]
+    outputs = on_device["outputs"]
+    rows = numbers.div(vocab, rounding_mode="floor")
+
+    values = flat.index_select(0, numbers)
+    repetition = on_device["repetition"].index_select(0, rows)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+
+    cost = on_device["frequency"].index_select(0, rows).mul_(outputs)
+    cost.add_(on_device["presence"].index_select(0, rows))
+    # Not where(..., 0.0): on CUDA a scalar there is copied to the device, and waited for.
+    values.sub_(cost.masked_fill_(outputs <= 0, 0.0))
+    flat.index_copy_(0, numbers, _finite(values))
+
+
+def _mask_batch(logits: torch.Tensor, on_device: Mapping[str, torch.Tensor]) -> None:
+    rows, vocab = logits.shape
+    masks = on_device["ruled_out"].index_select(0, on_device["mask_of_row"])
+    bits = torch.bitwise_right_shift(masks[:, :, None], on_device["bit_places"]).bitwise_and_(1)
+    logits.masked_fill_(bits.view(rows, -1).view(torch.bool)[:, :vocab], -torch.inf)
