@@ -46,12 +46,14 @@ from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel
 from ullage_engine.parallel.pipeline import PipelineRank, StepTransfers, in_plan_order
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
-from ullage_engine.runner.logits_edits import PenaltyCounts
+from ullage_engine.runner.batched_sampler import SORT_ROWS
+from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE, PenaltyCounts
 from ullage_engine.runner.sampler import sample
 from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
 
 EVERYTHING = SamplingParams(
-    temperature=1.0,
+    # So flat that the nucleus is most of the vocabulary, whatever the logits are.
+    temperature=1000.0,
     top_p=0.999999,
     repetition_penalty=1.1,
     presence_penalty=0.1,
@@ -62,6 +64,9 @@ EVERYTHING = SamplingParams(
 """Sampling parameters that take the most memory: penalties, biases and a mask, a sort of the
 vocabulary, alternatives."""
 
+
+EVERY_TOKEN = b"\xff" * (1 << 17)
+"""Mask that allows every token of any vocabulary up to 2**20."""
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -84,13 +89,24 @@ def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
         yield from _tiles(context, limits, num_blocks)
 
 
-def largest_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yields the longest prompt chunk at the end of the longest sequence, and the fullest batch."""
+def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[StepPlan]:
+    """Yields the longest prompt chunk at the end of the longest sequence, and the fullest batch,
+    each with all that sampling can be asked for."""
     longest = min(limits.max_tokens, limits.max_model_len)
-    yield StepPlan([_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks)])
+    prompt = _chunk(0, longest, limits.max_model_len - longest, limits, num_blocks, EVERYTHING)
+    yield StepPlan(list(_penalised([prompt], limits.max_model_len, vocab)))
     rows = min(limits.max_rows, limits.max_tokens)
     context = max(1, min(limits.max_gather_tokens // rows, limits.max_model_len))
-    yield StepPlan([_chunk(row, 1, context - 1, limits, num_blocks) for row in range(rows)])
+    decodes = [_chunk(row, 1, context - 1, limits, num_blocks, EVERYTHING) for row in range(rows)]
+    yield StepPlan(list(_penalised(decodes, limits.max_model_len, vocab)))
+
+
+def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
+    """Yields the chunks with as many different tokens in their histories, together, as penalties
+    are computed of at once."""
+    tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
+    for chunk in chunks:
+        yield msgspec.structs.replace(chunk, history=list(range(tokens)))
 
 
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
@@ -126,7 +142,7 @@ def _chunk(
     start: int,
     limits: StepLimits,
     num_blocks: int,
-    sampling: SamplingParams | None = EVERYTHING,
+    sampling: SamplingParams | None,
 ) -> Chunk:
     """Makes a chunk of whatever blocks exist, shared where the pool is smaller than the step."""
     end = start + tokens
@@ -141,8 +157,13 @@ def _chunk(
         history=[0] * end,
         num_prompt_tokens=0,
         next_state_slot=index,
-        allowed=b"\xff" if sampling is EVERYTHING else None,
+        allowed=_mask(index) if sampling is EVERYTHING else None,
     )
+
+
+def _mask(index: int) -> bytes:
+    # The vocabularies of only so many rows are sorted at once, and that takes a while.
+    return EVERY_TOKEN if index < SORT_ROWS else b"\xff"
 
 
 Wrap = Callable[[str, Linear], Linear]
@@ -371,7 +392,8 @@ class ModelRunner:
 
     def run_largest(self) -> None:
         """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
-        self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks))
+        vocab = self.model_config.vocab
+        self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks, vocab))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
@@ -394,7 +416,14 @@ class ModelRunner:
     ) -> list[SampledToken]:
         with ranges("sample"):
             team = self._native.team if self._native is not None else None
-            return sample(logits, chunks, self._counts, likeliest, team)
+            return sample(logits, chunks, self._counts, likeliest, team, self._as_computed(logits))
+
+    def _as_computed(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Returns what the logits were copied from, in the model's type; None: the library's have
+        no other copy."""
+        if self._native is not None:
+            return None
+        return shaped(self._sampling["computed"], *logits.shape)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
@@ -508,7 +537,7 @@ class ModelRunner:
             computed = self._run(plan, transfers, 0, layers)
             if computed is not None:
                 chunks, logits, _ = computed
-                sample(logits, chunks)
+                sample(logits, chunks, computed=self._as_computed(logits))
             transfers.finish()
 
     def _clear_begun_blocks(self, plan: StepPlan) -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.protocol.messages import SamplingParams
-from ullage_engine.protocol.step_plan import Chunk, SampledToken
+from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 from ullage_engine.runner import logits_edits
 from ullage_engine.runner.batched_sampler import CANDIDATES, SORT_ROWS, enqueue, plan_sampling
 from ullage_engine.runner.draw import (
@@ -26,7 +27,8 @@ from ullage_engine.runner.draw import (
     plan_draws,
     uniform,
 )
-from ullage_engine.runner.logits_edits import PenaltyCounts
+from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE, PenaltyCounts
+from ullage_engine.runner.model_runner import largest_plans
 from ullage_engine.runner.packed_upload import upload
 from ullage_engine.runner.sampler import sample
 
@@ -438,3 +440,25 @@ def test_uploaded_arrays_are_what_they_were() -> None:
     }
     assert all(there[name].numpy().dtype == each.dtype for name, each in arrays.items())
     assert upload({}, CPU) == {}
+
+
+# ------------------------------------------------------------------ warm-up
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 64])
+def test_warm_up_samples_all_that_a_step_can_ask_for(max_rows: int) -> None:
+    vocab = 5000
+    limits = StepLimits(
+        max_tokens=128, max_rows=max_rows, max_model_len=4096, gather_tokens=8192, itemsize=4
+    )
+    *_, fullest = largest_plans(limits, 1, vocab)
+    chunks = fullest.sampled_parts()
+    assert len(chunks) == max_rows
+    plan = plan_sampling(chunks, PenaltyCounts(max_rows), vocab)
+    assert len(plan.edits.arrays["penalised"]) == min(PENALTIES_AT_ONCE, max_rows * 4096)
+    assert len(plan.edits.arrays["ruled_out"]) == max_rows + 1
+    assert plan.draws.needs_mass and plan.num_alternatives == 20
+    logits = torch.randn(max_rows, vocab, generator=torch.Generator().manual_seed(3)) * 20
+    result = enqueue(logits, logits.clone(), plan).result
+    assert int((result[:, 0] == UNSETTLED).sum()) >= min(max_rows, SORT_ROWS)
+    assert all(token.token_id != NO_TOKEN for token in sample_batch(logits, chunks))

@@ -28,14 +28,14 @@ from ullage_engine.runner import model_runner
 from ullage_engine.worker.rank_process import main
 folder = Path({folder!r})
 sample = model_runner.sample
-def hold(logits, chunks, *rest):
+def hold(logits, chunks, *rest, **named):
     own, deadline = {{chunk.request_id for chunk in chunks}}, time.monotonic() + 60
     while (folder / "hold").exists() and own & set((folder / "begun").read_text().split()):
         time.sleep(0.001)
         if time.monotonic() > deadline:
             (folder / "hold").unlink()
             (folder / "late").touch()
-    return sample(logits, chunks, *rest)
+    return sample(logits, chunks, *rest, **named)
 model_runner.sample = hold
 sys.exit(main())
 """
