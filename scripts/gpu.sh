@@ -1,0 +1,79 @@
+#!/bin/sh
+# Runs benchmarks/gpu on a GPU machine without a network, from a checkout and the bundle that
+# `make gpu-bundle` made (docs/gpu.md). Nothing is installed into the machine's Python: the wheels
+# are unpacked into a folder that PYTHONPATH names.
+#
+#   scripts/gpu.sh first              parts 1 to 4, 150 s at most
+#   scripts/gpu.sh second             parts 5 to 14, 440 s at most
+#   scripts/gpu.sh table              the table of what has run so far
+#   scripts/gpu.sh first OPTION ...   options of `python -m benchmarks.gpu`: --tiny --device cpu
+#   scripts/gpu.sh python ...         the machine's Python with the bundle's packages
+#
+#   OUT      folder of the results            gpu-results
+#   BUNDLE   the bundle                       dist/gpu-bundle
+#   SITE     where its wheels are unpacked    /tmp/ullage-gpu
+#   PYTHON   the machine's Python             python3
+#
+# Exit status: that of the programme; 2 without a bundle that fits, 124 past the time limit.
+set -eu
+
+FIRST_S=150
+SECOND_S=440
+GRACE_S=15 # for a programme that ends its processes when asked to
+
+cd "$(dirname "$0")/.."
+OUT=${OUT:-gpu-results}
+BUNDLE=${BUNDLE:-dist/gpu-bundle}
+SITE=${SITE:-/tmp/ullage-gpu}
+PYTHON=${PYTHON:-python3}
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+check() {
+    [ -f "$BUNDLE/manifest.json" ] ||
+        fail "$BUNDLE has no manifest.json: run make gpu-bundle where there is a network, and bring that folder"
+
+    wanted=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["python"])' \
+        "$BUNDLE/manifest.json")
+    found=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    [ "$wanted" = "$found" ] ||
+        fail "$BUNDLE is for Python $wanted, $PYTHON is $found: make gpu-bundle ARGS=\"--python $found\", or set PYTHON"
+}
+
+# The manifest's copy comes last: without it, the wheels are unpacked again.
+install() {
+    if cmp -s "$BUNDLE/manifest.json" "$SITE/manifest.json"; then
+        return
+    fi
+    echo "unpack the bundle's wheels into $SITE ..." >&2
+    rm -rf "$SITE"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile \
+        --target "$SITE" "$BUNDLE"/wheels/*.whl >&2
+    cp "$BUNDLE/manifest.json" "$SITE/manifest.json"
+}
+
+# limited SECONDS COMMAND ...: with an interrupt at the end of the time, and no mercy after it
+limited() {
+    exec timeout --signal=INT --kill-after="$GRACE_S" "$@"
+}
+
+call=${1:-}
+case $call in
+    first | second | table | python) shift ;;
+    *) fail "say first, second, table or python; the head of $0 explains them" ;;
+esac
+
+check
+install
+export PYTHONPATH="$SITE"
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton}"
+
+case $call in
+    first) limited "$FIRST_S" "$PYTHON" -m benchmarks.gpu first --out "$OUT" --bundle "$BUNDLE" "$@" ;;
+    second) limited "$SECOND_S" "$PYTHON" -m benchmarks.gpu second --out "$OUT" --bundle "$BUNDLE" "$@" ;;
+    table) exec "$PYTHON" -m benchmarks.gpu table "$OUT/results.jsonl" "$@" ;;
+    python) exec "$PYTHON" "$@" ;;
+esac

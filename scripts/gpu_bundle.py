@@ -1,0 +1,329 @@
+"""Makes the folder that lets a GPU machine without a network run benchmarks/gpu.
+
+The machine has Python, torch and what comes with transformers (docs/gpu.md names it). The folder
+adds the wheels that such a machine lacks, the project's own wheel, and the tokens that a CPU
+generates for comparison. `scripts/gpu.sh` installs from it. What is in the folder already and still
+right is kept, so a second call needs no network.
+
+examples:
+  python scripts/gpu_bundle.py                       dist/gpu-bundle, for Python 3.12
+  python scripts/gpu_bundle.py --python 3.11 --out /tmp/bundle-3.11
+  ULLAGE_CXX=g++ python scripts/gpu_bundle.py        builds the C++ library with g++, not ziglang
+
+exit status: 0 made, 1 something is missing or too large, 130 interrupted
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "dist" / "gpu-bundle"
+CONSTRAINTS = ROOT / "constraints.txt"
+
+PACKAGES = (
+    "cffi",
+    "click",
+    "cryptography",
+    "gguf",
+    "googleapis-common-protos",
+    "grpcio",
+    "grpcio-health-checking",
+    "grpcio-reflection",
+    "grpcio-status",
+    "httptools",
+    "iniconfig",
+    "llguidance",
+    "msgspec",
+    "packaging",
+    "pluggy",
+    "prometheus_client",
+    "protobuf",
+    "pycparser",
+    "pytest",
+    "pytest-timeout",
+    "pyzmq",
+    "sortedcontainers",
+    "uvicorn",
+    "xxhash",
+)
+"""What the machine lacks, or has in a version that nobody knows; constraints.txt pins each."""
+
+PYTHON = "3.12"
+MACHINE = "x86_64"
+NEWEST_GLIBC = 39
+"""Ubuntu 24.04 has glibc 2.39: wheels for that and for all older ones run."""
+
+MIB = 1 << 20
+LIMIT_BYTES = 64 * MIB
+"""May travel to the machine, tracked files included."""
+
+WHEEL_SOURCES = ("engine", "operator", "proto", "crds", "pyproject.toml", "hatch_build.py")
+ORACLE_SOURCES = ("benchmarks/gpu",)
+ORACLE_PROGRAM = ROOT / "benchmarks" / "gpu" / "__main__.py"
+INTERRUPTED = 130
+
+
+class BundleError(Exception):
+    """Why there is no bundle, with the remedy."""
+
+
+def canonical(name: str) -> str:
+    """Return a package's name as wheels' file names spell it."""
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def read_pins(constraints: Path = CONSTRAINTS) -> dict[str, str]:
+    """Return the version of each of PACKAGES; raises BundleError for one without a pin."""
+    lines = constraints.read_text(encoding="utf-8").splitlines()
+    pairs = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
+    versions = {canonical(name): version.strip() for name, _, version in pairs}
+
+    missing = [name for name in PACKAGES if canonical(name) not in versions]
+    if missing:
+        raise BundleError(f"{constraints.name} pins no {', '.join(missing)}: add NAME==VERSION")
+    return {name: versions[canonical(name)] for name in PACKAGES}
+
+
+def find_wheel(wheels: Path, name: str, version: str) -> Path | None:
+    """Return the wheel of this package and version, if it is in the folder."""
+    for path in wheels.glob("*.whl"):
+        if path.name.lower().startswith(f"{canonical(name)}-{version}-"):
+            return path
+    return None
+
+
+def fetch_wheels(pins: dict[str, str], wheels: Path, python: str) -> list[Path]:
+    """Download the wheels that the folder lacks; return all of them."""
+    missing = [f"{name}=={version}" for name, version in pins.items()
+               if find_wheel(wheels, name, version) is None]  # fmt: skip
+    if missing:
+        with step(f"download {len(missing)} wheels for Python {python}"), staging(wheels) as folder:
+            platforms = [f"manylinux_2_{minor}" for minor in range(NEWEST_GLIBC, 16, -1)]
+            options = [f"--platform={name}_{MACHINE}" for name in (*platforms, "manylinux2014")]
+            run_pip(
+                ["download", "--quiet", "--no-deps", "--only-binary=:all:"]
+                + [f"--python-version={python}", *options, f"--dest={folder}", *missing],
+                f"pip cannot fetch {', '.join(missing)}",
+                "connect to a package index, or name a folder of wheels in PIP_FIND_LINKS",
+            )
+    found = {name: find_wheel(wheels, name, version) for name, version in pins.items()}
+    return [path for path in found.values() if path is not None]
+
+
+def build_wheel(wheels: Path) -> Path:
+    """Build the project's own wheel; return its path."""
+    with step("build the project's wheel"), staging(wheels) as folder:
+        run_pip(
+            ["wheel", "--quiet", "--no-deps", f"--wheel-dir={folder}", str(ROOT)],
+            "pip cannot build the project's wheel",
+            "connect to a package index, which has hatchling, grpcio-tools and the compiler "
+            "ziglang; ULLAGE_CXX=g++ does without ziglang",
+        )
+        (built,) = (path.name for path in folder.glob("*.whl"))
+    return wheels / built
+
+
+def run_pip(arguments: list[str], failure: str, remedy: str) -> None:
+    """Run pip; raises BundleError if it fails."""
+    done = subprocess.run([sys.executable, "-m", "pip", *arguments], check=False)
+    if done.returncode:
+        raise BundleError(f"{failure}, see above: {remedy}")
+
+
+@contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """Yield a folder whose files move into this one at the end: an interrupted download leaves no
+    half of a file there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+        yield Path(name)
+        for path in Path(name).iterdir():
+            path.replace(folder / path.name)
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Print what begins, and the seconds that it took."""
+    print(f"{what} ...", flush=True)
+    started = time.perf_counter()
+    yield
+    print(f"  {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def write_oracle(path: Path) -> bool:
+    """Have the programme compute its oracle tokens; return False if it cannot yet."""
+    if not ORACLE_PROGRAM.exists():
+        print("oracle tokens: skipped, benchmarks/gpu/__main__.py is not there")
+        return False
+
+    partial = path.with_suffix(".tmp")
+    command = [sys.executable, "-m", "benchmarks.gpu", "oracle", "--out", str(partial)]
+    with step("compute the oracle tokens on this CPU"):
+        done = subprocess.run(command, cwd=ROOT, check=False)
+    if done.returncode:
+        partial.unlink(missing_ok=True)
+        raise BundleError(
+            "the oracle tokens could not be computed, see above: "
+            "`make install-dev` installs what the programme needs, then `make gpu-bundle` again"
+        )
+    partial.replace(path)
+    return True
+
+
+def git(*arguments: str) -> str:
+    """Return what git prints; raises BundleError outside of a repository."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise BundleError(f"git {arguments[0]} failed, {done.stderr.strip()}: use a git checkout")
+    return done.stdout
+
+
+def source_files(*places: str) -> list[Path]:
+    """Return the files of the working tree that git does not ignore, below these places."""
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *places)
+    paths = (ROOT / name for name in sorted(set(listed.split("\0"))) if name)
+    return [path for path in paths if path.is_file()]
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """Return the SHA-256 of files: of their names and of what they hold."""
+    summed = hashlib.sha256()
+    for path in paths:
+        summed.update(f"{path.relative_to(ROOT)}\0{sha256(path)}\0".encode())
+    return summed.hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_manifest(out: Path) -> dict[str, Any]:
+    """Return the manifest of the last call; empty if there is none that can be read."""
+    try:
+        manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def has_changed(path: Path, recorded: dict[str, Any] | None, sources: str) -> bool:
+    """Return whether a file has to be made again: it is gone, damaged, or its sources differ."""
+    if recorded is None or not path.is_file():
+        return True
+    return recorded.get("sources") != sources or recorded.get("sha256") != sha256(path)
+
+
+def described(path: Path, **more: str) -> dict[str, Any]:
+    """Return a file's entry in the manifest."""
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), **more}
+
+
+def own_wheel(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of the project's wheel, built anew if a source has changed."""
+    sources = digest(source_files(*WHEEL_SOURCES))
+    recorded = manifest.get("product")
+    path = out / "wheels" / (recorded or {}).get("file", "none")
+    if has_changed(path, recorded, sources):
+        path = build_wheel(out / "wheels")
+    return described(path, version=path.name.split("-")[1], sources=sources)
+
+
+def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the entry of the oracle tokens, computed anew if the programme has changed; None:
+    the programme cannot compute them yet."""
+    sources = digest(source_files(*ORACLE_SOURCES))
+    path = out / "oracle.json"
+    if has_changed(path, manifest.get("oracle"), sources) and not write_oracle(path):
+        return None
+    return described(path, sources=sources)
+
+
+def make(out: Path, python: str) -> dict[str, Any]:
+    """Make the bundle; return its manifest."""
+    manifest = read_manifest(out)
+    if manifest.get("python", python) != python:
+        remedy = "name another folder with --out, or remove it"
+        raise BundleError(f"{out} is for Python {manifest['python']}, not {python}: {remedy}")
+
+    pins = read_pins()
+    wheels = fetch_wheels(pins, out / "wheels", python)
+    product = own_wheel(out, manifest)
+    for path in (out / "wheels").glob("*.whl"):
+        if path not in wheels and path.name != product["file"]:
+            path.unlink()
+
+    made = {
+        "python": python,
+        "commit": git("rev-parse", "HEAD").strip(),
+        "is_modified": bool(git("status", "--porcelain", "--untracked-files=no").strip()),
+        "product": product,
+        "wheels": [described(path, version=path.name.split("-")[1]) for path in wheels],
+        "oracle": oracle(out, manifest),
+    }
+    partial = out / "manifest.tmp"
+    partial.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    partial.replace(out / "manifest.json")
+    return made
+
+
+def check_size(bundle: Sequence[Path], tracked: Sequence[Path], limit: int = LIMIT_BYTES) -> str:
+    """Return the line that says what travels; raises BundleError above the limit."""
+    sizes = {path: path.stat().st_size for path in (*bundle, *tracked)}
+    total = sum(sizes.values())
+    own = sum(sizes[path] for path in bundle)
+    if total > limit:
+        largest = sorted(sizes, key=lambda path: -sizes[path])[:5]
+        named = ", ".join(f"{path} {sizes[path] / MIB:.1f} MiB" for path in largest)
+        raise BundleError(
+            f"{total / MIB:.1f} MiB would travel, {limit / MIB:.0f} MiB may: "
+            f"leave out some of the largest ({named})"
+        )
+    return (
+        f"bundle {own / MIB:.1f} MiB and tracked files {(total - own) / MIB:.1f} MiB: "
+        f"{total / MIB:.1f} of {limit / MIB:.0f} MiB"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="dist/gpu-bundle")
+    parser.add_argument("--python", default=PYTHON, metavar="X.Y", help="the machine's: 3.12")
+    arguments = parser.parse_args()
+    if not re.fullmatch(r"3\.\d+", arguments.python):
+        parser.error(f"--python {arguments.python}: give a version such as 3.12")
+
+    out = arguments.out.resolve()
+    try:
+        made = make(out, arguments.python)
+        tracked = [ROOT / name for name in git("ls-files", "-z").split("\0") if name]
+        bundle = [path for path in out.rglob("*") if path.is_file()]
+        line = check_size(bundle, [path for path in tracked if path.is_file()])
+    except BundleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+    print(f"{out}: {len(made['wheels']) + 1} wheels, commit {made['commit'][:12]}")
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
