@@ -1,0 +1,433 @@
+"""Compiles the Triton kernels that the programme launches, in several processes, without a GPU.
+
+With a GPU this fills Triton's cache before the programme measures anything: one kernel takes a
+second, and the programme launches some two hundred. Without one it shows that every kernel compiles
+for an architecture, fits its shared memory and spills no registers.
+
+Nothing here lists kernels. The product's own ModelRunner takes the steps of its warm-up on the CPU,
+with one layer of each kind and the widths of the programme's models; where it would launch a
+kernel, the kernel is compiled for the same arguments. A new kernel is picked up with no change.
+--every adds what tests/engine/kernels/triton/compile_kernels.py lists.
+
+examples:
+  python -m benchmarks.gpu.compile                        for this machine's GPU, else sm90
+  python -m benchmarks.gpu.compile --arch sm90 --jobs 2 --cache /tmp/triton
+  python -m benchmarks.gpu.compile --arch sm90 --every --json compiled.jsonl
+
+exit status: 0 all compiled, 1 a kernel did not or needs too much shared memory, 2 there is no
+Triton, 130 interrupted
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ullage_engine.kernels import triton as kernels
+from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
+from ullage_engine.layers.linear import Linear, PlainLinear
+from ullage_engine.layers.moe import ExpertLinears, LoopedExperts, PickedExperts, packed_experts
+from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
+from ullage_engine.model_loader.loader import LoadedModel
+from ullage_engine.model_loader.prepare import is_matrix
+from ullage_engine.model_loader.tensor_plan import TensorPlan, plan_tensors
+from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.quantization.formats import Encoding, Format, chosen_encoding, pieces_of
+from ullage_engine.runner.model_runner import ModelRunner
+
+ROOT = Path(__file__).parents[2]
+LISTS = ROOT / "tests" / "engine" / "kernels" / "triton" / "compile_kernels.py"
+INTERRUPTED = 130
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Shared memory that one program may have, by architecture (CUDA programming guide)."""
+
+MAX_TOKENS = 128
+"""Tokens of the longest step: the rows of the largest tile."""
+MAX_ROWS = 128
+MAX_MODEL_LEN = 16_384
+NUM_BLOCKS = 64
+"""Blocks of KV; steps share them, since nothing is read from them."""
+VOCAB = 16_384
+"""Compiles to the same kernels as any larger multiple of 16: columns choose the width of a tile."""
+MXFP4_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that the programme runs, in one number format."""
+
+    config: ModelConfig
+    dtype: torch.dtype = torch.bfloat16
+    format: Format | None = None
+    """Format of the matrices; None: the computing type."""
+    has_fp8_kv: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, compiled for one set of arguments."""
+
+    case: str
+    name: str
+    arch: int
+    seconds: float
+    shared: int = 0
+    """Bytes of shared memory of one program."""
+    spilled: int | None = None
+    """Bytes of registers that are spilled; None: it was in the cache, which does not say."""
+    uses_tensor_cores: bool = False
+    error: str = ""
+
+    @property
+    def fault(self) -> str:
+        """Why this kernel cannot run on such a GPU; empty if it can."""
+        if self.error:
+            return self.error
+        limit = SHARED_BYTES.get(self.arch)
+        if limit is not None and self.shared > limit:
+            return f"needs {self.shared} bytes of shared memory, sm{self.arch} has {limit}"
+        return ""
+
+
+def llama() -> ModelConfig:
+    """Return Llama-3-8B's sizes with one layer."""
+    return ModelConfig(
+        architecture="llama", layers=(LayerSpec(),), hidden=4096, num_heads=32, num_kv_heads=8,
+        head_dim=128, intermediate=14_336, vocab=VOCAB, max_position=MAX_MODEL_LEN,
+        rope_theta=5e5, rms_eps=1e-5, tied=False,
+    )  # fmt: skip
+
+
+def lfm2_moe() -> ModelConfig:
+    """Return LFM2-8B-A1B's sizes with one layer of each kind."""
+    return ModelConfig(
+        architecture="lfm2_moe",
+        layers=(LayerSpec(mixer="conv"), LayerSpec(feed_forward="experts")),
+        hidden=2048, num_heads=32, num_kv_heads=8, head_dim=64, intermediate=7168, vocab=VOCAB,
+        max_position=MAX_MODEL_LEN, rope_theta=1e6, rms_eps=1e-5, tied=True, has_qk_norm=True,
+        conv_kernel=3, conv_channels=2048,
+        experts=ExpertsSpec(
+            num_experts=32, experts_per_token=4, intermediate=1792, scoring="sigmoid"
+        ),
+    )  # fmt: skip
+
+
+def gpt_oss() -> ModelConfig:
+    """Return gpt-oss-20b's sizes with one layer of each kind."""
+    return ModelConfig(
+        architecture="gpt_oss",
+        layers=(
+            LayerSpec(window=128, feed_forward="experts"),
+            LayerSpec(feed_forward="experts"),
+        ),
+        hidden=2880, num_heads=64, num_kv_heads=8, head_dim=64, intermediate=2880, vocab=VOCAB,
+        max_position=MAX_MODEL_LEN, rope_theta=150_000.0, rms_eps=1e-5, tied=False,
+        has_attention_bias=True, has_sinks=True,
+        experts=ExpertsSpec(
+            num_experts=32, experts_per_token=4, intermediate=2880, scoring="softmax",
+            is_biased=True,
+        ),
+    )  # fmt: skip
+
+
+CASES: Mapping[str, Callable[[], Case]] = {
+    "llama-8b": lambda: Case(llama()),
+    "llama-8b int8": lambda: Case(llama(), format="int8"),
+    "llama-8b int4": lambda: Case(llama(), format="int4"),
+    "llama-8b fp8": lambda: Case(llama(), format="fp8"),
+    "llama-8b fp8 KV": lambda: Case(llama(), has_fp8_kv=True),
+    "llama-8b float32": lambda: Case(llama(), torch.float32),
+    "lfm2-8b-a1b": lambda: Case(lfm2_moe()),
+    "lfm2-8b-a1b int8": lambda: Case(lfm2_moe(), format="int8"),
+    "lfm2-8b-a1b float32": lambda: Case(lfm2_moe(), torch.float32),
+    "gpt-oss-20b mxfp4": lambda: Case(gpt_oss(), format="mxfp4"),
+}
+"""What the programme launches kernels for."""
+
+
+class SkippedLinear:
+    """A product that no Triton kernel computes, left out: nobody reads the numbers."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Leave out as it is."""
+
+    def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Leave out as it is."""
+
+
+def skip_plain(name: str, linear: Linear) -> Linear:
+    """Return the matrix itself if a kernel multiplies it, else one that does nothing."""
+    return SkippedLinear(linear.shape) if isinstance(linear, PlainLinear) else linear
+
+
+def as_on_cuda(loaded: LoadedModel, name: str, experts: ExpertLinears) -> ExpertLinears:
+    """Return the experts as CUDA has them: plain ones are multiplied by a kernel where few rows
+    choose them, and by another library's where many do."""
+    if not isinstance(experts, LoopedExperts):
+        return experts
+    plain = packed_experts(loaded.tensors[name], None, "plain")
+    return PickedExperts(few=plain, many=plain)
+
+
+def empty_model(case: Case) -> LoadedModel:
+    """Return a model whose weights are zeros."""
+    tensors: dict[str, torch.Tensor] = {}
+    encodings: dict[str, Encoding] = {}
+    for plan in plan_tensors(case.config):
+        encoding = encoding_of(plan, case.format)
+        if encoding is None:
+            tensors[plan.name] = torch.zeros(plan.shape, dtype=case.dtype)
+            continue
+        encodings[plan.name] = encoding
+        for piece in pieces_of(encoding, case.dtype):
+            tensors[f"{plan.name}.{piece.name}"] = torch.zeros(piece.shape, dtype=piece.dtype)
+    return LoadedModel(case.config, tensors, 0, encodings)
+
+
+def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
+    """Return how a tensor is stored; None: as plain numbers. MXFP4 is for experts alone."""
+    if format is None or not is_matrix(plan):
+        return None
+    *stacked, columns = plan.shape
+    shape = (functools.reduce(int.__mul__, stacked), columns)
+    if format != "mxfp4":
+        return chosen_encoding(format, shape)
+    is_expert = ".experts_" in plan.name
+    return Encoding(format="mxfp4", shape=shape, group=MXFP4_GROUP) if is_expert else None
+
+
+def run_steps(case: Case) -> None:
+    """Take the steps of a warm-up; kernels are compiled in place of running."""
+    loaded = empty_model(case)
+    limits = StepLimits(
+        max_tokens=MAX_TOKENS,
+        max_rows=MAX_ROWS,
+        max_model_len=MAX_MODEL_LEN,
+        gather_tokens=GATHER_TOKENS,
+        itemsize=case.dtype.itemsize,
+        fp8_kv=case.has_fp8_kv,
+    )
+    runner = ModelRunner(
+        loaded,
+        torch.device("cpu"),
+        case.dtype,
+        limits,
+        wrap=skip_plain,
+        wrap_experts=functools.partial(as_on_cuda, loaded),
+    )
+    runner.allocate_arena()
+    runner.allocate_kv(NUM_BLOCKS)
+    runner.warm_up()
+
+
+class Recorder:
+    """Compiles what is launched, each kernel once for each set of arguments."""
+
+    def __init__(self, case: str, arch: int) -> None:
+        self._case = case
+        self._arch = arch
+        self._compiled: dict[str, Compiled] = {}
+        """By the binary's hash, or by what failed."""
+
+    @property
+    def compiled(self) -> list[Compiled]:
+        return list(self._compiled.values())
+
+    def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Stand in for kernel[grid], which returns what launches."""
+
+        def compile_only(*args: object, **constants: object) -> None:
+            attempt = f"{kernel.__name__} {constants}"
+            if attempt in self._compiled:
+                return
+            log = io.StringIO()
+            started = time.perf_counter()
+            try:
+                with contextlib.redirect_stdout(log):
+                    binary = kernel.warmup(*args, grid=grid, **constants)
+            except Exception as error:  # whatever Triton, LLVM and ptxas raise
+                took = time.perf_counter() - started
+                self._compiled[attempt] = self._failed(kernel.__name__, took, error)
+            else:
+                took = time.perf_counter() - started
+                facts = self._facts(binary, took, log.getvalue())
+                self._compiled.setdefault(binary.hash, facts)
+
+        return compile_only
+
+    def _failed(self, name: str, seconds: float, error: Exception) -> Compiled:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Compiled(self._case, name, self._arch, seconds, error=cause)
+
+    def _facts(self, binary: Any, seconds: float, log: str) -> Compiled:
+        spills = re.findall(r"(\d+) bytes spill stores", log)
+        return Compiled(
+            case=self._case,
+            name=binary.metadata.name,
+            arch=self._arch,
+            seconds=seconds,
+            shared=binary.metadata.shared,
+            spilled=sum(map(int, spills)) if spills else None,
+            uses_tensor_cores="mma" in binary.asm["ptx"],
+        )
+
+
+def compile_case(name: str, arch: int, threads: int) -> list[Compiled]:
+    """Compile what one case launches, in a process of its own: Triton is changed for good."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Absent:
+        """A GPU of this architecture that nothing is launched on."""
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    recorder = Recorder(name, arch)
+    torch.set_num_threads(threads)
+    driver.set_active(Absent())
+    knobs.nvidia.dump_ptxas_log = True
+    JITFunction.__getitem__ = lambda kernel, grid: recorder.launch(kernel, grid)
+    kernels.runs_on = lambda device: True  # type: ignore[assignment]
+
+    if name in CASES:
+        run_steps(CASES[name]())
+    else:
+        for _, launch in listed()[name]():
+            launch()
+    return recorder.compiled
+
+
+def listed() -> dict[str, Callable[[], Iterator[tuple[str, Callable[[], None]]]]]:
+    """Return the lists of variants that the tests compile, by name."""
+    spec = importlib.util.spec_from_file_location("compile_kernels", LISTS)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look it up
+    spec.loader.exec_module(module)
+    lists: dict[str, Any] = module.LISTS
+    return lists
+
+
+def compile_all(names: list[str], arch: int, jobs: int) -> Iterator[Compiled]:
+    """Compile several cases at a time; yield each kernel once, when its case is done.
+
+    Without a GPU nothing is launched, and with one no process opens a context on it.
+    """
+    os.environ["TRITON_INTERPRET"] = "0"
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with ProcessPoolExecutor(min(jobs, len(names)), mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(compile_case, name, arch, threads): name for name in names}
+        for done in as_completed(running):
+            try:
+                yield from done.result()
+            except Exception as error:  # a step that fails on the CPU hides its kernels
+                cause = f"{type(error).__name__}: {error}".splitlines()[0]
+                yield Compiled(running[done], "steps", arch, 0.0, error=cause)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = read_arguments(argv)
+    if importlib.util.find_spec("triton") is None:
+        print("error: there is no Triton: pip install triton", file=sys.stderr)
+        return 2
+    if arguments.cache:
+        os.environ["TRITON_CACHE_DIR"] = arguments.cache
+
+    names = [*CASES, *(["every"] if arguments.every else [])]
+    started = time.perf_counter()
+    faults: list[str] = []
+    num_kernels = 0
+    lines = open(arguments.json, "w", encoding="utf-8") if arguments.json else None  # noqa: SIM115
+    with lines or contextlib.nullcontext():
+        for each in compile_all(names, arguments.arch, arguments.jobs):
+            num_kernels += 1
+            print(line(each), flush=True)
+            if lines:
+                print(json.dumps(asdict(each)), file=lines, flush=True)
+            if each.fault:
+                faults.append(f"{each.case}: {each.name} {each.fault}")
+
+    took = time.perf_counter() - started
+    print(f"{num_kernels} kernels for sm{arguments.arch} in {took:.0f} s, {len(faults)} failed")
+    for fault in faults:
+        print(f"FAILED {fault}")
+    return 1 if faults else 0
+
+
+def line(compiled: Compiled) -> str:
+    """Return a kernel as a line of the table."""
+    spilled = "cached" if compiled.spilled is None else f"{compiled.spilled} B spilled"
+    cores = "tensor cores" if compiled.uses_tensor_cores else ""
+    return (
+        f"{compiled.case:22} {compiled.name:20} {compiled.seconds:6.2f} s "
+        f"{compiled.shared:7} B shared, {spilled:14} {cores}{compiled.fault}"
+    ).rstrip()
+
+
+def read_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.compile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--arch", type=read_arch, default=None, help="sm80, sm89, sm90, sm100")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--every", action="store_true", help="the tests' variants, too")
+    parser.add_argument("--cache", metavar="DIR", help="Triton's cache; TRITON_CACHE_DIR")
+    parser.add_argument("--json", metavar="FILE", help="a line of JSON for each kernel")
+    arguments = parser.parse_args(argv)
+    if arguments.arch is None:
+        arguments.arch = arch_here()
+    if arguments.jobs < 1:
+        parser.error(f"--jobs {arguments.jobs}: give at least 1")
+    return arguments
+
+
+def read_arch(text: str) -> int:
+    """Return the number of an architecture such as sm90."""
+    number = text.removeprefix("sm_").removeprefix("sm")
+    if not number.isdigit() or int(number) < 80:
+        raise argparse.ArgumentTypeError(f"{text!r} is no architecture: give sm80, sm90 or later")
+    return int(number)
+
+
+def arch_here() -> int:
+    """Return the architecture of this machine's GPU; sm90 without one."""
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
