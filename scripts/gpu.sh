@@ -3,10 +3,10 @@
 # `make gpu-bundle` made (docs/gpu.md). Nothing is installed into the machine's Python: the wheels
 # are unpacked into a folder that PYTHONPATH names.
 #
-#   scripts/gpu.sh first              parts 1 to 4, 150 s at most
-#   scripts/gpu.sh second             parts 5 to 14, 440 s at most
+#   scripts/gpu.sh first              whether machine, packages and kernels are fit, 150 s at most
+#   scripts/gpu.sh second             what is promised: memory, recovery, speed; 440 s at most
 #   scripts/gpu.sh table              the table of what has run so far
-#   scripts/gpu.sh first OPTION ...   options of `python -m benchmarks.gpu`: --tiny --device cpu
+#   scripts/gpu.sh PART ... OPTION ...   as `python -m benchmarks.gpu` takes them
 #   scripts/gpu.sh python ...         the machine's Python with the bundle's packages
 #
 #   OUT      folder of the results            gpu-results
@@ -14,12 +14,8 @@
 #   SITE     where its wheels are unpacked    /tmp/ullage-gpu
 #   PYTHON   the machine's Python             python3
 #
-# Exit status: that of the programme; 2 without a bundle that fits, 124 past the time limit.
+# Exit status: that of the programme; 2 without a bundle that fits.
 set -eu
-
-FIRST_S=150
-SECOND_S=440
-GRACE_S=15 # for a programme that ends its processes when asked to
 
 cd "$(dirname "$0")/.."
 OUT=${OUT:-gpu-results}
@@ -55,16 +51,8 @@ install() {
     cp "$BUNDLE/manifest.json" "$SITE/manifest.json"
 }
 
-# limited SECONDS COMMAND ...: with an interrupt at the end of the time, and no mercy after it
-limited() {
-    exec timeout --signal=INT --kill-after="$GRACE_S" "$@"
-}
-
 call=${1:-}
-case $call in
-    first | second | table | python) shift ;;
-    *) fail "say first, second, table or python; the head of $0 explains them" ;;
-esac
+[ -n "$call" ] || fail "say first, second, table, python or names of parts; the head of $0 explains them"
 
 check
 install
@@ -72,8 +60,10 @@ export PYTHONPATH="$SITE"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton}"
 
 case $call in
-    first) limited "$FIRST_S" "$PYTHON" -m benchmarks.gpu first --out "$OUT" --bundle "$BUNDLE" "$@" ;;
-    second) limited "$SECOND_S" "$PYTHON" -m benchmarks.gpu second --out "$OUT" --bundle "$BUNDLE" "$@" ;;
-    table) exec "$PYTHON" -m benchmarks.gpu table "$OUT/results.jsonl" "$@" ;;
-    python) exec "$PYTHON" "$@" ;;
+    table) exec "$PYTHON" -m benchmarks.gpu table "$OUT/results.jsonl" ;;
+    python)
+        shift
+        exec "$PYTHON" "$@"
+        ;;
+    *) exec "$PYTHON" -m benchmarks.gpu --out "$OUT" --bundle "$BUNDLE" "$@" ;;
 esac

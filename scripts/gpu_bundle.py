@@ -69,8 +69,8 @@ LIMIT_BYTES = 64 * MIB
 """May travel to the machine, tracked files included."""
 
 WHEEL_SOURCES = ("engine", "operator", "proto", "crds", "pyproject.toml", "hatch_build.py")
-ORACLE_SOURCES = ("benchmarks/gpu",)
-ORACLE_PROGRAM = ROOT / "benchmarks" / "gpu" / "__main__.py"
+ORACLE_PROGRAM = "benchmarks/gpu/tokens.py"
+ORACLE_SOURCES = (ORACLE_PROGRAM, "benchmarks/small_models.py")
 INTERRUPTED = 130
 
 
@@ -111,9 +111,9 @@ def fetch_wheels(pins: dict[str, str], wheels: Path, python: str) -> list[Path]:
         with step(f"download {len(missing)} wheels for Python {python}"), staging(wheels) as folder:
             platforms = [f"manylinux_2_{minor}" for minor in range(NEWEST_GLIBC, 16, -1)]
             options = [f"--platform={name}_{MACHINE}" for name in (*platforms, "manylinux2014")]
+            options += ["--only-binary=:all:", f"--python-version={python}"]
             run_pip(
-                ["download", "--quiet", "--no-deps", "--only-binary=:all:"]
-                + [f"--python-version={python}", *options, f"--dest={folder}", *missing],
+                ["download", "--quiet", "--no-deps", *options, f"--dest={folder}", *missing],
                 f"pip cannot fetch {', '.join(missing)}",
                 "connect to a package index, or name a folder of wheels in PIP_FIND_LINKS",
             )
@@ -146,7 +146,7 @@ def staging(folder: Path) -> Iterator[Path]:
     """Yield a folder whose files move into this one at the end: an interrupted download leaves no
     half of a file there."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+    with tempfile.TemporaryDirectory(prefix=".gpu-bundle-", dir=folder.parent) as name:
         yield Path(name)
         for path in Path(name).iterdir():
             path.replace(folder / path.name)
@@ -161,23 +161,20 @@ def step(what: str) -> Iterator[None]:
     print(f"  {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def write_oracle(path: Path) -> bool:
-    """Have the programme compute its oracle tokens; return False if it cannot yet."""
-    if not ORACLE_PROGRAM.exists():
-        print("oracle tokens: skipped, benchmarks/gpu/__main__.py is not there")
+def write_oracle(out: Path) -> bool:
+    """Have the programme write oracle.json; return False if it cannot yet."""
+    if not (ROOT / ORACLE_PROGRAM).exists():
+        print(f"oracle tokens: skipped, there is no {ORACLE_PROGRAM}")
         return False
 
-    partial = path.with_suffix(".tmp")
-    command = [sys.executable, "-m", "benchmarks.gpu", "oracle", "--out", str(partial)]
-    with step("compute the oracle tokens on this CPU"):
-        done = subprocess.run(command, cwd=ROOT, check=False)
-    if done.returncode:
-        partial.unlink(missing_ok=True)
-        raise BundleError(
-            "the oracle tokens could not be computed, see above: "
-            "`make install-dev` installs what the programme needs, then `make gpu-bundle` again"
-        )
-    partial.replace(path)
+    command = [sys.executable, "-m", "benchmarks.gpu", "oracle", "--device=cpu"]
+    with step("compute the oracle tokens on this CPU"), staging(out) as folder:
+        done = subprocess.run([*command, f"--out={folder}"], cwd=ROOT, check=False)
+        if done.returncode:
+            raise BundleError(
+                "the oracle tokens could not be computed, see above: "
+                "`make install-dev` installs what the programme needs"
+            )
     return True
 
 
@@ -245,7 +242,7 @@ def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
     the programme cannot compute them yet."""
     sources = digest(source_files(*ORACLE_SOURCES))
     path = out / "oracle.json"
-    if has_changed(path, manifest.get("oracle"), sources) and not write_oracle(path):
+    if has_changed(path, manifest.get("oracle"), sources) and not write_oracle(out):
         return None
     return described(path, sources=sources)
 

@@ -13,6 +13,7 @@ examples:
   python -m benchmarks.gpu.compile                        for this machine's GPU, else sm90
   python -m benchmarks.gpu.compile --arch sm90 --jobs 2 --cache /tmp/triton
   python -m benchmarks.gpu.compile --arch sm90 --every --json compiled.jsonl
+  python -m benchmarks.gpu.compile --arch sm100 "llama-8b int8"
 
 exit status: 0 all compiled, 1 a kernel did not or needs too much shared memory, 2 there is no
 Triton, 130 interrupted
@@ -36,16 +37,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_models import MODELS
 
 from ullage_engine.kernels import triton as kernels
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.layers.linear import Linear, PlainLinear
 from ullage_engine.layers.moe import ExpertLinears, LoopedExperts, PickedExperts, packed_experts
+from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
+from ullage_engine.model_config.registry import read_model_config
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.model_loader.prepare import is_matrix
 from ullage_engine.model_loader.tensor_plan import TensorPlan, plan_tensors
-from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.quantization.formats import Encoding, Format, chosen_encoding, pieces_of
 from ullage_engine.runner.model_runner import ModelRunner
 
@@ -145,17 +148,26 @@ def gpt_oss() -> ModelConfig:
     )  # fmt: skip
 
 
+def family(name: str) -> Case:
+    """Return a small model of `small_models`, whose greedy tokens the programme compares."""
+    values = MODELS[name]
+    format: Format | None = "mxfp4" if "quantization_config" in values else None
+    return Case(read_model_config(HFConfig(Path(name), values)), torch.float32, format)
+
+
 CASES: Mapping[str, Callable[[], Case]] = {
+    # Those that take longest begin first.
+    "llama-8b float32": lambda: Case(llama(), torch.float32),
+    "lfm2-8b-a1b float32": lambda: Case(lfm2_moe(), torch.float32),
+    **{f"small {name}": functools.partial(family, name) for name in MODELS},
+    "gpt-oss-20b mxfp4": lambda: Case(gpt_oss(), format="mxfp4"),
+    "lfm2-8b-a1b": lambda: Case(lfm2_moe()),
+    "lfm2-8b-a1b int8": lambda: Case(lfm2_moe(), format="int8"),
+    "llama-8b fp8 KV": lambda: Case(llama(), has_fp8_kv=True),
     "llama-8b": lambda: Case(llama()),
     "llama-8b int8": lambda: Case(llama(), format="int8"),
     "llama-8b int4": lambda: Case(llama(), format="int4"),
     "llama-8b fp8": lambda: Case(llama(), format="fp8"),
-    "llama-8b fp8 KV": lambda: Case(llama(), has_fp8_kv=True),
-    "llama-8b float32": lambda: Case(llama(), torch.float32),
-    "lfm2-8b-a1b": lambda: Case(lfm2_moe()),
-    "lfm2-8b-a1b int8": lambda: Case(lfm2_moe(), format="int8"),
-    "lfm2-8b-a1b float32": lambda: Case(lfm2_moe(), torch.float32),
-    "gpt-oss-20b mxfp4": lambda: Case(gpt_oss(), format="mxfp4"),
 }
 """What the programme launches kernels for."""
 
@@ -360,7 +372,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.cache:
         os.environ["TRITON_CACHE_DIR"] = arguments.cache
 
-    names = [*CASES, *(["every"] if arguments.every else [])]
+    names = arguments.cases or [*CASES]
+    if arguments.every:
+        names.append("every")
     started = time.perf_counter()
     faults: list[str] = []
     num_kernels = 0
@@ -397,6 +411,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="all, or some of them by name")
     parser.add_argument("--arch", type=read_arch, default=None, help="sm80, sm89, sm90, sm100")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--every", action="store_true", help="the tests' variants, too")
@@ -405,6 +420,8 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.arch is None:
         arguments.arch = arch_here()
+    if unknown := sorted(set(arguments.cases) - set(CASES)):
+        parser.error(f"there is no case {unknown[0]!r}; choose from {', '.join(CASES)}")
     if arguments.jobs < 1:
         parser.error(f"--jobs {arguments.jobs}: give at least 1")
     return arguments
