@@ -35,6 +35,7 @@ PACKAGES = (
     "cffi",
     "click",
     "cryptography",
+    "execnet",
     "gguf",
     "googleapis-common-protos",
     "grpcio",
@@ -52,12 +53,16 @@ PACKAGES = (
     "pycparser",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "pyzmq",
     "sortedcontainers",
     "uvicorn",
     "xxhash",
 )
-"""What the machine lacks, or has in a version that nobody knows; constraints.txt pins each."""
+"""What the machine lacks, or has in a version that nobody knows; constraints.txt pins them."""
+
+OTHER_PINS = {"execnet": "2.1.2", "pytest_xdist": "3.8.0"}
+"""Versions of what only such a machine needs, whose many cores share the kernels' tests."""
 
 PYTHON = "3.12"
 MACHINE = "x86_64"
@@ -70,7 +75,7 @@ LIMIT_BYTES = 64 * MIB
 
 WHEEL_SOURCES = ("engine", "operator", "proto", "crds", "pyproject.toml", "hatch_build.py")
 ORACLE_PROGRAM = "benchmarks/gpu/tokens.py"
-ORACLE_SOURCES = (ORACLE_PROGRAM, "benchmarks/small_models.py")
+ORACLE_SOURCES = (ORACLE_PROGRAM, "benchmarks/gpu/sequences.py", "benchmarks/small_models.py")
 INTERRUPTED = 130
 
 
@@ -87,7 +92,7 @@ def read_pins(constraints: Path = CONSTRAINTS) -> dict[str, str]:
     """Return the version of each of PACKAGES; raises BundleError for one without a pin."""
     lines = constraints.read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
-    versions = {canonical(name): version.strip() for name, _, version in pairs}
+    versions = OTHER_PINS | {canonical(name): version.strip() for name, _, version in pairs}
 
     missing = [name for name in PACKAGES if canonical(name) not in versions]
     if missing:

@@ -11,7 +11,7 @@ kernel, the kernel is compiled for the same arguments. A new kernel is picked up
 
 examples:
   python -m benchmarks.gpu.compile                        for this machine's GPU, else sm90
-  python -m benchmarks.gpu.compile --arch sm90 --jobs 2 --cache /tmp/triton
+  python -m benchmarks.gpu.compile --arch sm90 --processes 2 --cache /tmp/triton
   python -m benchmarks.gpu.compile --arch sm90 --every --json compiled.jsonl
   python -m benchmarks.gpu.compile --arch sm100 "llama-8b int8"
 
@@ -347,14 +347,14 @@ def listed() -> dict[str, Callable[[], Iterator[tuple[str, Callable[[], None]]]]
     return lists
 
 
-def compile_all(names: list[str], arch: int, jobs: int) -> Iterator[Compiled]:
+def compile_all(names: list[str], arch: int, processes: int) -> Iterator[Compiled]:
     """Compile several cases at a time; yield each kernel once, when its case is done.
 
     Without a GPU nothing is launched, and with one no process opens a context on it.
     """
     os.environ["TRITON_INTERPRET"] = "0"
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    with ProcessPoolExecutor(min(jobs, len(names)), mp_context=get_context("spawn")) as pool:
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    with ProcessPoolExecutor(min(processes, len(names)), mp_context=get_context("spawn")) as pool:
         running = {pool.submit(compile_case, name, arch, threads): name for name in names}
         for done in as_completed(running):
             try:
@@ -380,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
     num_kernels = 0
     lines = open(arguments.json, "w", encoding="utf-8") if arguments.json else None  # noqa: SIM115
     with lines or contextlib.nullcontext():
-        for each in compile_all(names, arguments.arch, arguments.jobs):
+        for each in compile_all(names, arguments.arch, arguments.processes):
             num_kernels += 1
             print(line(each), flush=True)
             if lines:
@@ -413,7 +413,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="all, or some of them by name")
     parser.add_argument("--arch", type=read_arch, default=None, help="sm80, sm89, sm90, sm100")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--every", action="store_true", help="the tests' variants, too")
     parser.add_argument("--cache", metavar="DIR", help="Triton's cache; TRITON_CACHE_DIR")
     parser.add_argument("--json", metavar="FILE", help="a line of JSON for each kernel")
@@ -422,8 +422,8 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
         arguments.arch = arch_here()
     if unknown := sorted(set(arguments.cases) - set(CASES)):
         parser.error(f"there is no case {unknown[0]!r}; choose from {', '.join(CASES)}")
-    if arguments.jobs < 1:
-        parser.error(f"--jobs {arguments.jobs}: give at least 1")
+    if arguments.processes < 1:
+        parser.error(f"--processes {arguments.processes}: give at least 1")
     return arguments
 
 
@@ -436,11 +436,17 @@ def read_arch(text: str) -> int:
 
 
 def arch_here() -> int:
-    """Return the architecture of this machine's GPU; sm90 without one."""
-    if not torch.cuda.is_available():
+    """Return the architecture of this machine's GPU, as the driver says without a context on it;
+    sm90 where there is no GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except Exception:  # no NVML, no driver, no GPU
         return 90
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+    return int(10 * major + minor)
 
 
 if __name__ == "__main__":
