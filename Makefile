@@ -8,7 +8,7 @@ override CUDA := $(filter-out 0,$(CUDA))
 KIND   := $(if $(CUDA),cuda,cpu)
 ARGS   ?=
 
-.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint faults bench gpu images e2e clean
+.PHONY: install install-dev install-vllm demo up test test-fast test-slow test-vllm check lint faults bench gpu gpu-bundle gpu-rehearsal images e2e clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -111,8 +111,14 @@ faults: install             ## 200 injected faults in a row, twice; a quarter of
 bench: install              ## beside llama.cpp and vLLM, which it installs (docs/benchmarks.md)
 	$(BIN)/python benchmarks/compare.py $(PEERS) --quality $(ARGS)
 
-gpu: $(VENV)/.dev           ## what a GPU has to show, with pass or fail; with CUDA=1
-	$(BIN)/python benchmarks/gpu.py $(ARGS)
+gpu: $(VENV)/.dev           ## what a GPU has to show, with pass or fail; with CUDA=1 (docs/gpu.md)
+	$(BIN)/python -m benchmarks.gpu first second --out gpu-results $(ARGS)
+
+gpu-bundle: install-dev     ## dist/gpu-bundle, for a GPU machine without a network (docs/gpu.md)
+	$(BIN)/python scripts/gpu_bundle.py $(ARGS)
+
+gpu-rehearsal: install-dev  ## the same programme, tiny, on this CPU, from a clone and the bundle
+	scripts/gpu_rehearsal.sh $(or $(ARGS),$(BIN)/python)
 
 lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/ruff format --check .
