@@ -59,8 +59,8 @@ INTERRUPTED = 130
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory that one program may have, by architecture (CUDA programming guide)."""
 
-MAX_TOKENS = 128
-"""Tokens of the longest step: the rows of the largest tile."""
+MAX_TOKENS = 1024
+"""Tokens of the longest step: four experts each fill the largest tiles of 32 experts."""
 MAX_ROWS = 128
 MAX_MODEL_LEN = 16_384
 NUM_BLOCKS = 64
@@ -163,6 +163,9 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "gpt-oss-20b mxfp4": lambda: Case(gpt_oss(), format="mxfp4"),
     "lfm2-8b-a1b": lambda: Case(lfm2_moe()),
     "lfm2-8b-a1b int8": lambda: Case(lfm2_moe(), format="int8"),
+    "lfm2-8b-a1b int4": lambda: Case(lfm2_moe(), format="int4"),
+    "lfm2-8b-a1b fp8": lambda: Case(lfm2_moe(), format="fp8"),
+    "lfm2-8b-a1b mxfp4": lambda: Case(lfm2_moe(), format="mxfp4"),
     "llama-8b fp8 KV": lambda: Case(llama(), has_fp8_kv=True),
     "llama-8b": lambda: Case(llama()),
     "llama-8b int8": lambda: Case(llama(), format="int8"),
