@@ -74,8 +74,11 @@ LIMIT_BYTES = 64 * MIB
 """May travel to the machine, tracked files included."""
 
 WHEEL_SOURCES = ("engine", "operator", "proto", "crds", "pyproject.toml", "hatch_build.py")
-ORACLE_PROGRAM = "benchmarks/gpu/tokens.py"
-ORACLE_SOURCES = (ORACLE_PROGRAM, "benchmarks/gpu/sequences.py", "benchmarks/small_models.py")
+ORACLE_SOURCES = (
+    "benchmarks/gpu/tokens.py",
+    "benchmarks/gpu/sequences.py",
+    "benchmarks/small_models.py",
+)
 INTERRUPTED = 130
 
 
@@ -166,12 +169,8 @@ def step(what: str) -> Iterator[None]:
     print(f"  {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def write_oracle(out: Path) -> bool:
-    """Have the programme write oracle.json; return False if it cannot yet."""
-    if not (ROOT / ORACLE_PROGRAM).exists():
-        print(f"oracle tokens: skipped, there is no {ORACLE_PROGRAM}")
-        return False
-
+def write_oracle(out: Path) -> None:
+    """Have the programme write oracle.json, which takes minutes."""
     command = [sys.executable, "-m", "benchmarks.gpu", "oracle", "--device=cpu"]
     with step("compute the oracle tokens on this CPU"), staging(out) as folder:
         done = subprocess.run([*command, f"--out={folder}"], cwd=ROOT, check=False)
@@ -180,7 +179,6 @@ def write_oracle(out: Path) -> bool:
                 "the oracle tokens could not be computed, see above: "
                 "`make install-dev` installs what the programme needs"
             )
-    return True
 
 
 def git(*arguments: str) -> str:
@@ -242,18 +240,17 @@ def own_wheel(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     return described(path, version=path.name.split("-")[1], sources=sources)
 
 
-def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the entry of the oracle tokens, computed anew if the programme has changed; None:
-    the programme cannot compute them yet."""
+def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of the oracle tokens, computed anew if the programme has changed."""
     sources = digest(source_files(*ORACLE_SOURCES))
     path = out / "oracle.json"
-    if has_changed(path, manifest.get("oracle"), sources) and not write_oracle(out):
-        return None
+    if has_changed(path, manifest.get("oracle"), sources):
+        write_oracle(out)
     return described(path, sources=sources)
 
 
-def make(out: Path, python: str) -> dict[str, Any]:
-    """Make the bundle; return its manifest."""
+def make(out: Path, python: str, *, has_oracle: bool) -> dict[str, Any]:
+    """Make the bundle; return its manifest. Without `has_oracle` the tokens stay as they are."""
     manifest = read_manifest(out)
     if manifest.get("python", python) != python:
         remedy = "name another folder with --out, or remove it"
@@ -272,7 +269,7 @@ def make(out: Path, python: str) -> dict[str, Any]:
         "is_modified": bool(git("status", "--porcelain", "--untracked-files=no").strip()),
         "product": product,
         "wheels": [described(path, version=path.name.split("-")[1]) for path in wheels],
-        "oracle": oracle(out, manifest),
+        "oracle": oracle(out, manifest) if has_oracle else manifest.get("oracle"),
     }
     partial = out / "manifest.tmp"
     partial.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
@@ -304,13 +301,16 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="dist/gpu-bundle")
     parser.add_argument("--python", default=PYTHON, metavar="X.Y", help="the machine's: 3.12")
+    parser.add_argument(
+        "--keep-oracle", action="store_true", help="no new oracle tokens: a rehearsal has its own"
+    )
     arguments = parser.parse_args()
     if not re.fullmatch(r"3\.\d+", arguments.python):
         parser.error(f"--python {arguments.python}: give a version such as 3.12")
 
     out = arguments.out.resolve()
     try:
-        made = make(out, arguments.python)
+        made = make(out, arguments.python, has_oracle=not arguments.keep_oracle)
         tracked = [ROOT / name for name in git("ls-files", "-z").split("\0") if name]
         bundle = [path for path in out.rglob("*") if path.is_file()]
         line = check_size(bundle, [path for path in tracked if path.is_file()])

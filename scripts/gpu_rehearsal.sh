@@ -32,7 +32,7 @@ done
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 bundle=dist/gpu-bundle
 [[ $version == 3.12 ]] || bundle=dist/gpu-bundle-$version
-"$builder" scripts/gpu_bundle.py --python "$version" --out "$bundle"
+"$builder" scripts/gpu_bundle.py --python "$version" --out "$bundle" --keep-oracle
 [[ -z $(git status --porcelain) ]] || echo "note: what is not committed is not rehearsed" >&2
 
 folder=$(mktemp -d)

@@ -21,6 +21,7 @@ Triton, 130 interrupted
 
 import argparse
 import contextlib
+import ctypes.util
 import functools
 import importlib.util
 import io
@@ -256,9 +257,11 @@ def run_steps(case: Case) -> None:
 class Recorder:
     """Compiles what is launched, each kernel once for each set of arguments."""
 
-    def __init__(self, case: str, arch: int) -> None:
+    def __init__(self, case: str, arch: int, finish: Callable[[Any], None] | None = None) -> None:
+        """`finish` is called with each new binary."""
         self._case = case
         self._arch = arch
+        self._finish = finish
         self._compiled: dict[str, Compiled] = {}
         """By the binary's hash, or by what failed."""
 
@@ -278,6 +281,8 @@ class Recorder:
             try:
                 with contextlib.redirect_stdout(log):
                     binary = kernel.warmup(*args, grid=grid, **constants)
+                    if self._finish is not None and binary.hash not in self._compiled:
+                        self._finish(binary)
             except Exception as error:  # whatever Triton, LLVM and ptxas raise
                 took = time.perf_counter() - started
                 self._compiled[attempt] = self._failed(kernel.__name__, took, error)
@@ -305,6 +310,17 @@ class Recorder:
         )
 
 
+def build_launcher(binary: Any) -> None:
+    """Compile the host's side of a launch, where Triton makes one for each signature: before 3.7.
+
+    It is linked with the driver's library, and the compiler takes half a second.
+    """
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(binary.src, binary.metadata)
+
+
 def compile_case(name: str, arch: int, threads: int) -> list[Compiled]:
     """Compile what one case launches, in a process of its own: Triton is changed for good."""
     from triton import knobs
@@ -324,7 +340,8 @@ def compile_case(name: str, arch: int, threads: int) -> list[Compiled]:
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    recorder = Recorder(name, arch)
+    has_driver = ctypes.util.find_library("cuda") is not None
+    recorder = Recorder(name, arch, build_launcher if has_driver else None)
     torch.set_num_threads(threads)
     driver.set_active(Absent())
     knobs.nvidia.dump_ptxas_log = True
