@@ -19,6 +19,7 @@ fast_operator=(
     tests/test_*.py tests/operator/{api,conditions,manifests,rollout}
     tests/operator/controller/test_{plan,rolls}.py
     --ignore=tests/operator/api/test_wrong_manifests.py --ignore=tests/test_lanes.py
+    --ignore=tests/test_gpu_bundle.py
 )
 fast_rest=(
     tests/router/policy tests/router/prompts/test_*.py tests/kv/test_{index,keys}.py
