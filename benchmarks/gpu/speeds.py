@@ -17,8 +17,9 @@ from benchmarks.gpu.figures import Figure, Job, Report
 from benchmarks.gpu.rates import rates, seconds_of
 
 from ullage_engine.kernels.arena import MAX_TILE_ROWS, partial_elements
-from ullage_engine.kernels.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.batch import build_batch
 from ullage_engine.kernels.kv_pool import KVPool
+from ullage_engine.kernels.staging import Indices
 from ullage_engine.kernels.triton import (
     Format,
     PagedWorkspace,
@@ -26,6 +27,7 @@ from ullage_engine.kernels.triton import (
     quantized_matmul,
 )
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
 if TYPE_CHECKING:
     from ullage_engine.kernels.triton.attention import PagedDecode, PagedPrefill
@@ -133,8 +135,11 @@ def decode_case(bench: Bench, model: ModelConfig, copied: float, rows: int, cont
     blocks = context // BLOCK
     cache = random_pool(bench, model, rows * blocks).layers[0]
     ids = torch.randperm(rows * blocks).tolist()
-    group = DecodeGroup(0, rows, rows, blocks, ids, [context] * rows)
-    kernel = paged(bench, model, [group], [], rows)
+    chunks = [
+        Chunk(str(row), [0], context - 1, ids[row * blocks : (row + 1) * blocks], None, [], 0)
+        for row in range(rows)
+    ]
+    kernel = paged(bench, model, StepPlan(chunks))
     moved = rows * context * model.kv_bytes_per_token(bench.dtype.itemsize)
     share = moved / seconds_of(lambda: kernel.run(cache), bench.device) / copied
     aim = next((least for size, least in LEAST_DECODE.items() if rows * context >= size), None)
@@ -144,14 +149,10 @@ def decode_case(bench: Bench, model: ModelConfig, copied: float, rows: int, cont
 def prefill_case(bench: Bench, model: ModelConfig, multiplied: float, tokens: int) -> Figure:
     """Measure causal attention of one prompt: the share of a large product's operations."""
     blocks = tokens // BLOCK
-    rows = MAX_TILE_ROWS
     cache = random_pool(bench, model, blocks).layers[0]
     ids = torch.randperm(blocks).tolist()
-    tiles = [
-        PrefillTile(at, at + rows, rows, at, ids[: (at + rows) // BLOCK])
-        for at in range(0, tokens, rows)
-    ]
-    kernel = paged(bench, model, [], tiles, tokens)
+    chunk = Chunk("0", [0] * tokens, 0, ids, None, [], 0)
+    kernel = paged(bench, model, StepPlan([chunk]))
     operations = 2 * tokens * tokens * model.query_width
     share = operations / seconds_of(lambda: kernel.run(cache), bench.device) / multiplied
     return Figure(f"prefill attention, {tokens}", share, "of products", LEAST_PREFILL)
@@ -202,17 +203,18 @@ def random_pool(bench: Bench, model: ModelConfig, num_blocks: int) -> KVPool:
     return pool
 
 
-def paged(
-    bench: Bench,
-    model: ModelConfig,
-    groups: list[DecodeGroup],
-    tiles: list[PrefillTile],
-    rows: int,
-) -> "PagedDecode | PagedPrefill":
-    rotated = bench.random(model.num_heads + model.num_kv_heads, rows, model.head_dim)
-    partials = torch.empty(partial_elements(model), device=bench.device)
+def paged(bench: Bench, model: ModelConfig, plan: StepPlan) -> "PagedDecode | PagedPrefill":
+    """Prepare a step of nothing but decodes, or of one prompt."""
+    rows = plan.num_tokens
+    queries = bench.random(model.num_heads, rows, model.head_dim)
     attended = bench.empty(rows, model.query_width)
-    return paged_attentions(groups, tiles, rotated, attended, PagedWorkspace(model, partials))[0]
+    workspace = PagedWorkspace(model, torch.empty(partial_elements(model), device=bench.device))
+
+    def put(array: Indices) -> torch.Tensor:
+        return torch.from_numpy(array).to(bench.device)
+
+    batch = build_batch(plan, BLOCK)
+    return paged_attentions(batch.rows, put, queries, attended, workspace)[0]
 
 
 def random_weights(

@@ -316,6 +316,9 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
         "step_sin": tokens * model_config.head_dim,
     }
     base = _place(always, 0, itemsize)
+    if limits.fused:
+        indices = {"indices": _index_words(model_config, limits)}
+        base += _place(indices, _aligned(base[-1].end), INT32_BYTES)
     start = _aligned(base[-1].end)
     attention = _place(_attention_elements(model_config, limits), start, itemsize)
     if limits.fused:
@@ -426,6 +429,32 @@ def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
     if limits.fused:
         return written
     return written | {"gathered_codes": limits.max_gather_tokens * 2 * width}
+
+
+def _index_words(model_config: ModelConfig, limits: StepLimits) -> int:
+    """Count the four-byte words of the index arrays of any step, each aligned.
+
+    See `ullage_engine.kernels.batch.StepBatch`; windows with blocks of their own have all that
+    concerns blocks twice.
+    """
+    rows = limits.product_rows(limits.max_tokens)
+    chunks = limits.product_rows(limits.max_rows)
+    width = limits.context_blocks(-(-limits.max_model_len // limits.block_tokens))
+    tiles = limits.max_tokens // MAX_TILE_ROWS + limits.max_rows
+    kernel = model_config.conv_kernel if model_config.num_conv_layers else 0
+
+    once = [rows, rows, chunks]  # token ids, positions, sampled rows
+    paged = [
+        rows * INT64_WORDS,  # slots
+        chunks,  # lengths
+        chunks * width,  # block tables, of decodes and of prompts
+        *[tiles] * 4,
+    ]
+    conv = [kernel * rows, kernel * chunks, chunks, chunks * INT64_WORDS]
+
+    arrays = [*once, *paged * (2 if limits.windowed else 1), *conv]
+    # One more for the tables, which are two arrays.
+    return sum(arrays) + (len(arrays) + 2) * ALIGNMENT // INT32_BYTES
 
 
 def _conv_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:

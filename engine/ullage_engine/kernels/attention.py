@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ullage_engine.kernels.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.batch import DecodeGroup, Ints, PrefillTile
 from ullage_engine.kernels.kv_pool import LayerCache, gather, shaped
 from ullage_engine.model_config.model_config import ModelConfig
 
@@ -71,8 +71,8 @@ class DecodeAttention:
         rows, padded = group.end - group.start, group.padded_rows
         length = group.num_blocks * workspace.block_tokens
         self._workspace, self._scale = workspace, head_dim**-0.5
-        self._block_ids = torch.tensor(group.block_ids, device=rotated.device)
-        self._gathered = workspace.gather_view(len(group.block_ids))
+        self._block_ids = torch.from_numpy(group.block_ids.ravel()).to(rotated.device)
+        self._gathered = workspace.gather_view(len(self._block_ids))
         keys, values = self._gathered.view(2, kv_heads * padded, length, head_dim)
         self._keys, self._values = keys.transpose(1, 2), values
         heads = rotated[: model_config.num_heads, group.start : group.end]
@@ -114,10 +114,10 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
     scores.mul_((sums - sinks.float()).sigmoid_().to(scores.dtype)[..., None])
 
 
-def _length_mask(lengths: list[int], padded: int, window: int, like: torch.Tensor) -> torch.Tensor:
+def _length_mask(lengths: Ints, padded: int, window: int, like: torch.Tensor) -> torch.Tensor:
     """Returns zero on what each row sees of its context, else minus infinity; [rows, 1, padded]."""
     columns = torch.arange(padded, device=like.device)
-    ends = torch.tensor(lengths, device=like.device)[:, None, None]
+    ends = torch.from_numpy(lengths).to(like.device)[:, None, None]
     outside = columns >= ends
     if window:
         outside |= columns < ends - window
@@ -139,8 +139,8 @@ class PrefillAttention:
         kv_heads, size, head_dim = model_config.head_shape
         rows = tile.end - tile.start
         self._workspace, self._tile = workspace, tile
-        self._block_ids = torch.tensor(tile.block_ids, device=rotated.device)
-        self._gathered = workspace.gather_view(len(tile.block_ids))
+        self._block_ids = torch.from_numpy(tile.block_ids).to(rotated.device)
+        self._gathered = workspace.gather_view(len(self._block_ids))
         self._keys, self._values = self._gathered.view(2, kv_heads, -1, head_dim)
         heads = rotated[: model_config.num_heads, tile.start : tile.end]
         self._heads = heads.view(kv_heads, size, rows, head_dim)

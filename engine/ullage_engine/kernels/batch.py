@@ -1,48 +1,89 @@
 """A step plan as index arrays: one flat batch of tokens, decodes first.
 
-Pure arithmetic over lists; the runner turns the arrays into tensors once a step.
+Pure arithmetic over whole arrays. What attends may read pages in place, or gather groups of decodes
+and tiles of prompts; groups and tiles are cut here, too, from the same arrays.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
+from itertools import chain, islice
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
-from ullage_engine.kernels.arena import context_bucket, decode_rows, tile_bucket, tile_rows
+from ullage_engine.kernels.arena import (
+    MAX_TILE_ROWS,
+    context_bucket,
+    decode_rows,
+    tile_bucket,
+    tile_rows,
+)
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
 GROUP_WASTE_TOKENS = 1024
 """Padding, in tokens of context, worth one decode group fewer: a group's fixed cost of about 60 µs
 a layer gathers and scores about that many tokens."""
 
+NO_SLOT = -1
+"""Slot of what is read as zero, or written nowhere."""
 
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Decodes of similar length, attended together: rows start to end of the flat batch."""
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+"""Indices that torch takes as int64 alone: those of `index_copy_`."""
 
-    start: int
-    end: int
-    padded_rows: int
-    num_blocks: int
-    """Blocks gathered for each row."""
-    block_ids: list[int]
-    """Block tables of all padded rows; shorter tables repeat their last block, padding the last
-    row's."""
-    lengths: list[int]
-    """Context of each padded row, its own token included."""
+Bucket = Callable[[int], int]
+"""A size, rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillTile:
-    """Rows start to end of the flat batch: consecutive tokens of one sequence."""
+class Spans:
+    """Runs of consecutive tokens, each of one prompt; an entry of each array for each run."""
 
-    start: int
-    end: int
-    padded_rows: int
-    earlier: int
-    """Tokens of the sequence before the first row's."""
-    block_ids: list[int]
-    """Blocks of the last row's context, and padding that repeats its last block."""
+    first_rows: Ints
+    """Row of the first token in the flat batch."""
+    counts: Ints
+    """Tokens."""
+    earlier: Ints
+    """Tokens of the sequence before the first one."""
+    prompts: Ints
+    """Row of `PagedRows.prompt_tables`."""
+
+    def cut(self, size: int) -> "Spans":
+        """Return the same tokens in runs of at most `size`."""
+        if len(self.counts) == 0:
+            return self
+        pieces = -(-self.counts // size)
+        before = np.cumsum(pieces) - pieces
+        span = np.repeat(np.arange(len(pieces)), pieces)
+        begun = ((np.arange(len(span)) - before[span]) * size).astype(np.int32)
+
+        return Spans(
+            first_rows=self.first_rows[span] + begun,
+            counts=np.minimum(self.counts[span] - begun, size).astype(np.int32),
+            earlier=self.earlier[span] + begun,
+            prompts=self.prompts[span],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where the KV of a step's rows goes, and what they attend to."""
+
+    slots: Longs
+    """Slot of each row, NO_SLOT for padding."""
+    lengths: Ints
+    """Context of each decode, its own token included; 0 for padding. Decodes are the first rows,
+    the longest first."""
+    decode_tables: Ints
+    """Block ids [decodes, width]; a table that ends earlier repeats its last block."""
+    prompts: Spans
+    """Chunks that are no decodes, whole."""
+    tiles: Spans
+    """The same in tiles of at most MAX_TILE_ROWS."""
+    prompt_tables: Ints
+    """Block ids [prompts, width], like those of decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +94,30 @@ class ConvPlan:
     of their rows, its state: the kernel - 1 columns before its first row, oldest first.
     """
 
-    taps: list[list[int]]
-    """`kernel` lists of T indices: taps[j][i] is the column at the position of row i less
-    kernel - 1 - j, of the same sequence."""
-    tails: list[int]
-    """Indices, C * (kernel - 1), of the state after each chunk."""
-    slots: list[int]
-    """Slot of the state before each chunk; any slot for those in `fresh`."""
-    next_slots: list[int]
-    """Slot of the state after each chunk; no slot that the step reads."""
-    fresh: list[int]
-    """Chunks, by index, that begin from zero state."""
-
-
-@dataclass(frozen=True, slots=True)
-class PagedRows:
-    """Where the KV of a step's rows goes, and what they attend to."""
-
-    slots: list[int]
-    decodes: list[DecodeGroup]
-    prefills: list[PrefillTile]
+    taps: Ints
+    """Indices [kernel, T]: taps[j, i] is the column at the position of row i less kernel - 1 - j,
+    of the same sequence."""
+    tails: Ints
+    """Indices [C, kernel - 1] of the state after each chunk."""
+    slots: Ints
+    """Slot of the state before each chunk; NO_SLOT: it begins from zero state."""
+    next_slots: Longs
+    """Slot of the state after each chunk; none that the step reads, and NO_SLOT for padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """Everything the model needs to know of a step."""
 
-    token_ids: list[int]
-    positions: list[int]
-    slots: list[int]
-    decodes: list[DecodeGroup]
-    prefills: list[PrefillTile]
+    num_tokens: int
+    """Rows that are tokens of the plan; those behind them are padding."""
+    token_ids: Ints
+    positions: Ints
+    rows: PagedRows
     sampled: list[Chunk]
     """Chunks to sample, in the plan's order; what is sampled behind several of its tokens is there
     as often, each time up to one of them."""
-    sampled_rows: list[int]
+    sampled_rows: Ints
     """Row of the last token of each sampled chunk."""
     conv: ConvPlan | None = None
     """Plan of the convolutions, for models that have them."""
@@ -95,67 +125,77 @@ class StepBatch:
     """The rows' KV in layers with sliding windows, where these have blocks of their own."""
 
     def paged(self, window: int) -> PagedRows:
-        """Returns the rows' KV in a layer with such a window; 0: none."""
-        if window and self.windowed is not None:
-            return self.windowed
-        return PagedRows(self.slots, self.decodes, self.prefills)
+        """Return the rows' KV in a layer with such a window; 0: none."""
+        return self.rows if self.windowed is None or not window else self.windowed
 
 
-Bucket = Callable[[int], int]
-"""Blocks of context gathered for sequences of at most so many."""
+PADDING = Chunk(
+    request_id="",
+    token_ids=[0],
+    start=0,
+    block_ids=[0],
+    window_block_ids=[0],
+    sampling=None,
+    history=[],
+    num_prompt_tokens=0,
+    next_state_slot=NO_SLOT,
+)
+"""A decode that stores nothing and attends to nothing."""
 
 
 def build_batch(
     plan: StepPlan,
     block_tokens: int,
-    max_gather_tokens: int,
     bucket: Bucket = context_bucket,
+    *,
+    padded_decodes: Bucket | None = None,
     conv_kernel: int = 0,
     scratch_block: int | None = None,
     windowed: bool = False,
 ) -> StepBatch:
-    """Orders the chunks so that every group of decodes is a run of rows.
+    """Lay out the chunks of a step, decodes first.
 
-    `conv_kernel`: taps of the model's convolutions, 0 without. `scratch_block`: where the KV of
-    replayed tokens goes, in no sequence's table; only models with convolutions need one.
-    `windowed`: layers with sliding windows have blocks of their own.
+    Args:
+        plan: the step.
+        block_tokens: tokens of a KV block.
+        bucket: blocks of context attended for sequences of at most so many.
+        padded_decodes: rows of a step of nothing but so many decodes. Its arrays then have the same
+            shapes for all steps of a bucket. None: no rows of padding.
+        conv_kernel: taps of the model's convolutions, 0 without.
+        scratch_block: where the KV of replayed tokens goes, in no sequence's table; only models
+            with convolutions need one.
+        windowed: layers with sliding windows have blocks of their own.
     """
     decodes = [chunk for chunk in plan.chunks if _is_decode(chunk)]
-    prefills = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
+    prompts = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
     decodes.sort(key=lambda chunk: chunk.start, reverse=True)
-    ordered = decodes + prefills
-    first_rows, row = {}, 0
-    for chunk in ordered:
-        first_rows[chunk.request_id] = row
-        row += len(chunk.token_ids)
+
+    num_padding = 0
+    if padded_decodes is not None and not prompts:
+        num_padding = padded_decodes(len(decodes)) - len(decodes)
+    decodes += [PADDING] * num_padding
+    layout = _Layout.of(decodes + prompts, len(decodes), num_padding)
+
+    first_rows = {
+        chunk.request_id: row
+        for chunk, row in zip(layout.chunks, layout.first_rows.tolist(), strict=True)
+    }
     sampled = plan.sampled_parts()
+    last_rows = [first_rows[part.request_id] + len(part.token_ids) - 1 for part in sampled]
+    rows = _paged_rows(layout, block_tokens, bucket, scratch_block)
 
-    def paged(decodes: list[Chunk], prefills: list[Chunk]) -> PagedRows:
-        max_blocks = max_gather_tokens // block_tokens
-        chunks = decodes + prefills
-        return PagedRows(
-            slots=[slot for each in chunks for slot in _slots(each, block_tokens, scratch_block)],
-            decodes=_decode_groups(decodes, block_tokens, max_blocks, bucket),
-            prefills=_prefill_tiles(prefills, len(decodes), block_tokens, bucket),
-        )
-
-    rows = paged(decodes, prefills)
     return StepBatch(
-        token_ids=[token for chunk in ordered for token in chunk.token_ids],
-        positions=[at for chunk in ordered for at in range(chunk.start, chunk.end)],
-        slots=rows.slots,
-        decodes=rows.decodes,
-        prefills=rows.prefills,
+        num_tokens=len(layout.owners) - num_padding,
+        token_ids=_flat([chunk.token_ids for chunk in layout.chunks], len(layout.owners)),
+        positions=layout.positions,
+        rows=rows,
         sampled=sampled,
-        sampled_rows=[first_rows[each.request_id] + len(each.token_ids) - 1 for each in sampled],
-        conv=_conv_plan(ordered, conv_kernel) if conv_kernel else None,
-        windowed=paged(_windowed(decodes), _windowed(prefills)) if windowed else None,
+        sampled_rows=np.array(last_rows, np.int32),
+        conv=_conv_plan(layout, conv_kernel) if conv_kernel else None,
+        windowed=_paged_rows(layout.windowed(), block_tokens, bucket, scratch_block)
+        if windowed
+        else None,
     )
-
-
-def _windowed(chunks: list[Chunk]) -> list[Chunk]:
-    """Returns the chunks with the block tables of layers with sliding windows."""
-    return [replace(chunk, block_ids=chunk.window_block_ids) for chunk in chunks]
 
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
@@ -173,95 +213,204 @@ def _is_decode(chunk: Chunk) -> bool:
     return len(chunk.token_ids) == 1 and not chunk.num_replayed
 
 
-def _slots(chunk: Chunk, block_tokens: int, scratch_block: int | None) -> list[int]:
-    assert scratch_block is not None or not chunk.num_replayed, "no block for replayed tokens"
-    scratch, blocks = (scratch_block or 0) * block_tokens, chunk.block_ids
-    replayed = [scratch + number % block_tokens for number in range(chunk.num_replayed)]
-    stored = range(chunk.first_stored, chunk.end)
-    return replayed + [
-        blocks[at // block_tokens] * block_tokens + at % block_tokens for at in stored
-    ]
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The chunks in the order of their rows, and every row's place in its chunk."""
+
+    chunks: list[Chunk]
+    num_decodes: int
+    num_padding: int
+    starts: Ints
+    """Tokens before each chunk's first."""
+    counts: Ints
+    """Tokens of each chunk."""
+    first_rows: Ints
+    owners: Ints
+    """Chunk of each row."""
+    offsets: Ints
+    """Place of each row in its chunk."""
+    positions: Ints
+    """Place of each row in its sequence."""
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], num_decodes: int, num_padding: int) -> "_Layout":
+        starts = np.array([chunk.start for chunk in chunks], np.int32)
+        counts = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+        first_rows = np.cumsum(counts, dtype=np.int32) - counts
+        owners = np.repeat(np.arange(len(chunks), dtype=np.int32), counts)
+        offsets = np.arange(len(owners), dtype=np.int32) - first_rows[owners]
+        positions = starts[owners] + offsets
+        places = (starts, counts, first_rows, owners, offsets, positions)
+        return cls(chunks, num_decodes, num_padding, *places)
+
+    def windowed(self) -> "_Layout":
+        """Return the same with the block tables of layers with sliding windows."""
+        chunks = [replace(chunk, block_ids=chunk.window_block_ids) for chunk in self.chunks]
+        return dataclass_replace(self, chunks=chunks)
 
 
-def _conv_plan(chunks: Sequence[Chunk], kernel: int) -> ConvPlan:
-    columns = kernel - 1
-    taps: list[list[int]] = [[] for _ in range(kernel)]
-    tails: list[int] = []
-    row, state = 0, sum(len(chunk.token_ids) for chunk in chunks)
-    for chunk in chunks:
-        end = row + len(chunk.token_ids)
-        # The columns that the chunk and its state are together, from the oldest on.
-        column = [*range(state, state + columns), *range(row, end)]
-        for tap, rows in enumerate(taps):
-            rows += column[tap : tap + end - row]
-        tails += column[len(column) - columns :]
-        row, state = end, state + columns
-    return ConvPlan(
-        taps=taps,
-        tails=tails,
-        slots=[chunk.state_slot or 0 for chunk in chunks],
-        next_slots=[chunk.next_state_slot for chunk in chunks],
-        fresh=[index for index, chunk in enumerate(chunks) if chunk.state_slot is None],
+def _flat(lists: Sequence[Sequence[int]], count: int) -> Ints:
+    return np.fromiter(chain.from_iterable(lists), np.int32, count)
+
+
+def _paged_rows(
+    layout: _Layout, block_tokens: int, bucket: Bucket, scratch_block: int | None
+) -> PagedRows:
+    decodes = layout.num_decodes
+    num_blocks = -(-(layout.starts + layout.counts) // block_tokens)
+    tables = _block_tables(layout.chunks, num_blocks, bucket)
+    width = bucket(int(num_blocks[:decodes].max(initial=1)))
+
+    lengths = layout.starts[:decodes] + 1
+    lengths[decodes - layout.num_padding :] = 0
+    prompts = Spans(
+        first_rows=layout.first_rows[decodes:],
+        counts=layout.counts[decodes:],
+        earlier=layout.starts[decodes:],
+        prompts=np.arange(len(layout.chunks) - decodes, dtype=np.int32),
+    )
+    return PagedRows(
+        slots=_slots(layout, tables, block_tokens, scratch_block),
+        lengths=lengths,
+        decode_tables=np.ascontiguousarray(tables[:decodes, :width]),
+        prompts=prompts,
+        tiles=prompts.cut(MAX_TILE_ROWS),
+        prompt_tables=tables[decodes:],
     )
 
 
-def _num_blocks(chunk: Chunk, block_tokens: int) -> int:
-    return -(-chunk.end // block_tokens)
+def _block_tables(
+    chunks: Sequence[Chunk], num_blocks: npt.NDArray[np.int32], bucket: Bucket
+) -> Ints:
+    """Return the chunks' block ids [chunks, width]; padding repeats a sequence's last block."""
+    total, width = int(num_blocks.sum()), bucket(int(num_blocks.max()))
+    own = [
+        islice(chunk.block_ids, blocks)
+        for chunk, blocks in zip(chunks, num_blocks.tolist(), strict=True)
+    ]
+    flat = np.fromiter(chain.from_iterable(own), np.int32, total)
+    first = np.cumsum(num_blocks) - num_blocks
+    # Padding reads the sequence's own memory, so no other sequence's fault can reach it.
+    column = np.minimum(np.arange(width), num_blocks[:, None] - 1)
+    return flat[first[:, None] + column]
 
 
-def _prefill_tiles(
-    chunks: Sequence[Chunk], row: int, block_tokens: int, bucket: Bucket
-) -> list[PrefillTile]:
-    tiles = []
-    for chunk in chunks:
-        tokens = len(chunk.token_ids)
-        size = tile_rows(bucket(_num_blocks(chunk, block_tokens)), block_tokens)
-        for first in range(0, tokens, size):
-            count = min(size, tokens - first)
-            blocks = -(-(chunk.start + first + count) // block_tokens)
-            table = _padded(chunk.block_ids[:blocks], bucket(blocks))
-            start = row + first
-            earlier = chunk.start + first
-            tiles.append(PrefillTile(start, start + count, tile_bucket(count), earlier, table))
-        row += tokens
-    return tiles
+def _slots(layout: _Layout, tables: Ints, block_tokens: int, scratch_block: int | None) -> Longs:
+    blocks = tables[layout.owners, layout.positions // block_tokens].astype(np.int64)
+    slots = blocks * block_tokens + layout.positions % block_tokens
+
+    num_replayed = np.array([chunk.num_replayed for chunk in layout.chunks], np.int32)
+    if num_replayed.any():
+        assert scratch_block is not None, "no block for replayed tokens"
+        replayed = layout.offsets < num_replayed[layout.owners]
+        slots[replayed] = scratch_block * block_tokens + layout.offsets[replayed] % block_tokens
+
+    slots[len(slots) - layout.num_padding :] = NO_SLOT
+    return slots
 
 
-def _decode_groups(
-    chunks: Sequence[Chunk], block_tokens: int, max_blocks: int, bucket: Bucket
+def _conv_plan(layout: _Layout, kernel: int) -> ConvPlan:
+    columns = kernel - 1
+    num_rows = len(layout.owners)
+
+    def index(chunk: Ints, place: Ints) -> Ints:
+        """Where in `source` a chunk's column is: its state's come first, then those of its rows."""
+        in_state = num_rows + chunk * columns + place
+        in_rows = layout.first_rows[chunk] + place - columns
+        source: Ints = np.where(place < columns, in_state, in_rows)
+        return source
+
+    chunks = np.arange(len(layout.chunks), dtype=np.int32)[:, None]
+    taps = np.arange(kernel, dtype=np.int32)[:, None]
+    before = np.arange(columns, dtype=np.int32)
+    slots = [NO_SLOT if chunk.state_slot is None else chunk.state_slot for chunk in layout.chunks]
+    return ConvPlan(
+        taps=index(layout.owners, layout.offsets + taps),
+        tails=index(chunks, layout.counts[:, None] + before),
+        slots=np.array(slots, np.int32),
+        next_slots=np.array([chunk.next_state_slot for chunk in layout.chunks], np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decodes of similar length, attended together: rows start to end of the flat batch."""
+
+    start: int
+    end: int
+    padded_rows: int
+    num_blocks: int
+    """Blocks gathered for each row."""
+    block_ids: Ints
+    """Block tables [padded_rows, num_blocks]; padding repeats the last row's."""
+    lengths: Ints
+    """Context of each padded row, its own token included."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """Rows start to end of the flat batch: consecutive tokens of one sequence."""
+
+    start: int
+    end: int
+    padded_rows: int
+    earlier: int
+    """Tokens of the sequence before the first row's."""
+    block_ids: Ints
+    """Blocks of the last row's context, and padding."""
+
+
+def decode_groups(
+    rows: PagedRows, block_tokens: int, max_gather_tokens: int, bucket: Bucket = context_bucket
 ) -> list[DecodeGroup]:
-    """Cuts decodes, longest first, into groups that fit the workspace and waste little."""
+    """Cut decodes, longest first, into groups that fit the workspace and waste little."""
+    buckets = [bucket(-(-length // block_tokens)) for length in rows.lengths.tolist()]
+    max_blocks = max_gather_tokens // block_tokens
     groups, start = [], 0
-    while start < len(chunks):
-        widest = bucket(_num_blocks(chunks[start], block_tokens))
-        similar, waste = start, 0
-        while similar < len(chunks):
-            # Padding to the row's own bucket is there in any group.
-            own = bucket(_num_blocks(chunks[similar], block_tokens))
-            waste += (widest - own) * block_tokens
-            if waste > GROUP_WASTE_TOKENS and similar > start:
-                break
-            similar += 1
-        rows, padded_rows = decode_rows(similar - start, max(1, max_blocks // widest))
-        groups.append(
-            _decode_group(chunks[start : start + rows], start, padded_rows, widest, block_tokens)
-        )
-        start += rows
+    while start < len(buckets):
+        widest = buckets[start]
+        most = max(1, max_blocks // widest)
+        similar = start + _num_similar(buckets[start : start + most], block_tokens)
+        attended, padded_rows = decode_rows(similar - start, most)
+        end = start + attended
+        row = np.minimum(np.arange(start, start + padded_rows), end - 1)
+        tables = rows.decode_tables[row, :widest]
+        groups.append(DecodeGroup(start, end, padded_rows, widest, tables, rows.lengths[row]))
+        start = end
     return groups
 
 
-def _decode_group(
-    chunks: Sequence[Chunk], start: int, padded_rows: int, num_blocks: int, block_tokens: int
-) -> DecodeGroup:
-    rows = [*chunks, *[chunks[-1]] * (padded_rows - len(chunks))]
-    block_ids: list[int] = []
-    for chunk in rows:
-        own = chunk.block_ids[: _num_blocks(chunk, block_tokens)]
-        block_ids += _padded(own, num_blocks)
-    lengths = [chunk.start + 1 for chunk in rows]
-    return DecodeGroup(start, start + len(chunks), padded_rows, num_blocks, block_ids, lengths)
+def _num_similar(buckets: Sequence[int], block_tokens: int) -> int:
+    """Count the leading rows of blocks that waste little in one group, at least one."""
+    waste = 0
+    for index, own in enumerate(buckets):
+        # Padding to the row's own bucket is there in any group.
+        waste += (buckets[0] - own) * block_tokens
+        if waste > GROUP_WASTE_TOKENS and index:
+            return index
+    return len(buckets)
 
 
-def _padded(block_ids: list[int], num_blocks: int) -> list[int]:
-    # Padding reads the sequence's own memory, so no other sequence's fault can reach it.
-    return block_ids + block_ids[-1:] * (num_blocks - len(block_ids))
+def prefill_tiles(
+    rows: PagedRows, block_tokens: int, bucket: Bucket = context_bucket
+) -> list[PrefillTile]:
+    """Cut prompts into tiles whose scores are computed at once."""
+    spans, tiles = rows.prompts, []
+    columns = (spans.first_rows, spans.counts, spans.earlier)
+    prompts = zip(rows.prompt_tables, *(each.tolist() for each in columns), strict=True)
+    for table, row, tokens, start in prompts:
+        size = tile_rows(bucket(-(-(start + tokens) // block_tokens)), block_tokens)
+        for first in range(0, tokens, size):
+            count = min(size, tokens - first)
+            earlier = start + first
+            num_blocks = bucket(-(-(earlier + count) // block_tokens))
+            tiles.append(
+                PrefillTile(
+                    start=row + first,
+                    end=row + first + count,
+                    padded_rows=tile_bucket(count),
+                    earlier=earlier,
+                    block_ids=table[:num_blocks],
+                )
+            )
+    return tiles

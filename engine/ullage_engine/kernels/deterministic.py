@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ullage_engine.kernels.arena import SPAN_TOKENS, UNIT_ROWS, pad_rows
-from ullage_engine.kernels.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.batch import DecodeGroup, Ints, PrefillTile
 from ullage_engine.kernels.kv_pool import LayerCache, gather, shaped
 from ullage_engine.model_config.model_config import ModelConfig
 
@@ -170,26 +170,23 @@ class SplitAttention:
     def __init__(
         self,
         workspace: SplitWorkspace,
-        tables: list[list[int]],
+        tables: Ints,
         rows: int,
         device: torch.device,
     ) -> None:
-        """`tables`: blocks of each sequence, in whole spans; `rows`: queries of each per KV head,
+        """`tables`: blocks [sequences, width] in whole spans; `rows`: queries of each per KV head,
         in whole units."""
         model_config, block_tokens = workspace.model_config, workspace.block_tokens
         kv_heads, head_dim = model_config.num_kv_heads, model_config.head_dim
         batch, blocks = kv_heads * len(tables), SPAN_TOKENS // block_tokens
-        num_spans = len(tables[0]) // blocks
+        num_spans = tables.shape[1] // blocks
         self.rows_shape = (kv_heads, len(tables), rows, head_dim)
         self.queries = shaped(workspace.queries, *self.rows_shape)
         self.scores = shaped(workspace.scores, num_spans, batch, rows, SPAN_TOKENS)
         self._of_keys, self._of_values = slice(kv_heads), slice(kv_heads, None)
         self._products, self._codes = workspace.products, workspace.codes
         self._spans = [
-            torch.tensor(
-                [block for table in tables for block in table[span * blocks : (span + 1) * blocks]],
-                device=device,
-            )
+            torch.from_numpy(tables[:, span * blocks : (span + 1) * blocks].ravel()).to(device)
             for span in range(num_spans)
         ]
         gathered = (kv_heads, len(tables) * blocks, block_tokens * head_dim)
@@ -269,27 +266,24 @@ def split_decodes(
     assert not window, "refused at start"
     model_config = workspace.model_config
     kv_heads, size, head_dim = model_config.head_shape
-    rows, blocks = group.end - group.start, group.num_blocks
-    tables = [
-        group.block_ids[start : start + blocks] for start in range(0, len(group.block_ids), blocks)
-    ]
-    attention = SplitAttention(workspace, tables, pad_rows(size), rotated.device)
+    rows = group.end - group.start
+    attention = SplitAttention(workspace, group.block_ids, pad_rows(size), rotated.device)
     heads = rotated[: model_config.num_heads, group.start : group.end]
     scores = attention.scores
     attention.place(
         heads=heads.view(kv_heads, size, rows, head_dim).transpose(1, 2),
         placed=attention.queries[:, :rows, :size],
-        masked=scores.view(scores.shape[0], kv_heads, len(tables), -1, SPAN_TOKENS),
+        masked=scores.view(scores.shape[0], kv_heads, group.padded_rows, -1, SPAN_TOKENS),
         mask=_length_mask(group.lengths, scores),
         out=attended[group.start : group.end].view(rows, kv_heads, size, head_dim).transpose(0, 1),
     )
     return attention
 
 
-def _length_mask(lengths: list[int], scores: torch.Tensor) -> torch.Tensor:
+def _length_mask(lengths: Ints, scores: torch.Tensor) -> torch.Tensor:
     """Hides what is beyond each sequence's context; [spans, 1, sequences, 1, SPAN_TOKENS]."""
     columns = torch.arange(scores.shape[0] * SPAN_TOKENS, device=scores.device)
-    hidden = columns >= torch.tensor(lengths, device=scores.device)[:, None]
+    hidden = columns >= torch.from_numpy(lengths).to(scores.device)[:, None]
     mask = scores.new_zeros(hidden.shape).masked_fill_(hidden, hidden_score(scores.dtype))
     return mask.view(len(lengths), -1, SPAN_TOKENS).transpose(0, 1)[:, None, :, None]
 
@@ -306,7 +300,7 @@ def split_prefill(
     model_config = workspace.model_config
     kv_heads, size, head_dim = model_config.head_shape
     rows, padded = tile.end - tile.start, tile.padded_rows
-    attention = SplitAttention(workspace, [tile.block_ids], size * padded, rotated.device)
+    attention = SplitAttention(workspace, tile.block_ids[None], size * padded, rotated.device)
     queries = attention.queries.view(kv_heads, size, padded, head_dim)
     # Spans before the tile's first token are seen whole.
     first, offset = divmod(tile.earlier, SPAN_TOKENS)

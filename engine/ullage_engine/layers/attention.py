@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -39,7 +40,16 @@ from ullage_engine.kernels.attention import (
     Workspace,
     fill_mask,
 )
-from ullage_engine.kernels.batch import ConvPlan, PagedRows, StepBatch
+from ullage_engine.kernels.batch import (
+    NO_SLOT,
+    ConvPlan,
+    DecodeGroup,
+    PagedRows,
+    PrefillTile,
+    StepBatch,
+    decode_groups,
+    prefill_tiles,
+)
 from ullage_engine.kernels.deterministic import (
     RowProducts,
     SplitWorkspace,
@@ -49,7 +59,13 @@ from ullage_engine.kernels.deterministic import (
     split_prefill,
 )
 from ullage_engine.kernels.kv_pool import LayerCache, shaped, write_kv
-from ullage_engine.kernels.triton import PagedWorkspace, fused_convolution, paged_attentions
+from ullage_engine.kernels.staging import Indices, Staging
+from ullage_engine.kernels.triton import (
+    PagedWorkspace,
+    Put,
+    fused_convolution,
+    paged_attentions,
+)
 from ullage_engine.layers.linear import Linear, PlainLinear, RowInvariantLinear
 from ullage_engine.model_config.model_config import ModelConfig
 
@@ -73,7 +89,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attentions(
-        self, rows: PagedRows, rotated: torch.Tensor, attended: torch.Tensor, window: int
+        self, rows: PagedRows, put: Put, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
         """Prepares attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim]
         into attended [tokens, heads * head_dim]. A row sees the last `window` tokens, 0: all."""
@@ -83,6 +99,15 @@ class AttentionBackend(Protocol):
         """Makes sure of what the class promises for all matrices made so far; what is wrong, else
         None. Only rows that are sampled are multiplied by `head`."""
         ...
+
+
+def _gathered_parts(
+    rows: PagedRows, limits: StepLimits
+) -> tuple[list[DecodeGroup], list[PrefillTile]]:
+    """Cuts a step into parts whose context fits the workspace."""
+    block_tokens, bucket = limits.block_tokens, limits.context_blocks
+    groups = decode_groups(rows, block_tokens, limits.max_gather_tokens, bucket)
+    return groups, prefill_tiles(rows, block_tokens, bucket)
 
 
 class DefaultBackend:
@@ -95,17 +120,19 @@ class DefaultBackend:
         fill_mask(mask)
         buffers = (arena["queries"], arena["gathered"], arena["scores"])
         codes = arena.get("gathered_codes")
+        self._limits = limits
         self._workspace = Workspace(model_config, limits.block_tokens, *buffers, mask, codes)
 
     def linear(self, rows: torch.Tensor) -> Linear:
         return PlainLinear(rows)
 
     def attentions(
-        self, rows: PagedRows, rotated: torch.Tensor, attended: torch.Tensor, window: int
+        self, rows: PagedRows, put: Put, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
         parts = (rotated, attended, self._workspace, window)
-        decodes = [DecodeAttention(group, *parts) for group in rows.decodes]
-        return [*decodes, *(PrefillAttention(tile, *parts) for tile in rows.prefills)]
+        groups, tiles = _gathered_parts(rows, self._limits)
+        decodes = [DecodeAttention(group, *parts) for group in groups]
+        return [*decodes, *(PrefillAttention(tile, *parts) for tile in tiles)]
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
         return None
@@ -141,11 +168,12 @@ class DeterministicBackend:
         return self._matrices[-1]
 
     def attentions(
-        self, rows: PagedRows, rotated: torch.Tensor, attended: torch.Tensor, window: int
+        self, rows: PagedRows, put: Put, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
         parts = (rotated, attended, self._workspace, window)
-        decodes = [split_decodes(group, *parts) for group in rows.decodes]
-        return [*decodes, *(split_prefill(tile, *parts) for tile in rows.prefills)]
+        groups, tiles = _gathered_parts(rows, self._limits)
+        decodes = [split_decodes(group, *parts) for group in groups]
+        return [*decodes, *(split_prefill(tile, *parts) for tile in tiles)]
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
         model_config, limits = self._model_config, self._limits
@@ -197,10 +225,9 @@ class PagedBackend:
         return PlainLinear(rows)
 
     def attentions(
-        self, rows: PagedRows, rotated: torch.Tensor, attended: torch.Tensor, window: int
+        self, rows: PagedRows, put: Put, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
-        parts = (rotated, attended, self._workspace, window)
-        return paged_attentions(rows.decodes, rows.prefills, *parts)
+        return paged_attentions(rows, put, rotated, attended, self._workspace, window)
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
         return None
@@ -216,12 +243,17 @@ class ForwardContext:
         model_config: ModelConfig,
         limits: StepLimits,
         arena: dict[str, torch.Tensor],
+        staging: Staging | None = None,
     ) -> None:
+        """`staging`: by which index arrays reach a device where `PagedBackend` computes."""
         self.batch = batch
         self.device = arena["hidden"].device
         self.tokens = len(batch.token_ids)
         self.rows = limits.product_rows(self.tokens)
         """Number of rows of every matrix product: tokens and padding."""
+        self._staging = staging
+        if staging is not None:
+            staging.begin()
         self.hidden = shaped(arena["hidden"], self.rows, model_config.hidden)
         self.normed = shaped(arena["normed"], self.rows, model_config.hidden)
         self._arena = arena
@@ -234,9 +266,16 @@ class ForwardContext:
         """Returns a flat buffer that only some steps have."""
         return self._arena.get(name)
 
-    def indices(self, values: list[int]) -> torch.Tensor:
-        """Returns numbers as a tensor on the device."""
-        return torch.tensor(values, device=self.device)
+    def indices(self, values: Indices) -> torch.Tensor:
+        """Returns numbers as a tensor on the device, where they are after `upload`."""
+        if self._staging is not None:
+            return self._staging.put(values)
+        return torch.from_numpy(values).to(self.device)
+
+    def upload(self) -> None:
+        """Sends all index arrays to the device: after the last of them, before any operation."""
+        if self._staging is not None:
+            self._staging.upload()
 
 
 def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -291,14 +330,10 @@ class RotaryTables:
         fill_tables(model_config, cos, sin)
         self._cos, self._sin = cos, sin
 
-    def at(self, step: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of both tables for the step's positions."""
-        positions = step.indices(step.batch.positions)
-        shape = (positions.shape[0], self._cos.shape[1])
-        cos, sin = step.view("step_cos", *shape), step.view("step_sin", *shape)
+    def read(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Writes the rows of both tables for some positions to cos and sin [tokens, head_dim]."""
         torch.index_select(self._cos, 0, positions, out=cos)
         torch.index_select(self._sin, 0, positions, out=sin)
-        return cos, sin
 
 
 class AttentionStep:
@@ -319,18 +354,30 @@ class AttentionStep:
         by_token = self.qkv[:tokens].view(tokens, -1, model_config.head_dim)
         self.queries, self.keys = by_token[:, :heads], by_token[:, heads:rotated_heads]
         by_head = by_token.transpose(0, 1)
-        self.unrotated, self._values = by_head[:rotated_heads], by_head[rotated_heads:]
-        self._rotated_keys = self.rotated[heads:]
+        self.unrotated = by_head[:rotated_heads]
+        # Padding is not stored.
+        stored = step.batch.num_tokens
+        self._rotated_keys = self.rotated[heads:, :stored]
+        self._values = by_head[rotated_heads:, :stored]
         self._codes = step.find("kv_codes")
-        self.cos, self.sin = tables.at(step)
+        self._tables = tables
+        self._positions = step.indices(step.batch.positions)
+        self.cos = step.view("step_cos", tokens, model_config.head_dim)
+        self.sin = step.view("step_sin", tokens, model_config.head_dim)
         # Each window is prepared once, however many layers have it.
         windows = {layer.window for layer in model_config.layers if layer.mixer == "attention"}
         rows = {window: step.batch.paged(window) for window in windows}
         self._attentions = {
-            window: backend.attentions(rows[window], self.rotated, self.attended, window)
+            window: backend.attentions(
+                rows[window], step.indices, self.rotated, self.attended, window
+            )
             for window in windows
         }
-        self._slots = {window: step.indices(rows[window].slots) for window in windows}
+        self._slots = {window: step.indices(rows[window].slots)[:stored] for window in windows}
+
+    def begin(self) -> None:
+        """Computes what all layers read; the step's indices are on the device."""
+        self._tables.read(self._positions, self.cos, self.sin)
 
     def store(self, cache: LayerCache, window: int) -> None:
         """Writes every token's rotated keys and values to a layer with such a window."""
@@ -384,7 +431,7 @@ class ConvStep:
         self.mixed = step.view("conv_mixed", step.rows, channels)
         rows, out = self.projected[: step.tokens], self.mixed[: step.tokens]
         self.convolution = (
-            fused_convolution(plan, rows, out)
+            fused_convolution(plan, step.indices, rows, out)
             if fused
             else GatheredConvolution(step, model_config, plan, rows, out)
         )
@@ -412,11 +459,12 @@ class GatheredConvolution:
         self._products = self._source[:tokens]
         self._states = self._source[tokens:].view(len(plan.slots), -1, channels)
         # The last tap is the row itself.
-        self._taps = [step.indices(rows) for rows in plan.taps[:-1]]
-        self._tails = step.indices(plan.tails)
-        self._slots = step.indices(plan.slots)
+        self._taps = step.indices(plan.taps[:-1])
+        self._tails = step.indices(plan.tails.ravel())
+        self._slots = step.indices(np.maximum(plan.slots, 0))
         self._next_slots = step.indices(plan.next_slots)
-        self._fresh = step.indices(plan.fresh) if plan.fresh else None
+        fresh = np.flatnonzero(plan.slots == NO_SLOT)
+        self._fresh = step.indices(fresh) if len(fresh) else None
 
     def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
         """Writes C · Σ_j taps_j (B·u) for every row, and the states after the step.

@@ -16,13 +16,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ullage_engine.kernels.arena import SERIAL_ELEMENTS, StepLimits
-from ullage_engine.kernels.batch import StepBatch
+from ullage_engine.kernels.batch import Ints, StepBatch
 from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales, shaped
 from ullage_engine.kernels.moe import clamped_gate
+from ullage_engine.kernels.staging import Staging
 from ullage_engine.layers.attention import (
     AttentionBackend,
     AttentionLayer,
@@ -158,6 +160,13 @@ class DecoderLayer:
     mlp: MlpLayer | Experts
 
 
+def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
+    """Returns rows as many as their products have; padding repeats the last one."""
+    count = limits.product_rows(len(rows)) if len(rows) else 0
+    padded: Ints = rows[np.minimum(np.arange(count), len(rows) - 1)]
+    return padded
+
+
 class Decoder:
     """Computes the hidden states and logits of a step in buffers it is given."""
 
@@ -171,6 +180,7 @@ class Decoder:
     ) -> None:
         self._model_config, self._limits, self._arena = model_config, limits, arena
         self._backend = backend
+        self._sampled_rows = torch.empty(0, dtype=torch.int32)
         self._embedding = weights.tensors.get("embedding")
         self._tiled_embedding = weights.embedding
         self._norm = weights.tensors.get("norm")
@@ -180,6 +190,8 @@ class Decoder:
         positions = (limits.max_model_len, model_config.head_dim)
         tables = shaped(arena["cos"], *positions), shaped(arena["sin"], *positions)
         self._tables = RotaryTables(model_config, *tables)
+        # Only kernels read whole steps of indices from one place of the arena.
+        self._staging = Staging(arena["indices"].view(torch.uint8)) if limits.fused else None
         build = _Builder(weights, model_config, arena, limits.deterministic)
         self._layers = list(build.layers())
 
@@ -197,24 +209,44 @@ class Decoder:
         hidden] is what the layers before these made of the tokens; without it they are embedded.
         `layers`: run only these. The result lives in the arena until the next step.
         """
-        step = ForwardContext(batch, self._model_config, self._limits, self._arena)
-        if hidden_in is None:
-            self._embed(step)
-        else:
-            step.hidden[: step.tokens].copy_(hidden_in)
-        step.hidden[step.tokens :].zero_()
-        run = self._layers if layers is None else [self._layers[index] for index in layers]
-        self._run(run, step, caches, states)
-        return step.hidden[: step.tokens]
+        model_config, limits = self._model_config, self._limits
+        step = ForwardContext(batch, model_config, limits, self._arena, self._staging)
+        token_ids = step.indices(batch.token_ids)
+        attention = AttentionStep(step, model_config, self._tables, self._backend)
+        conv = None
+        if batch.conv is not None:
+            conv = ConvStep(step, model_config, batch.conv, fused=limits.fused)
+        self._sampled_rows = step.indices(padded_rows(batch.sampled_rows, limits))
+        step.upload()
 
-    def logits(self, hidden: torch.Tensor, rows: list[int], out: torch.Tensor) -> None:
-        """Writes the logits of some rows of `forward`'s result to out [rows and padding, vocab]."""
+        attention.begin()
+        if hidden_in is None:
+            self._embed(token_ids, step)
+        else:
+            step.hidden[: batch.num_tokens].copy_(hidden_in)
+        step.hidden[batch.num_tokens :].zero_()
+
+        run = self._layers if layers is None else [self._layers[index] for index in layers]
+        self._run(run, step, attention, conv, caches, states)
+        return step.hidden[: batch.num_tokens]
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the logits of the batch's sampled rows to out [rows and padding, vocab]; `hidden`
+        is what the last `forward` has returned."""
+        chosen = shaped(self._arena["normed"], out.shape[0], self._model_config.hidden)
+        torch.index_select(hidden, 0, self._sampled_rows, out=chosen)
+        self._project(chosen, out)
+
+    def logits_of(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the logits of some rows of such a result to out [rows, vocab]."""
+        chosen = shaped(self._arena["normed"], *rows.shape)
+        self._project(chosen.copy_(rows), out)
+
+    def _project(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes logits of hidden states [rows, hidden], which it overwrites."""
         assert self._head is not None and self._norm is not None, "not the last stage"
-        padded = rows + rows[-1:] * (out.shape[0] - len(rows))
-        chosen = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
-        normed = shaped(self._arena["normed"], *chosen.shape)
-        rms_norm(chosen, self._norm, self._model_config.rms_eps, normed)
-        self._head.forward(normed, out)
+        rms_norm(chosen, self._norm, self._model_config.rms_eps, chosen)
+        self._head.forward(chosen, out)
 
     def one_of_each_kind(self) -> list[int]:
         """Returns the indices of layers that together do all that the model does."""
@@ -237,8 +269,7 @@ class Decoder:
         """See `AttentionBackend.verify_row_invariance`."""
         return self._backend.verify_row_invariance(self._head)
 
-    def _embed(self, step: ForwardContext) -> None:
-        token_ids = step.indices(step.batch.token_ids)
+    def _embed(self, token_ids: torch.Tensor, step: ForwardContext) -> None:
         if self._tiled_embedding is not None:
             self._tiled_embedding.read(token_ids, step.hidden[: step.tokens])
             return
@@ -249,17 +280,16 @@ class Decoder:
         self,
         layers: Sequence[DecoderLayer],
         step: ForwardContext,
+        attention: AttentionStep,
+        conv: ConvStep | None,
         caches: Sequence[LayerCache],
         states: Sequence[torch.Tensor],
     ) -> None:
         model_config, eps = self._model_config, self._model_config.rms_eps
-        attention = AttentionStep(step, model_config, self._tables, self._backend)
-        plan, fused = step.batch.conv, self._limits.fused
-        conv = ConvStep(step, model_config, plan, fused=fused) if plan else None
         deterministic = self._limits.deterministic
         mlp = MlpStep(step, model_config, deterministic)
-        # Padding chooses experts, too; only whole units of rows need it.
-        routed = step.rows if deterministic else step.tokens
+        # Padding would choose experts, too, and have them read; only whole units of rows need it.
+        routed = step.rows if deterministic else step.batch.num_tokens
         for layer in layers:
             rms_norm(step.hidden, layer.mixer_norm, eps, step.normed)
             if isinstance(layer.mixer, AttentionLayer):

@@ -458,11 +458,11 @@ class ModelRunner:
     def write_logits(self, hidden: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
         """Write the logits of rows that `hidden` has returned last, from `first` on, to out
         [rows, vocab]."""
-        rows = list(range(first, first + len(out)))
+        rows = range(first, first + len(out))
         if self._native is not None:
-            self._native.logits(rows, out)
+            self._native.logits(list(rows), out)
         else:
-            self.decoder.logits(hidden, rows, out)
+            self.decoder.logits_of(hidden[first : rows.stop], out)
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
@@ -552,8 +552,8 @@ class ModelRunner:
         batch = build_batch(
             plan,
             limits.block_tokens,
-            limits.max_gather_tokens,
             limits.context_blocks,
+            padded_decodes=limits.product_rows if limits.fused else None,
             conv_kernel=self.model_config.conv_kernel if self.model_config.num_conv_layers else 0,
             scratch_block=self._kv.scratch_block,
             windowed=limits.windowed,
@@ -574,7 +574,7 @@ class ModelRunner:
             return None
         rows, vocab = len(batch.sampled), self.model_config.vocab
         computed = shaped(self._sampling["computed"], self._limits.product_rows(rows), vocab)
-        self.decoder.logits(hidden, batch.sampled_rows, computed)
+        self.decoder.logits(hidden, computed)
         logits = shaped(self._sampling["logits"], rows, vocab).copy_(computed[:rows])
         return batch.sampled, logits, None
 

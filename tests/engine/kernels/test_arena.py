@@ -47,7 +47,7 @@ LFM2_MOE = replace_fields(
 
 def phase(name: str) -> str:
     """Buffers of one phase live together; those of two need not."""
-    if name in ("hidden", "normed", "mask", "cos", "sin", "step_cos", "step_sin"):
+    if name in ("hidden", "normed", "mask", "cos", "sin", "step_cos", "step_sin", "indices"):
         return "always"
     if name in ("gate_up", "gated"):
         return "mlp"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.kernels.batch import StepBatch, begun_blocks, build_batch
+from ullage_engine.kernels.batch import NO_SLOT, StepBatch, begun_blocks, build_batch
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
@@ -61,7 +61,7 @@ kernels = st.integers(2, 5)
 
 
 def build(plan: StepPlan, kernel: int) -> StepBatch:
-    return build_batch(plan, BLOCK, 4096, conv_kernel=kernel, scratch_block=SCRATCH)
+    return build_batch(plan, BLOCK, conv_kernel=kernel, scratch_block=SCRATCH)
 
 
 @settings(max_examples=50, deadline=None)
@@ -72,21 +72,21 @@ def test_taps_and_tails_are_the_columns_of_the_sequence_itself(
     plan = plan_of(drawn)
     batch = build(plan, kernel)
     assert batch.conv is not None
-    in_row_order = sorted(plan.chunks, key=lambda each: batch.token_ids.index(each.token_ids[0]))
-    source = list(batch.token_ids)
+    token_ids = batch.token_ids.tolist()
+    in_row_order = sorted(plan.chunks, key=lambda each: token_ids.index(each.token_ids[0]))
+    source = list(token_ids)
     for chunk in in_row_order:
         source += [chunk.token_ids[0] - back for back in range(kernel - 1, 0, -1)]
     for tap, rows in enumerate(batch.conv.taps):
         behind = kernel - 1 - tap
-        assert [source[row] for row in rows] == [token - behind for token in batch.token_ids]
+        assert [source[row] for row in rows] == [token - behind for token in token_ids]
     tails = [
         chunk.token_ids[-1] - back for chunk in in_row_order for back in range(kernel - 2, -1, -1)
     ]
-    assert [source[row] for row in batch.conv.tails] == tails
-    assert batch.conv.next_slots == [chunk.next_state_slot for chunk in in_row_order]
-    for index, chunk in enumerate(in_row_order):
-        assert (index in batch.conv.fresh) == (chunk.state_slot is None)
-        assert index in batch.conv.fresh or batch.conv.slots[index] == chunk.state_slot
+    assert [source[row] for row in batch.conv.tails.ravel()] == tails
+    assert batch.conv.next_slots.tolist() == [chunk.next_state_slot for chunk in in_row_order]
+    slots = [NO_SLOT if chunk.state_slot is None else chunk.state_slot for chunk in in_row_order]
+    assert batch.conv.slots.tolist() == slots
 
 
 @settings(max_examples=50, deadline=None)
@@ -94,7 +94,7 @@ def test_taps_and_tails_are_the_columns_of_the_sequence_itself(
 def test_replayed_tokens_store_nothing_in_a_block_of_a_sequence(drawn: list[Shape]) -> None:
     plan = plan_of(drawn)
     batch = build(plan, 3)
-    slot_of = dict(zip(batch.token_ids, batch.slots, strict=True))
+    slot_of = dict(zip(batch.token_ids.tolist(), batch.rows.slots.tolist(), strict=True))
     begun = list(begun_blocks(plan, BLOCK))
     for chunk in plan.chunks:
         for at, token in enumerate(chunk.token_ids, chunk.start):
@@ -109,9 +109,10 @@ def test_replayed_tokens_store_nothing_in_a_block_of_a_sequence(drawn: list[Shap
 
 def test_a_replayed_token_is_never_a_decode() -> None:
     batch = build(plan_of([Shape(20, 1, 1), Shape(20, 1, 0), Shape(9, 2, 1)]), 3)
-    assert [(group.start, group.end) for group in batch.decodes] == [(0, 1)]
-    assert batch.token_ids == [1020, 20, 2009, 2010]
+    assert batch.rows.lengths.tolist() == [21]
+    assert batch.rows.prompts.first_rows.tolist() == [1, 2]
+    assert batch.token_ids.tolist() == [1020, 20, 2009, 2010]
 
 
 def test_a_model_without_convolutions_has_no_plan_for_them() -> None:
-    assert build_batch(plan_of([Shape(0, 4, 0)]), BLOCK, 4096).conv is None
+    assert build_batch(plan_of([Shape(0, 4, 0)]), BLOCK).conv is None

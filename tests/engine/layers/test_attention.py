@@ -56,9 +56,10 @@ def attend(
     """All rows of a plan; [tokens, heads * head_dim]."""
     arena = allocate(step_arena(GEOMETRY, limits), rotated.dtype, torch.device("cpu"))
     make = DeterministicBackend if limits.deterministic else DefaultBackend
-    batch = build_batch(plan, 16, limits.max_gather_tokens, limits.context_blocks)
+    batch = build_batch(plan, 16, limits.context_blocks)
     attended = torch.full((rotated.shape[1], 96), math.nan, dtype=rotated.dtype)
-    for attention in make(GEOMETRY, limits, arena).attentions(batch, rotated, attended, 0):
+    parts = (batch.rows, torch.from_numpy, rotated, attended, 0)
+    for attention in make(GEOMETRY, limits, arena).attentions(*parts):
         attention.run(cache, None)
     return attended
 

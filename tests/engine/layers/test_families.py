@@ -54,7 +54,6 @@ class Model:
         batch = build_batch(
             plan,
             16,
-            LIMITS.max_gather_tokens,
             LIMITS.context_blocks,
             conv_kernel=self.model_config.conv_kernel,
             scratch_block=self.pool.scratch_block,
@@ -62,7 +61,7 @@ class Model:
         out = torch.empty(LIMITS.product_rows(len(chunks)), VOCAB)
         with torch.inference_mode():
             hidden = self.decoder.forward(batch, self.pool.layers, self.states.layers)
-            self.decoder.logits(hidden, batch.sampled_rows, out)
+            self.decoder.logits(hidden, out)
         return out[: len(chunks)]
 
     def expected(self, tokens: list[int]) -> torch.Tensor:

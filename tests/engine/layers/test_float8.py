@@ -128,9 +128,10 @@ def attend(
     window: int,
 ) -> torch.Tensor:
     make = DeterministicBackend if limits.deterministic else DefaultBackend
-    batch = build_batch(plan, 16, limits.max_gather_tokens, limits.context_blocks)
+    batch = build_batch(plan, 16, limits.context_blocks)
     attended = torch.full((rotated.shape[1], 96), math.nan, dtype=rotated.dtype)
-    for attention in make(GEOMETRY, limits, arena).attentions(batch, rotated, attended, window):
+    parts = (batch.rows, torch.from_numpy, rotated, attended, window)
+    for attention in make(GEOMETRY, limits, arena).attentions(*parts):
         attention.run(cache, None)
     return attended
 

@@ -8,7 +8,14 @@ from functools import partial
 import msgspec
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.kernels.batch import ConvPlan, StepBatch, begun_blocks, build_batch
+from ullage_engine.kernels.batch import (
+    NO_SLOT,
+    ConvPlan,
+    StepBatch,
+    begun_blocks,
+    build_batch,
+    prefill_tiles,
+)
 from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.protocol.messages import (
@@ -260,15 +267,14 @@ class ConvDevice(Device):
     def compute(self, plan: StepPlan) -> list[SampledToken]:
         for block in begun_blocks(plan, BLOCK_TOKENS):
             self.blocks[block] = [self._nothing] * BLOCK_TOKENS
-        batch = build_batch(
-            plan, BLOCK_TOKENS, 4096, conv_kernel=KERNEL, scratch_block=self._scratch
-        )
-        hidden = [embed(*row) for row in zip(batch.token_ids, batch.positions, strict=True)]
+        batch = build_batch(plan, BLOCK_TOKENS, conv_kernel=KERNEL, scratch_block=self._scratch)
+        tokens = zip(batch.token_ids.tolist(), batch.positions.tolist(), strict=True)
+        hidden = [embed(*row) for row in tokens]
         for layer in range(self._num_layers):
             assert batch.conv is not None
             hidden = self._convolve(layer, hidden, batch.conv)
             hidden = self._attend(layer, hidden, batch)
-        rows = zip(batch.sampled, batch.sampled_rows, strict=True)
+        rows = zip(batch.sampled, batch.sampled_rows.tolist(), strict=True)
         return [self._told(chunk, hidden[row]) for chunk, row in rows]
 
     def undisturbed(self, token_ids: list[int], seed: int, count: int) -> list[int]:
@@ -292,34 +298,32 @@ class ConvDevice(Device):
 
     def _convolve(self, layer: int, hidden: list[int], plan: ConvPlan) -> list[int]:
         states = self.states[layer]
-        read = {slot for at, slot in enumerate(plan.slots) if at not in plan.fresh}
-        assert not read & set(plan.next_slots), "a state that is read is overwritten"
-        assert len(set(plan.next_slots)) == len(plan.next_slots), "two states in one slot"
+        slots, next_slots = plan.slots.tolist(), plan.next_slots.tolist()
+        assert not set(slots) & set(next_slots), "a state that is read is overwritten"
+        assert len(set(next_slots)) == len(next_slots), "two states in one slot"
         source = [column(layer, each) for each in hidden]
-        for chunk, slot in enumerate(plan.slots):
-            source += [0] * (KERNEL - 1) if chunk in plan.fresh else states[slot]
-        for chunk, slot in enumerate(plan.next_slots):
-            tail = plan.tails[chunk * (KERNEL - 1) : (chunk + 1) * (KERNEL - 1)]
+        for slot in slots:
+            source += [0] * (KERNEL - 1) if slot == NO_SLOT else states[slot]
+        for tail, slot in zip(plan.tails.tolist(), next_slots, strict=True):
             states[slot] = tuple(source[row] for row in tail)
-        windows = zip(*plan.taps, strict=True)
+        windows = plan.taps.T.tolist()
         return [
             convolve(each, [source[row] for row in window])
             for each, window in zip(hidden, windows, strict=True)
         ]
 
     def _attend(self, layer: int, hidden: list[int], batch: StepBatch) -> list[int]:
-        for each, slot in zip(hidden, batch.slots, strict=True):
+        rows = batch.rows
+        for each, slot in zip(hidden, rows.slots.tolist(), strict=True):
             block, offset = self.blocks[slot // BLOCK_TOKENS], slot % BLOCK_TOKENS
             stored = block[offset]
             block[offset] = (*stored[:layer], key_value(layer, each), *stored[layer + 1 :])
         out = [0] * len(hidden)
-        for group in batch.decodes:
-            for number, row in enumerate(range(group.start, group.end)):
-                first = number * group.num_blocks
-                context = self._gather(layer, group.block_ids[first : first + group.num_blocks])
-                out[row] = attend(hidden[row], context[: group.lengths[number]])
-        for tile in batch.prefills:
-            context = self._gather(layer, tile.block_ids)
+        decodes = zip(rows.decode_tables.tolist(), rows.lengths.tolist(), strict=True)
+        for row, (table, length) in enumerate(decodes):
+            out[row] = attend(hidden[row], self._gather(layer, table)[:length])
+        for tile in prefill_tiles(rows, BLOCK_TOKENS):
+            context = self._gather(layer, tile.block_ids.tolist())
             for number, row in enumerate(range(tile.start, tile.end)):
                 out[row] = attend(hidden[row], context[: tile.earlier + number + 1])
         return out

@@ -2,14 +2,15 @@
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from ullage_engine.kernels.batch import ConvPlan, DecodeGroup, PrefillTile
+from ullage_engine.kernels.batch import ConvPlan, PagedRows
+from ullage_engine.kernels.staging import Indices
 from ullage_engine.model_config.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -77,9 +78,13 @@ class PagedWorkspace:
     """Results of splits, float32, `ullage_engine.kernels.arena.partial_elements` of them."""
 
 
+Put = Callable[[Indices], torch.Tensor]
+"""Where an index array of the step is on the device."""
+
+
 def paged_attentions(
-    decodes: Sequence[DecodeGroup],
-    prefills: Sequence[PrefillTile],
+    rows: PagedRows,
+    put: Put,
     rotated: torch.Tensor,
     attended: torch.Tensor,
     workspace: PagedWorkspace,
@@ -91,21 +96,21 @@ def paged_attentions(
 
     buffers = (rotated, attended, workspace, window)
     attentions: list[PagedDecode | PagedPrefill] = []
-    if decodes:
-        attentions.append(PagedDecode(decodes, *buffers))
-    if prefills:
-        attentions.append(PagedPrefill(prefills, *buffers))
+    if len(rows.lengths):
+        attentions.append(PagedDecode(rows, put, *buffers))
+    if len(rows.tiles.counts):
+        attentions.append(PagedPrefill(rows, put, *buffers))
     return attentions
 
 
 def fused_convolution(
-    plan: ConvPlan, projected: torch.Tensor, out: torch.Tensor
+    plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
     """Prepares a step's convolutions, one launch a layer: projected [tokens, 3 * channels] into out
     [tokens, channels]."""
     from ullage_engine.kernels.triton.conv import FusedConvolution
 
-    return FusedConvolution(plan, projected, out)
+    return FusedConvolution(plan, put, projected, out)
 
 
 def quantized_matmul(

@@ -12,15 +12,14 @@ and the weighted sum of values, all relative to the peak.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton.language as tl
 
 from ullage_engine.kernels.arena import MAX_SPLITS, MAX_TILE_ROWS, num_splits
-from ullage_engine.kernels.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.batch import PagedRows
 from ullage_engine.kernels.kv_pool import LayerCache, shaped
-from ullage_engine.kernels.triton import PagedWorkspace
+from ullage_engine.kernels.triton import PagedWorkspace, Put
 from ullage_engine.kernels.triton.launch import e4m3, jit, jit_for_any, launch, power_of_two
 
 
@@ -305,19 +304,18 @@ class PagedDecode:
 
     def __init__(
         self,
-        groups: Sequence[DecodeGroup],
+        rows: PagedRows,
+        put: Put,
         rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
         attended: torch.Tensor,  # [tokens, heads * head_dim]
         workspace: PagedWorkspace,
         window: int = 0,
     ) -> None:
-        rows = groups[-1].end
-        self._queries = rotated[: workspace.model_config.num_heads, :rows]
-        self._out, self._window = attended[:rows], window
+        decodes = len(rows.lengths)
+        self._queries = rotated[: workspace.model_config.num_heads, :decodes]
+        self._out, self._window = attended[:decodes], window
         self._partials = workspace.partials
-        tables, lengths = _tables(groups)
-        self._tables = torch.tensor(tables, dtype=torch.int32, device=rotated.device)
-        self._lengths = torch.tensor(lengths, dtype=torch.int32, device=rotated.device)
+        self._tables, self._lengths = put(rows.decode_tables), put(rows.lengths)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
@@ -331,25 +329,6 @@ class PagedDecode:
             self._window,
             sinks,
         )
-
-
-def _tables(groups: Sequence[DecodeGroup]) -> tuple[list[list[int]], list[int]]:
-    """Returns the block tables of all rows, as wide as the widest, and their lengths; groups'
-    padding left."""
-    width = max(group.num_blocks for group in groups)
-    tables, lengths = [], []
-    for group in groups:
-        for row in range(group.end - group.start):
-            start = row * group.num_blocks
-            table = group.block_ids[start : start + group.num_blocks]
-            tables.append(padded_table(table, width))
-            lengths.append(group.lengths[row])
-    return tables, lengths
-
-
-def padded_table(block_ids: list[int], width: int) -> list[int]:
-    """Repeats a sequence's last block; what lies there is never read."""
-    return block_ids + block_ids[-1:] * (width - len(block_ids))
 
 
 def scales_of(cache: LayerCache, unused: torch.Tensor) -> torch.Tensor:
@@ -368,7 +347,8 @@ def attend_tile(
     queries: tl.tensor,  # [heads, tokens, HEAD_DIM], heads `head_stride` apart
     keys: tl.tensor,  # [kv_heads, slots, HEAD_DIM], heads `cache_stride` apart
     values: tl.tensor,
-    tables: tl.tensor,  # [tiles, width] block ids
+    tables: tl.tensor,  # [prompts, width] block ids
+    prompts: tl.tensor,  # [tiles] row of `tables`
     starts: tl.tensor,  # [tiles] first row of the flat batch
     counts: tl.tensor,  # [tiles] rows; 0 for padding
     earlier: tl.tensor,  # [tiles] tokens of the sequence before the tile's first
@@ -408,8 +388,9 @@ def attend_tile(
         middle = tl.maximum(before + begun - WINDOW + 1, 0) // SPAN * SPAN
         first = last - WINDOW + 1
     key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
+    table = tables + tl.load(prompts + tile).to(tl.int64) * width
     peak, total, summed = attend_range(
-        query, key, value, tables + tile.to(tl.int64) * width, first, last, 0,
+        query, key, value, table, first, last, 0,
         middle, end, scale * scale_of(scales + kv_head, FP8), BLOCK_TOKENS, HEAD_DIM, SPAN, WINDOW,
         FP8,
     )  # fmt: skip
@@ -424,6 +405,7 @@ def attend_tiles(
     queries: torch.Tensor,
     cache: LayerCache,
     tables: torch.Tensor,
+    prompts: torch.Tensor,
     starts: torch.Tensor,
     counts: torch.Tensor,
     earlier: torch.Tensor,
@@ -433,9 +415,10 @@ def attend_tiles(
 ) -> None:
     """Attends tiles of at most MAX_TILE_ROWS consecutive tokens to their sequences' pages.
 
-    queries [heads, tokens, head_dim], each head contiguous; tables [tiles, width], starts, counts
-    and earlier [tiles], all int32; out [tokens, heads * head_dim]. A token sees itself and what
-    comes before, the last `window` of them or all. Nothing is read on the host nor allocated.
+    queries [heads, tokens, head_dim], each head contiguous; tables [prompts, width]; prompts (each
+    tile's row of tables), starts, counts and earlier [tiles]; all int32; out [tokens, heads *
+    head_dim]. A token sees itself and what comes before, the last `window` of them or all. Nothing
+    is read on the host nor allocated.
     """
     heads, _, head_dim = queries.shape
     kv_heads, num_blocks = cache.keys.shape[0], cache.blocks.shape[1]
@@ -445,8 +428,8 @@ def attend_tiles(
     tokens = max(1, _rows(head_dim, queries.element_size(), is_plain) // padded)
     pieces = -(-MAX_TILE_ROWS // tokens)
     launch(
-        attend_tile, (tables.shape[0] * pieces, kv_heads),
-        queries, cache.keys, cache.values, tables, starts, counts, earlier,
+        attend_tile, (starts.shape[0] * pieces, kv_heads),
+        queries, cache.keys, cache.values, tables, prompts, starts, counts, earlier,
         queries if sinks is None else sinks, scales_of(cache, queries), out,
         head_dim**-0.5 * LOG2_E, queries.stride(0), cache.keys.stride(0), tables.shape[1],
         GROUP=group, PADDED_GROUP=padded, TOKENS=tokens, PIECES=pieces, HEAD_DIM=head_dim,
@@ -462,7 +445,8 @@ class PagedPrefill:
 
     def __init__(
         self,
-        tiles: Sequence[PrefillTile],
+        rows: PagedRows,
+        put: Put,
         rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
         attended: torch.Tensor,  # [tokens, heads * head_dim]
         workspace: PagedWorkspace,
@@ -470,12 +454,9 @@ class PagedPrefill:
     ) -> None:
         self._queries = rotated[: workspace.model_config.num_heads]
         self._out, self._window = attended, window
-        width = max(len(tile.block_ids) for tile in tiles)
-        tables = [padded_table(tile.block_ids, width) for tile in tiles]
-        rows = [[tile.start, tile.end - tile.start, tile.earlier] for tile in tiles]
-        columns = torch.tensor(rows, dtype=torch.int32, device=rotated.device).t().contiguous()
-        self._tables = torch.tensor(tables, dtype=torch.int32, device=rotated.device)
-        self._starts, self._counts, self._earlier = columns.unbind()
+        self._tables, self._prompts = put(rows.prompt_tables), put(rows.tiles.prompts)
+        self._starts, self._counts = put(rows.tiles.first_rows), put(rows.tiles.counts)
+        self._earlier = put(rows.tiles.earlier)
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
@@ -483,6 +464,7 @@ class PagedPrefill:
             self._queries,
             cache,
             self._tables,
+            self._prompts,
             self._starts,
             self._counts,
             self._earlier,

@@ -8,13 +8,11 @@ import torch
 import triton.language as tl
 
 from ullage_engine.kernels.batch import ConvPlan
+from ullage_engine.kernels.triton import Put
 from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
 
 MAX_CHANNELS = 1024
 """Of a program."""
-
-NO_SLOT = -1
-"""Of a chunk that begins from zero state."""
 
 
 @jit
@@ -49,8 +47,8 @@ def convolve_row(
     weights: tl.tensor,  # [TAPS, channels]
     taps: tl.tensor,  # [TAPS, tokens]
     tails: tl.tensor,  # [chunks, TAPS - 1]
-    slots: tl.tensor,  # [chunks]
-    next_slots: tl.tensor,  # [chunks]
+    slots: tl.tensor,  # [chunks]; negative: from zero state
+    next_slots: tl.tensor,  # [chunks]; negative: padding, whose state is dropped
     state: tl.tensor,  # [slots, TAPS - 1, channels]
     out: tl.tensor,  # [tokens, channels]
     tokens: tl.tensor,
@@ -79,22 +77,19 @@ def convolve_row(
         kept = column_at(projected, state, slots, index, channel, tokens, channels, TAPS - 1)
         slot = tl.load(next_slots + tail // (TAPS - 1)).to(tl.int64)
         place = (slot * (TAPS - 1) + tail % (TAPS - 1)) * channels + channel
-        tl.store(state + place, kept, mask=exists)
+        tl.store(state + place, kept, mask=exists & (slot >= 0))
 
 
 class FusedConvolution:
     """All convolution layers of one step, whose plan is put on the device once."""
 
-    def __init__(self, plan: ConvPlan, projected: torch.Tensor, out: torch.Tensor) -> None:
+    def __init__(
+        self, plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
+    ) -> None:
         """projected [tokens, 3 * channels] of B, C and u, into out [tokens, channels]."""
         self._projected, self._out = projected, out
-        slots = list(plan.slots)
-        for chunk in plan.fresh:
-            slots[chunk] = NO_SLOT
-        self._taps, self._tails, self._slots, self._next_slots = (
-            torch.tensor(values, dtype=torch.int32, device=projected.device)
-            for values in (plan.taps, plan.tails, slots, plan.next_slots)
-        )
+        self._taps, self._tails = put(plan.taps), put(plan.tails)
+        self._slots, self._next_slots = put(plan.slots), put(plan.next_slots)
 
     def run(self, weights: torch.Tensor, state: torch.Tensor) -> None:
         """Writes the gated convolution of the step's rows, and the states after them.

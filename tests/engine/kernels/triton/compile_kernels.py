@@ -19,6 +19,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -97,7 +98,7 @@ def tiles(pages: Pages) -> None:
     queries, out = pages.zeros(HEADS, 4, pages.head_dim), pages.zeros(4, HEADS * pages.head_dim)
     tables, rows = torch.zeros(4, 64, dtype=INTS), torch.zeros(4, dtype=INTS)
     cache = pages.cache()
-    attend_tiles(queries, cache, tables, rows, rows, rows, out, pages.window, pages.sinks)
+    attend_tiles(queries, cache, tables, rows, rows, rows, rows, out, pages.window, pages.sinks)
 
 
 def weights(
@@ -144,10 +145,14 @@ def experts(format: Format, group: int, rows: int, *, picked: bool, count: int =
 
 
 def convolution(taps: int) -> None:
-    plan = ConvPlan([[column] for column in range(taps)], list(range(1, taps)), [0], [1], [])
+    one = np.zeros((1, 1), np.int32)
+    plan = ConvPlan(
+        taps=one.repeat(taps, 0), tails=one.repeat(taps - 1, 1), slots=one[0],
+        next_slots=np.ones(1, np.int64),
+    )  # fmt: skip
     projected, kernel = torch.zeros(1, 192, dtype=HALVES), torch.zeros(taps, 64, dtype=HALVES)
     state, out = torch.zeros(2, taps - 1, 64, dtype=HALVES), torch.zeros(1, 64, dtype=HALVES)
-    FusedConvolution(plan, projected, out).run(kernel, state)
+    FusedConvolution(plan, torch.from_numpy, projected, out).run(kernel, state)
 
 
 def counting() -> None:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ullage_engine.kernels.staging import Indices
+from ullage_engine.kernels.triton import Put
+
 Weights = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
 
 needs_triton = pytest.mark.skipif(
@@ -22,6 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def put(device: torch.device) -> Put:
+    """Brings an index array to the device at once."""
+
+    def put(array: Indices) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return put
 
 
 @pytest.fixture(autouse=True)

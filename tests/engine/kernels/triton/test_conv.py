@@ -3,6 +3,7 @@
 import torch
 
 from ullage_engine.kernels.batch import build_batch
+from ullage_engine.kernels.triton import Put
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
 CHANNELS, KERNEL, SLOTS = 40, 3, 8
@@ -19,11 +20,11 @@ def step_plan() -> StepPlan:
     ])  # fmt: skip
 
 
-def test_rows_and_states(device: torch.device) -> None:
+def test_rows_and_states(device: torch.device, put: Put) -> None:
     from ullage_engine.kernels.triton.conv import FusedConvolution
 
     plan = step_plan()
-    batch = build_batch(plan, 16, 1024, conv_kernel=KERNEL)
+    batch = build_batch(plan, 16, conv_kernel=KERNEL)
     assert batch.conv is not None
     tokens = len(batch.token_ids)
     projected = torch.randn(tokens + 2, 3 * CHANNELS, device=device)
@@ -31,7 +32,7 @@ def test_rows_and_states(device: torch.device) -> None:
     state = torch.randn(SLOTS, KERNEL - 1, CHANNELS, device=device)
     before = state.clone()
     out = torch.full((tokens + 2, CHANNELS), torch.nan, device=device)
-    FusedConvolution(batch.conv, projected, out[:tokens]).run(weights, state)
+    FusedConvolution(batch.conv, put, projected, out[:tokens]).run(weights, state)
 
     b, c, u = projected[:tokens].chunk(3, dim=1)
     # Rows of decodes come first, the later in its sequence the earlier in the step.

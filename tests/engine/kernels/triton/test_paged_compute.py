@@ -9,8 +9,8 @@ import torch
 from ullage_engine.kernels.arena import StepLimits, partial_elements, step_arena
 from ullage_engine.kernels.batch import build_batch
 from ullage_engine.kernels.kv_pool import KVPool, LayerCache, allocate, head_scales, write_kv
+from ullage_engine.kernels.triton import Put
 from ullage_engine.layers.attention import (
-    Attention,
     AttentionBackend,
     DefaultBackend,
     PagedBackend,
@@ -54,10 +54,12 @@ def filled_cache(arena: dict[str, torch.Tensor], is_fp8: bool, device: torch.dev
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (30, True)])
-def test_mixed_step(window: int, has_sinks: bool, is_fp8: bool, device: torch.device) -> None:
+def test_mixed_step(
+    window: int, has_sinks: bool, is_fp8: bool, device: torch.device, put: Put
+) -> None:
     arena = allocate(step_arena(GEOMETRY, replace(LIMITS, fp8_kv=is_fp8)), torch.float32, device)
     cache = filled_cache(arena, is_fp8, device)
-    batch = build_batch(step_plan(), 16, LIMITS.max_gather_tokens)
+    batch = build_batch(step_plan(), 16)
     tokens = len(batch.token_ids)
     rotated = torch.randn(8, tokens, 16, device=device)
     sinks = torch.randn(6, device=device) if has_sinks else None
@@ -68,8 +70,7 @@ def test_mixed_step(window: int, has_sinks: bool, is_fp8: bool, device: torch.de
     results = []
     for backend in computes:
         attended = torch.full((tokens, 96), torch.nan, device=device)
-        attentions: list[Attention] = [*backend.attentions(batch, rotated, attended, window)]
-        for attention in attentions:
+        for attention in backend.attentions(batch.rows, put, rotated, attended, window):
             attention.run(cache, sinks)
         results.append(attended)
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
