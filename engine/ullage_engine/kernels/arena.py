@@ -312,8 +312,8 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
         "mask": 0 if limits.fused else MAX_TILE_ROWS * width,
         "cos": limits.max_model_len * model_config.head_dim,
         "sin": limits.max_model_len * model_config.head_dim,
-        "step_cos": tokens * model_config.head_dim,
-        "step_sin": tokens * model_config.head_dim,
+        "step_cos": 0 if limits.fused else tokens * model_config.head_dim,
+        "step_sin": 0 if limits.fused else tokens * model_config.head_dim,
     }
     base = _place(always, 0, itemsize)
     if limits.fused:
@@ -327,7 +327,7 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     if limits.deterministic:
         merged = dict.fromkeys(("merged", "scaled"), _query_elements(model_config, limits))
         attention += _place(merged, _aligned(attention[-1].end), FLOAT32_BYTES)
-    if limits.fp8_kv:
+    if limits.fp8_kv and not limits.fused:
         codes = _code_elements(model_config, limits)
         attention += _place(codes, _aligned(attention[-1].end), CODE_BYTES)
     mlp = {
@@ -398,7 +398,8 @@ def sampler_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
 
 def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     tokens = limits.product_rows(limits.max_tokens)
-    rotated_heads = model_config.num_heads + model_config.num_kv_heads
+    # Kernels rotate keys on their way into the pages.
+    rotated_heads = model_config.num_heads + (0 if limits.fused else model_config.num_kv_heads)
     rows = {
         "qkv": tokens * model_config.qkv_width,
         "rotated": tokens * rotated_heads * model_config.head_dim,
@@ -425,10 +426,10 @@ def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[s
 def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     """Counts the bytes of the keys, or values, that a step writes, and of those that it gathers."""
     width = model_config.num_kv_heads * model_config.head_dim
-    written = {"kv_codes": limits.product_rows(limits.max_tokens) * width}
-    if limits.fused:
-        return written
-    return written | {"gathered_codes": limits.max_gather_tokens * 2 * width}
+    return {
+        "kv_codes": limits.product_rows(limits.max_tokens) * width,
+        "gathered_codes": limits.max_gather_tokens * 2 * width,
+    }
 
 
 def _index_words(model_config: ModelConfig, limits: StepLimits) -> int:

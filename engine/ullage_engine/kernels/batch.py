@@ -292,7 +292,8 @@ def _block_tables(
     first = np.cumsum(num_blocks) - num_blocks
     # Padding reads the sequence's own memory, so no other sequence's fault can reach it.
     column = np.minimum(np.arange(width), num_blocks[:, None] - 1)
-    return flat[first[:, None] + column]
+    tables: Ints = flat[first[:, None] + column]
+    return tables
 
 
 def _slots(layout: _Layout, tables: Ints, block_tokens: int, scratch_block: int | None) -> Longs:

@@ -214,8 +214,7 @@ def can_page(model_config: ModelConfig, block_tokens: int, device: torch.device)
 
 
 class PagedBackend:
-    """Computes attention without gathering: of the arena's attention buffers it needs only
-    "partials"."""
+    """Computes attention without gathering."""
 
     def __init__(self, model_config: ModelConfig, partials: torch.Tensor) -> None:
         """`partials`: float32, `ullage_engine.kernels.arena.partial_elements`."""
@@ -328,12 +327,86 @@ class RotaryTables:
     def __init__(self, model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Fills tables of [positions, head_dim]."""
         fill_tables(model_config, cos, sin)
-        self._cos, self._sin = cos, sin
+        self.cos, self.sin = cos, sin
 
     def read(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Writes the rows of both tables for some positions to cos and sin [tokens, head_dim]."""
-        torch.index_select(self._cos, 0, positions, out=cos)
-        torch.index_select(self._sin, 0, positions, out=sin)
+        torch.index_select(self.cos, 0, positions, out=cos)
+        torch.index_select(self.sin, 0, positions, out=sin)
+
+
+HeadNorms = tuple[torch.Tensor, torch.Tensor]
+"""Weights [head_dim] of the norms of queries and of keys."""
+
+
+class Rotary(Protocol):
+    """What is done to a layer's queries, keys and values before attention."""
+
+    def run(
+        self, norms: HeadNorms | None, eps: float, cache: LayerCache, slots: torch.Tensor
+    ) -> None:
+        """Normalises and rotates queries and keys, and stores keys and values."""
+        ...
+
+
+class TorchRotary:
+    """One operation after another, each for all heads."""
+
+    def __init__(
+        self,
+        step: ForwardContext,
+        model_config: ModelConfig,
+        tables: RotaryTables,
+        qkv: torch.Tensor,  # [tokens, qkv_width]
+        rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
+    ) -> None:
+        tokens, heads, head_dim = step.tokens, model_config.num_heads, model_config.head_dim
+        rotated_heads = heads + model_config.num_kv_heads
+        by_token = qkv.view(tokens, -1, head_dim)
+        by_head = by_token.transpose(0, 1)
+        self._queries = by_token[:, :heads]
+        self._keys = by_token[:, heads:rotated_heads]
+        self._unrotated = by_head[:rotated_heads]
+        self._values = by_head[rotated_heads:]
+        self._rotated = rotated
+        self._rotated_keys = rotated[heads:]
+        self._codes = step.find("kv_codes")
+        self._cos = step.view("step_cos", tokens, head_dim)
+        self._sin = step.view("step_sin", tokens, head_dim)
+        tables.read(step.indices(step.batch.positions), self._cos, self._sin)
+
+    def run(
+        self, norms: HeadNorms | None, eps: float, cache: LayerCache, slots: torch.Tensor
+    ) -> None:
+        if norms is not None:
+            head_norm(self._queries, norms[0], eps)
+            head_norm(self._keys, norms[1], eps)
+        rotate(self._unrotated, self._cos, self._sin, self._rotated)
+        write_kv(cache, slots, self._rotated_keys, self._values, self._codes)
+
+
+class FusedRotary:
+    """One kernel, which reads the tables and writes the pages in place."""
+
+    def __init__(
+        self,
+        step: ForwardContext,
+        tables: RotaryTables,
+        qkv: torch.Tensor,  # [tokens, qkv_width]
+        rotated: torch.Tensor,  # [heads, tokens, head_dim]
+    ) -> None:
+        # Imported when needed: only where there is Triton.
+        from ullage_engine.kernels.triton.layer import rotate_and_store
+
+        self._rotate_and_store = rotate_and_store
+        self._tables, self._qkv, self._rotated = tables, qkv, rotated
+        self._positions = step.indices(step.batch.positions)
+
+    def run(
+        self, norms: HeadNorms | None, eps: float, cache: LayerCache, slots: torch.Tensor
+    ) -> None:
+        tables, places = (self._tables.cos, self._tables.sin), (self._positions, slots)
+        self._rotate_and_store(self._qkv, norms, eps, tables, *places, self._rotated, cache)
 
 
 class AttentionStep:
@@ -345,43 +418,35 @@ class AttentionStep:
         model_config: ModelConfig,
         tables: RotaryTables,
         backend: AttentionBackend,
+        *,
+        fused: bool,
     ) -> None:
-        tokens, heads = step.tokens, model_config.num_heads
+        """`fused`: by kernels, which need no rotated keys."""
         self.qkv = step.view("qkv", step.rows, model_config.qkv_width)
         self.attended = step.view("attended", step.rows, model_config.query_width)
-        rotated_heads = heads + model_config.num_kv_heads
-        self.rotated = step.view("rotated", rotated_heads, tokens, model_config.head_dim)
-        by_token = self.qkv[:tokens].view(tokens, -1, model_config.head_dim)
-        self.queries, self.keys = by_token[:, :heads], by_token[:, heads:rotated_heads]
-        by_head = by_token.transpose(0, 1)
-        self.unrotated = by_head[:rotated_heads]
-        # Padding is not stored.
-        stored = step.batch.num_tokens
-        self._rotated_keys = self.rotated[heads:, :stored]
-        self._values = by_head[rotated_heads:, :stored]
-        self._codes = step.find("kv_codes")
-        self._tables = tables
-        self._positions = step.indices(step.batch.positions)
-        self.cos = step.view("step_cos", tokens, model_config.head_dim)
-        self.sin = step.view("step_sin", tokens, model_config.head_dim)
+        heads = model_config.num_heads + (0 if fused else model_config.num_kv_heads)
+        rotated = step.view("rotated", heads, step.tokens, model_config.head_dim)
+        qkv = self.qkv[: step.tokens]
+        self._rotary: Rotary = (
+            FusedRotary(step, tables, qkv, rotated)
+            if fused
+            else TorchRotary(step, model_config, tables, qkv, rotated)
+        )
         # Each window is prepared once, however many layers have it.
         windows = {layer.window for layer in model_config.layers if layer.mixer == "attention"}
         rows = {window: step.batch.paged(window) for window in windows}
         self._attentions = {
-            window: backend.attentions(
-                rows[window], step.indices, self.rotated, self.attended, window
-            )
+            window: backend.attentions(rows[window], step.indices, rotated, self.attended, window)
             for window in windows
         }
-        self._slots = {window: step.indices(rows[window].slots)[:stored] for window in windows}
+        self._slots = {window: step.indices(rows[window].slots) for window in windows}
 
-    def begin(self) -> None:
-        """Computes what all layers read; the step's indices are on the device."""
-        self._tables.read(self._positions, self.cos, self.sin)
-
-    def store(self, cache: LayerCache, window: int) -> None:
-        """Writes every token's rotated keys and values to a layer with such a window."""
-        write_kv(cache, self._slots[window], self._rotated_keys, self._values, self._codes)
+    def rotate_and_store(
+        self, norms: HeadNorms | None, eps: float, cache: LayerCache, window: int
+    ) -> None:
+        """Prepares `qkv` for attention, and writes every token's keys and values to a layer with
+        such a window."""
+        self._rotary.run(norms, eps, cache, self._slots[window])
 
     def attend(self, cache: LayerCache, window: int, sinks: torch.Tensor | None) -> None:
         for attention in self._attentions[window]:
@@ -408,11 +473,10 @@ class AttentionLayer:
         self.qkv.forward(step.normed, shared.qkv)
         if self.qkv_bias is not None:
             shared.qkv.add_(self.qkv_bias)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            head_norm(shared.queries, self.q_norm, self.eps)
-            head_norm(shared.keys, self.k_norm, self.eps)
-        rotate(shared.unrotated, shared.cos, shared.sin, shared.rotated)
-        shared.store(cache, self.window)
+            norms = (self.q_norm, self.k_norm)
+        shared.rotate_and_store(norms, self.eps, cache, self.window)
         shared.attend(cache, self.window, self.sinks)
         self.output.forward_add(shared.attended, step.hidden)
         if self.output_bias is not None:

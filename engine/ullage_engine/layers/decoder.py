@@ -36,7 +36,13 @@ from ullage_engine.layers.attention import (
     rms_norm,
 )
 from ullage_engine.layers.linear import Linear, TiledEmbedding
-from ullage_engine.layers.moe import ExpertLinears, Experts, ExpertWeights, Reduce
+from ullage_engine.layers.moe import (
+    ExpertLinears,
+    Experts,
+    ExpertWeights,
+    GatedActivation,
+    Reduce,
+)
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.quantization.formats import VALUES
 
@@ -61,13 +67,14 @@ class MlpLayer:
 
     gate_up: Linear
     down: Linear
+    gate: GatedActivation
 
     def run(self, step: ForwardContext, shared: MlpStep) -> None:
         """Adds the layer's result for `step.normed` to `step.hidden`."""
         self.gate_up.forward(step.normed, shared.gate_up)
         for start in range(0, step.rows, shared.rows_at_once):
             rows = slice(start, start + shared.rows_at_once)
-            gate(shared.gate_up[rows], shared.gated[rows])
+            self.gate(shared.gate_up[rows], shared.gated[rows])
         self.down.forward_add(shared.gated, step.hidden)
 
 
@@ -75,6 +82,29 @@ def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """Writes silu(gate) * up for gate_up [tokens, 2 * intermediate]; changes its gate half."""
     width = out.shape[-1]
     torch.mul(F.silu(gate_up[:, :width], inplace=True), gate_up[:, width:], out=out)
+
+
+RmsNorm = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
+"""An operation like `ullage_engine.layers.attention.rms_norm`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What is computed on rows between products."""
+
+    rms_norm: RmsNorm
+    gate: GatedActivation
+    clamped_gate: GatedActivation
+
+
+def make_operations(*, fused: bool) -> Operations:
+    """Returns kernels, one for each operation, or what torch composes of its own."""
+    if not fused:
+        return Operations(rms_norm, gate, clamped_gate)
+    # Imported when needed: only where there is Triton.
+    from ullage_engine.kernels.triton import layer
+
+    return Operations(layer.rms_norm, layer.gate, layer.clamped_gate)
 
 
 def kv_bounds(
@@ -192,7 +222,8 @@ class Decoder:
         self._tables = RotaryTables(model_config, *tables)
         # Only kernels read whole steps of indices from one place of the arena.
         self._staging = Staging(arena["indices"].view(torch.uint8)) if limits.fused else None
-        build = _Builder(weights, model_config, arena, limits.deterministic)
+        self._operations = make_operations(fused=limits.fused)
+        build = _Builder(weights, model_config, arena, self._operations, limits.deterministic)
         self._layers = list(build.layers())
 
     def forward(
@@ -212,14 +243,14 @@ class Decoder:
         model_config, limits = self._model_config, self._limits
         step = ForwardContext(batch, model_config, limits, self._arena, self._staging)
         token_ids = step.indices(batch.token_ids)
-        attention = AttentionStep(step, model_config, self._tables, self._backend)
+        fused = limits.fused
+        attention = AttentionStep(step, model_config, self._tables, self._backend, fused=fused)
         conv = None
         if batch.conv is not None:
-            conv = ConvStep(step, model_config, batch.conv, fused=limits.fused)
+            conv = ConvStep(step, model_config, batch.conv, fused=fused)
         self._sampled_rows = step.indices(padded_rows(batch.sampled_rows, limits))
         step.upload()
 
-        attention.begin()
         if hidden_in is None:
             self._embed(token_ids, step)
         else:
@@ -245,7 +276,8 @@ class Decoder:
     def _project(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
         """Writes logits of hidden states [rows, hidden], which it overwrites."""
         assert self._head is not None and self._norm is not None, "not the last stage"
-        rms_norm(chosen, self._norm, self._model_config.rms_eps, chosen)
+        eps = self._model_config.rms_eps
+        self._operations.rms_norm(chosen, self._norm, eps, chosen)
         self._head.forward(chosen, out)
 
     def one_of_each_kind(self) -> list[int]:
@@ -285,9 +317,9 @@ class Decoder:
         caches: Sequence[LayerCache],
         states: Sequence[torch.Tensor],
     ) -> None:
-        model_config, eps = self._model_config, self._model_config.rms_eps
+        rms_norm, eps = self._operations.rms_norm, self._model_config.rms_eps
         deterministic = self._limits.deterministic
-        mlp = MlpStep(step, model_config, deterministic)
+        mlp = MlpStep(step, self._model_config, deterministic)
         # Padding would choose experts, too, and have them read; only whole units of rows need it.
         routed = step.rows if deterministic else step.batch.num_tokens
         for layer in layers:
@@ -312,10 +344,11 @@ class _Builder:
         weights: Weights,
         model_config: ModelConfig,
         arena: dict[str, torch.Tensor],
+        operations: Operations,
         deterministic: bool,
     ) -> None:
         self._weights, self._model_config, self._arena = weights, model_config, arena
-        self._deterministic = deterministic
+        self._operations, self._deterministic = operations, deterministic
 
     def layers(self) -> Iterator[DecoderLayer]:
         count = {"attention": 0, "conv": 0}
@@ -353,8 +386,12 @@ class _Builder:
         )
 
     def _mlp(self, prefix: str) -> MlpLayer:
-        weights = self._weights
-        return MlpLayer(weights.linear(prefix + "gate_up"), weights.linear(prefix + "down"))
+        linear = self._weights.linear
+        return MlpLayer(
+            gate_up=linear(prefix + "gate_up"),
+            down=linear(prefix + "down"),
+            gate=self._operations.gate,
+        )
 
     def _experts(self, prefix: str) -> Experts:
         weights, spec, optional = (
@@ -363,11 +400,12 @@ class _Builder:
             self._weights.tensors.get,
         )
         assert spec is not None, "a layer of experts, and no experts"
+        operations = self._operations
         own = ExpertWeights(
             router=weights.linear(prefix + "router"),
             gate_up=weights.experts(prefix + "experts_gate_up"),
             down=weights.experts(prefix + "experts_down"),
-            gate=clamped_gate if spec.is_biased else gate,
+            gate=operations.clamped_gate if spec.is_biased else operations.gate,
             router_bias=optional(prefix + "router_bias"),
             gate_up_bias=optional(prefix + "experts_gate_up_bias"),
             down_bias=optional(prefix + "experts_down_bias"),

@@ -19,12 +19,13 @@ One step, from the worker's loop to the tensor operations and back:
         ModelRunner.move                      runner/model_runner.py: block copies, host and device
         ModelRunner.execute                   runner/model_runner.py
           PipelineRank.split, transfers         parallel/pipeline.py: micro-batches between stages
-          build_batch                           kernels/batch.py: index lists, decodes first
+          build_batch                           kernels/batch.py: index arrays, decodes first
           Decoder.forward                       layers/decoder.py: embed, then in each layer
-            rms_norm                              layers/attention.py
+            ForwardContext.upload                 kernels/staging.py: all indices in one copy
+            rms_norm                              layers/attention.py, kernels/triton/layer.py
             AttentionLayer.run                    layers/attention.py
               Linear.forward                        layers/linear.py: plain, or by its format
-              rotate, write_kv                      layers/attention.py, kernels/kv_pool.py
+              Rotary.run                            head norms, rotation, KV into its pages
               Attention.run                         kernels/attention.py (CPU, any device),
                                                     kernels/triton/attention.py (GPU), or
                                                     kernels/deterministic.py

@@ -32,6 +32,7 @@ from ullage_engine.kernels.triton import Format
 from ullage_engine.kernels.triton.attention import attend_decodes, attend_tiles
 from ullage_engine.kernels.triton.conv import FusedConvolution
 from ullage_engine.kernels.triton.launch import SIZE, launch_count
+from ullage_engine.kernels.triton.layer import clamped_gate, gate, rms_norm, rotate_and_store
 from ullage_engine.kernels.triton.matmul import grouped_matmul, picked_matmul, quantized_matmul
 
 Variant = tuple[str, Callable[[], None]]
@@ -99,6 +100,27 @@ def tiles(pages: Pages) -> None:
     tables, rows = torch.zeros(4, 64, dtype=INTS), torch.zeros(4, dtype=INTS)
     cache = pages.cache()
     attend_tiles(queries, cache, tables, rows, rows, rows, rows, out, pages.window, pages.sinks)
+
+
+def rotation(pages: Pages, *, has_norms: bool) -> None:
+    """Rows of queries, keys and values on their way into pages."""
+    head_dim, rows = pages.head_dim, 4
+    qkv = pages.zeros(rows, (HEADS + 2 * pages.kv_heads) * head_dim)
+    tables = (pages.zeros(8, head_dim), pages.zeros(8, head_dim))
+    norms = (pages.zeros(head_dim), pages.zeros(head_dim)) if has_norms else None
+    positions, slots = torch.zeros(rows, dtype=INTS), torch.zeros(rows, dtype=torch.int64)
+    queries = pages.zeros(HEADS, rows, head_dim)
+    rotate_and_store(qkv, norms, 1e-5, tables, positions, slots, queries, pages.cache())
+
+
+def norm(columns: int, dtype: torch.dtype = HALVES) -> None:
+    x = torch.zeros(3, columns, dtype=dtype)
+    rms_norm(x, x[0], 1e-5, x)
+
+
+def gates(width: int, dtype: torch.dtype = HALVES, *, clamped: bool = False) -> None:
+    gate_up, out = torch.zeros(3, 2 * width, dtype=dtype), torch.zeros(3, width, dtype=dtype)
+    (clamped_gate if clamped else gate)(gate_up, out)
 
 
 def weights(
@@ -178,6 +200,9 @@ def common() -> Iterator[Variant]:
     yield "decodes, split", partial(decodes, pages, whole=False)
     yield "tiles", partial(tiles, pages)
     yield "int8, one row", partial(linear, "int8", 0, 1, 4224)
+    yield "rotation", partial(rotation, pages, has_norms=False)
+    yield "norm", partial(norm, 4096)
+    yield "gate", partial(gates, 14336)
 
 
 def sample() -> Iterator[Variant]:
@@ -187,6 +212,8 @@ def sample() -> Iterator[Variant]:
     large = Pages(256, window=128, has_sinks=True, is_fp8=True)
     yield f"decodes, whole, {large}", partial(decodes, large, whole=True)
     yield f"tiles, {large}", partial(tiles, large)
+    yield f"rotation, norms, {large}", partial(rotation, large, has_norms=True)
+    yield "clamped gate", partial(gates, 2880, clamped=True)
     yield "int4, 128 rows", partial(linear, "int4", 128, 128, 512, adds=True)
     yield "sorted mxfp4", partial(experts, "mxfp4", 32, 128, picked=False)
     yield "picked fp8", partial(experts, "fp8", 0, 1, picked=True)
@@ -218,6 +245,12 @@ def every() -> Iterator[Variant]:
             yield f"{name}, picked", partial(experts, format, group, rows, picked=True)
         if rows in (ROWS[0], ROWS[-1]):
             yield f"{name}, 32", partial(experts, format, group, rows, picked=False, count=32)
+    for dtype in (HALVES, torch.float16, torch.float32):
+        for columns in (576, 2880, 8192):
+            yield f"norm, {columns}, {dtype}", partial(norm, columns, dtype)
+        for width, clamped in product((48, 14336), (False, True)):
+            name = f"gate, {width}, {clamped}, {dtype}"
+            yield name, partial(gates, width, dtype, clamped=clamped)
     for taps in (3, 5):
         yield f"convolution, {taps}", partial(convolution, taps)
     yield "counting", counting
@@ -227,6 +260,10 @@ def _attention(pages: Pages) -> Iterator[Variant]:
     yield f"decodes, whole, {pages}", partial(decodes, pages, whole=True)
     yield f"decodes, split, {pages}", partial(decodes, pages, whole=False)
     yield f"tiles, {pages}", partial(tiles, pages)
+    if not pages.window and not pages.has_sinks:
+        for has_norms in (False, True):
+            name = f"rotation, {has_norms}, {pages}"
+            yield name, partial(rotation, pages, has_norms=has_norms)
 
 
 LISTS: dict[str, Callable[[], Iterator[Variant]]] = {

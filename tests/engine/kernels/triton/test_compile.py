@@ -25,7 +25,7 @@ SM100_BYTES = 160
 spill nothing there, and wait for a GPU to say what they cost elsewhere."""
 
 PRODUCTS = {"attend_split", "attend_tile", "multiply_tile", "multiply_expert"}
-OTHERS = {"merge_splits", "convolve_row", "count"}
+OTHERS = {"merge_splits", "convolve_row", "count", "norm_row", "gate_columns", "rotate_heads"}
 
 
 def compiled(*given: str) -> list[dict[str, Any]]:

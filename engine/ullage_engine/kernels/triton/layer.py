@@ -1,0 +1,254 @@
+"""What a layer does between its products: norms, rotation with the KV's way into its pages, gates.
+
+Each is one kernel. Numbers are computed in float32 and rounded once, to the type they are stored
+in; float8 is rounded from that type, as `ullage_engine.kernels.kv_pool.narrow` does, so that its
+codes are the same.
+"""
+
+import torch
+import triton.language as tl
+
+from ullage_engine.kernels.kv_pool import LayerCache
+from ullage_engine.kernels.moe import GATE_LIMIT, GATE_SLOPE
+from ullage_engine.kernels.triton.attention import scales_of
+from ullage_engine.kernels.triton.launch import jit, jit_for_any, launch, power_of_two
+
+GATED_AT_ONCE = 1024
+"""Columns of a program."""
+
+ROTATED_AT_ONCE = 1024
+"""Numbers of a program: as many heads of one token."""
+
+
+@jit
+def norm_row(
+    x: tl.tensor,  # [rows, columns]
+    weight: tl.tensor,  # [columns]
+    out: tl.tensor,  # [rows, columns], perhaps x itself
+    eps: tl.tensor,
+    columns: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Writes one row of x / sqrt(mean(x²) + eps) * weight."""
+    column = tl.arange(0, COLUMNS)
+    exists = column < columns
+    place = tl.program_id(0).to(tl.int64) * columns + column
+    row = tl.load(x + place, mask=exists, other=0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / columns + eps)
+    normed = row * scale * tl.load(weight + column, mask=exists, other=0).to(tl.float32)
+    tl.store(out + place, normed.to(out.dtype.element_ty), mask=exists)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """Writes `ullage_engine.layers.attention.rms_norm` of contiguous rows; `out` may be x."""
+    rows, columns = x.shape
+    padded = power_of_two(columns)
+    launch(
+        norm_row, (rows,), x, weight, out, eps, columns, COLUMNS=padded,
+        num_warps=8 if padded > 2048 else 4,
+    )  # fmt: skip
+
+
+@jit
+def gate_columns(
+    gate_up: tl.tensor,  # [rows, 2 * width]
+    out: tl.tensor,  # [rows, width]
+    width: tl.tensor,
+    LIMIT: tl.constexpr,  # 0: none, and silu
+    SLOPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Writes some columns of one row of silu(gate) * up, or of gpt-oss's gate."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = column < width
+    place = gate_up + row * 2 * width + column
+    gate = tl.load(place, mask=exists, other=0).to(tl.float32)
+    up = tl.load(place + width, mask=exists, other=0).to(tl.float32)
+    if LIMIT > 0:
+        # Comparisons, because a minimum would make a number of what is none.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+    gated = gate * tl.sigmoid(gate * SLOPE) * up
+    tl.store(out + row * width + column, gated.to(out.dtype.element_ty), mask=exists)
+
+
+def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes silu(gate) * up for gate_up [rows, 2 * width] to out [rows, width]."""
+    _gate(gate_up, out, 0.0, 1.0)
+
+
+def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes what `ullage_engine.kernels.moe.clamped_gate` does."""
+    _gate(gate_up, out, GATE_LIMIT, GATE_SLOPE)
+
+
+def _gate(gate_up: torch.Tensor, out: torch.Tensor, limit: float, slope: float) -> None:
+    rows, width = out.shape
+    columns = min(GATED_AT_ONCE, power_of_two(width))
+    launch(
+        gate_columns, (rows, -(-width // columns)), gate_up, out, width,
+        LIMIT=limit, SLOPE=slope, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
+
+
+@jit
+def e4m3_code(number: tl.tensor) -> tl.tensor:
+    """Rounds float32 to the nearest float8 E4M3, ties to even, as a byte; beyond 448 it is that.
+
+    Not a number stays so. Of normal numbers the upper bits are kept, with another bias. Below 2^-6
+    codes count steps of 2^-9, to which adding 2^14 rounds, as its own last bit is one.
+    """
+    bits = number.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    most = tl.where(size > 448.0, 448.0, size)
+    normal = most.to(tl.int32, bitcast=True)
+    normal = ((normal + 0x7FFFF + ((normal >> 20) & 1)) >> 20) - (120 << 3)
+    steps = (most + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(most < 0.015625, steps, normal)
+    code = tl.where(size != size, 0x7F, code)
+    return (code | sign).to(tl.uint8)
+
+
+@jit
+def inverse_power(power: tl.tensor) -> tl.tensor:
+    """Returns 1 / power, exactly, of a power of two in float32; a division may be approximate."""
+    bits = power.to(tl.float32).to(tl.int32, bitcast=True)
+    return ((254 << 23) - bits).to(tl.float32, bitcast=True)
+
+
+@jit
+def stored(number: tl.tensor, scale: tl.tensor, TYPE: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
+    """Returns numbers as pages hold them."""
+    result = number.to(TYPE)
+    if FP8:
+        # Of the computing type, or a number could be rounded to another code than by torch.
+        result = e4m3_code(result.to(tl.float32) * scale)
+    return result
+
+
+@jit
+def load_norm(
+    q_norm: tl.tensor,  # [2 * HALF]
+    k_norm: tl.tensor,
+    is_query: tl.tensor,  # [heads]
+    dim: tl.tensor,
+) -> tl.tensor:
+    """Reads some weights of each head's norm, float32 [heads, dims]."""
+    of_queries = tl.load(q_norm + dim).to(tl.float32)[None, :]
+    of_keys = tl.load(k_norm + dim).to(tl.float32)[None, :]
+    return tl.where(is_query[:, None], of_queries, of_keys)
+
+
+@jit
+def rotated(
+    first: tl.tensor,  # [heads, HALF]
+    second: tl.tensor,
+    cos: tl.tensor,  # of one position, [2 * HALF]
+    sin: tl.tensor,
+    dim: tl.tensor,
+    HALF: tl.constexpr,
+) -> tl.tensor:
+    """Rotates heads: x * cos + swap_halves(x) * sin, whose first half is negated."""
+    cos_first = tl.load(cos + dim).to(tl.float32)[None, :]
+    cos_second = tl.load(cos + HALF + dim).to(tl.float32)[None, :]
+    sin_first = tl.load(sin + dim).to(tl.float32)[None, :]
+    sin_second = tl.load(sin + HALF + dim).to(tl.float32)[None, :]
+    return first * cos_first + second * sin_first, second * cos_second + first * sin_second
+
+
+@jit_for_any("head_stride")
+def rotate_heads(
+    qkv: tl.tensor,  # [rows, (HEADS + 2 * KV_HEADS) * 2 * HALF]
+    q_norm: tl.tensor,  # [2 * HALF]
+    k_norm: tl.tensor,
+    cos: tl.tensor,  # [positions, 2 * HALF]
+    sin: tl.tensor,  # the same, its first half negated
+    positions: tl.tensor,  # [rows]
+    slots: tl.tensor,  # [rows]; negative: padding, which is not stored
+    scales: tl.tensor,  # [2 * KV_HEADS] of float8, keys' first
+    queries: tl.tensor,  # [HEADS, rows, 2 * HALF], heads `head_stride` apart
+    keys: tl.tensor,  # [KV_HEADS, slots, 2 * HALF], heads `cache_stride` apart
+    values: tl.tensor,
+    eps: tl.tensor, head_stride: tl.tensor, cache_stride: tl.tensor,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,  # heads of a program
+    NORMS: tl.constexpr, FP8: tl.constexpr,
+) -> None:  # fmt: skip
+    """Normalises and rotates some heads of one row, and writes queries, keys and values to their
+    places."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dim = tl.arange(0, HALF)
+    exists = head < HEADS + 2 * KV_HEADS
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+
+    place = (row * (HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF) + dim[None, :]
+    first = tl.load(qkv + place, mask=exists[:, None], other=0).to(tl.float32)
+    second = tl.load(qkv + place + HALF, mask=exists[:, None], other=0).to(tl.float32)
+    turned_first, turned_second = first, second
+    if NORMS:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        turned_first = first * inverse * load_norm(q_norm, k_norm, is_query, dim)
+        turned_second = second * inverse * load_norm(q_norm, k_norm, is_query, HALF + dim)
+    angle = tl.load(positions + row).to(tl.int64) * (2 * HALF)
+    turned_first, turned_second = rotated(
+        turned_first, turned_second, cos + angle, sin + angle, dim, HALF
+    )
+
+    TYPE: tl.constexpr = queries.dtype.element_ty
+    query = queries + head.to(tl.int64)[:, None] * head_stride + row * 2 * HALF + dim[None, :]
+    tl.store(query, turned_first.to(TYPE), mask=is_query[:, None])
+    tl.store(query + HALF, turned_second.to(TYPE), mask=is_query[:, None])
+
+    slot = tl.load(slots + row).to(tl.int64)
+    is_kv = exists & (head >= HEADS) & (slot >= 0)
+    kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS).to(tl.int64)
+    at = kv_head[:, None] * cache_stride + slot * 2 * HALF + dim[None, :]
+    scale = 1.0
+    if FP8:
+        scale = inverse_power(tl.load(scales + head - HEADS, mask=is_kv, other=1))[:, None]
+    is_key = (is_kv & (head < HEADS + KV_HEADS))[:, None]
+    tl.store(keys + at, stored(turned_first, scale, TYPE, FP8), mask=is_key)
+    tl.store(keys + at + HALF, stored(turned_second, scale, TYPE, FP8), mask=is_key)
+    is_value = (is_kv & is_value)[:, None]
+    tl.store(values + at, stored(first, scale, TYPE, FP8), mask=is_value)
+    tl.store(values + at + HALF, stored(second, scale, TYPE, FP8), mask=is_value)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    queries: torch.Tensor,
+    cache: LayerCache,
+) -> None:
+    """Writes rotated queries, and keys and values to their slots.
+
+    Args:
+        qkv: [rows, (heads + 2 * kv_heads) * head_dim], contiguous.
+        norms: weights [head_dim] of the norms of queries and of keys, before they are rotated.
+        eps: of the norms.
+        tables: cosine and sine [positions, head_dim], see
+            `ullage_engine.layers.attention.fill_tables`.
+        positions: int32 [rows].
+        slots: int64 [rows]; negative for rows of padding.
+        queries: [heads, rows, head_dim], each head contiguous.
+        cache: a layer's pages, of qkv's type or of float8.
+    """
+    heads, rows, head_dim = queries.shape
+    kv_heads = cache.keys.shape[0]
+    block = min(ROTATED_AT_ONCE // head_dim, power_of_two(heads + 2 * kv_heads))
+    q_norm, k_norm = norms or (qkv, qkv)
+    launch(
+        rotate_heads, (rows, -(-(heads + 2 * kv_heads) // block)),
+        qkv, q_norm, k_norm, *tables, positions, slots, scales_of(cache, qkv), queries,
+        cache.keys, cache.values, eps, queries.stride(0), cache.keys.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK=block,
+        NORMS=norms is not None, FP8=cache.scales is not None, num_warps=4,
+    )  # fmt: skip
