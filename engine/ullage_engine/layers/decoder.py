@@ -69,6 +69,10 @@ class MlpLayer:
     down: Linear
     gate: GatedActivation
 
+    @property
+    def matrices(self) -> tuple[Linear, Linear]:
+        return self.gate_up, self.down
+
     def run(self, step: ForwardContext, shared: MlpStep) -> None:
         """Adds the layer's result for `step.normed` to `step.hidden`."""
         self.gate_up.forward(step.normed, shared.gate_up)
@@ -189,6 +193,14 @@ class DecoderLayer:
     mlp_norm: torch.Tensor
     mlp: MlpLayer | Experts
 
+    def formats(self) -> tuple[object, ...]:
+        """Returns what tells apart the kernels by which the layer's matrices are multiplied: a GGUF
+        file has some layers in a format of their own."""
+        mixer, mlp = self.mixer, self.mlp
+        first = mixer.qkv if isinstance(mixer, AttentionLayer) else mixer.project
+        matrices = [first, mixer.output, *mlp.matrices]
+        return tuple(getattr(matrix, "encoding", None) for matrix in matrices)
+
 
 def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
     """Returns rows as many as their products have; padding repeats the last one."""
@@ -282,7 +294,12 @@ class Decoder:
 
     def one_of_each_kind(self) -> list[int]:
         """Returns the indices of layers that together do all that the model does."""
-        kinds = {spec: index for index, spec in enumerate(self._model_config.layers)}
+        kinds = {
+            (spec, layer.formats()): index
+            for index, (spec, layer) in enumerate(
+                zip(self._model_config.layers, self._layers, strict=True)
+            )
+        }
         return sorted(kinds.values())
 
     def kv_scales(self) -> list[HeadScales]:

@@ -421,6 +421,7 @@ class FusedQuantizedLinear:
 
     def __init__(self, packed: Packed, product: FusedProduct) -> None:
         self._packed, self._product = packed, product
+        self.encoding = packed.encoding
         self.shape = (packed.encoding.shape[1], packed.encoding.shape[0])
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:

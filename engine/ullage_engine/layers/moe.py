@@ -157,6 +157,11 @@ class PickedExperts:
     many: ExpertLinears
 
     @property
+    def encoding(self) -> object:
+        """Format that kernels multiply few pairs by."""
+        return getattr(self.few, "encoding", None)
+
+    @property
     def few_pairs(self) -> int:
         return self.few.few_pairs
 
@@ -415,6 +420,10 @@ class Experts:
         self._few_pairs = min(weights.gate_up.few_pairs, weights.down.few_pairs)
         # As many as the arena has room for, so that only those who size it have to know.
         self._slice_tokens = arena["expert_weights"].numel() // spec.experts_per_token
+
+    @property
+    def matrices(self) -> tuple[ExpertLinears, ExpertLinears]:
+        return self._weights.gate_up, self._weights.down
 
     def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the experts' result for normed [tokens, hidden] to out [tokens, hidden].

@@ -9,9 +9,20 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.layers.attention import fill_tables, head_norm, rms_norm, rotate
-from ullage_engine.layers.decoder import gate
+from ullage_engine.kernels.arena import StepLimits, step_arena
+from ullage_engine.kernels.kv_pool import allocate
+from ullage_engine.layers.attention import (
+    DefaultBackend,
+    fill_tables,
+    head_norm,
+    rms_norm,
+    rotate,
+)
+from ullage_engine.layers.decoder import Decoder, Weights, gate
+from ullage_engine.layers.linear import FusedQuantizedLinear
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
+from ullage_engine.model_loader.tensor_plan import plan_tensors
+from ullage_engine.quantization.formats import Encoding, Format, Packed
 
 
 def model_config(head_dim: int, factors: list[float] | None = None) -> ModelConfig:
@@ -92,3 +103,26 @@ def test_gate() -> None:
     out = torch.empty(5, 6)
     gate(gate_up.clone(), out)
     assert torch.allclose(out, expected)
+
+
+def test_layers_of_other_formats_are_other_kinds() -> None:
+    """Warm-up runs one of each, and each format has kernels of its own."""
+    model = ModelConfig(
+        architecture="llama", layers=(LayerSpec(),) * 4, hidden=32, num_heads=2, num_kv_heads=1,
+        head_dim=16, intermediate=32, vocab=20, max_position=64, rope_theta=1e4, rms_eps=1e-5,
+        tied=True,
+    )  # fmt: skip
+    limits = StepLimits(32, 4, 64, 64, 4)
+    arena = allocate(step_arena(model, limits), torch.float32, torch.device("cpu"))
+
+    def linear(name: str) -> FusedQuantizedLinear:
+        format: Format = "int8" if name == "layers.1.down" else "int4"
+        encoding = Encoding(format=format, shape=(32, 32), group=32)
+        return FusedQuantizedLinear(Packed(encoding, {}), lambda *operands: None)
+
+    tensors = {
+        plan.name: torch.ones(plan.shape) for plan in plan_tensors(model) if len(plan.shape) == 1
+    }
+    weights = Weights(tensors, linear=linear, experts=lambda name: pytest.fail(name))
+    decoder = Decoder(weights, model, limits, arena, DefaultBackend(model, limits, arena))
+    assert decoder.one_of_each_kind() == [1, 3]

@@ -458,6 +458,8 @@ class TritonExperts:
         format: Format,
     ) -> None:
         self._weights, self._format = (packed, scales, zeros), format
+        groups = 0 if scales is None else scales.numel()
+        self.encoding = (format, packed.shape, groups, zeros is not None)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
         """Writes each row's product with its expert's matrix: x [pairs and more, in] sorted by
