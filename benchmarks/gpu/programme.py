@@ -67,6 +67,7 @@ PARTS = (
     Part("large", 2, 40, "long prompts go to the pool `large`"),
     Part("soak", 2, 80, "mixed sessions in constant memory, across a kill"),
     Part("swap", 2, 35, "preempted and swapped sequences say what they would have said"),
+    Part("graphs", 2, 40, "decode steps as CUDA graphs: the same tokens, in less time"),
     Part("families", 2, 30, "decode steps of LFM2 and gpt-oss, recorded"),
     Part("speeds", 2, 40, "attention and quantised products against copies and cuBLAS"),
 )

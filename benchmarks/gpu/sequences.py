@@ -10,6 +10,7 @@ from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.runner.step_graphs import NewCapture
 
 GREEDY = SamplingParams(temperature=0.0)
 TURNS = 4
@@ -25,8 +26,13 @@ def make_runner(
     rows: int,
     num_blocks: int,
     max_model_len: int = 512,
+    new_capture: NewCapture | None = None,
 ) -> ModelRunner:
-    """Return a runner with its buffers and its KV pool, for steps of up to `rows` sequences."""
+    """Return a runner with its buffers and its KV pool, for steps of up to `rows` sequences.
+
+    Args:
+        new_capture: what captures decode steps as graphs; None: they are launched anew.
+    """
     limits = StepLimits(
         max_tokens=max(256, rows),
         max_rows=rows,
@@ -34,7 +40,7 @@ def make_runner(
         gather_tokens=GATHER_TOKENS,
         itemsize=dtype.itemsize,
     )
-    runner = ModelRunner(loaded, device, dtype, limits)
+    runner = ModelRunner(loaded, device, dtype, limits, new_capture=new_capture)
     runner.allocate_arena()
     runner.allocate_kv(num_blocks)
     return runner

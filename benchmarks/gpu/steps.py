@@ -112,7 +112,7 @@ def measure(
         floor = floor_seconds(loaded, dtype, batch, context, copied)
         report(Figure(f"{label}, {batch} x {context}, floor", floor * 1e3, "ms"))
         for kind, sampling in KINDS.items():
-            plan = StepPlan([_decode(row, context, blocks, sampling) for row in range(batch)])
+            plan = StepPlan([decode_of(row, context, blocks, sampling) for row in range(batch)])
             took = seconds_of(partial(runner.execute, plan), device)
             name = f"{label}, {batch} x {context}, {kind}"
             report(Figure(name, took * 1e3, "ms"))
@@ -121,7 +121,7 @@ def measure(
             report(Figure(f"{name}, floor over it", floor / took, "", aim))
     if job.on_gpu and format is None:
         for kind, sampling in KINDS.items():
-            plan = StepPlan([_decode(row, context, blocks, sampling) for row in range(32)])
+            plan = StepPlan([decode_of(row, context, blocks, sampling) for row in range(32)])
             profile(job, runner, plan, kind, report)
 
 
@@ -134,7 +134,7 @@ def floor_seconds(
     return float((loaded.nbytes - embedding + batch * kv) / copied)
 
 
-def _decode(row: int, context: int, blocks: int, sampling: SamplingParams) -> Chunk:
+def decode_of(row: int, context: int, blocks: int, sampling: SamplingParams) -> Chunk:
     """Return the last token of a context, in blocks of its own."""
     return Chunk(
         request_id=str(row),

@@ -209,6 +209,16 @@ def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
     return padded
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderStep:
+    """A step that is laid out in the arena."""
+
+    rows: ForwardContext
+    token_ids: torch.Tensor
+    attention: AttentionStep
+    conv: ConvStep | None
+
+
 class Decoder:
     """Computes the hidden states and logits of a step in buffers it is given."""
 
@@ -252,26 +262,47 @@ class Decoder:
         hidden] is what the layers before these made of the tokens; without it they are embedded.
         `layers`: run only these. The result lives in the arena until the next step.
         """
+        return self.compute(self.prepare(batch), caches, states, hidden_in, layers)
+
+    def prepare(self, batch: StepBatch) -> DecoderStep:
+        """Lays out a step in the arena, and begins to copy its index arrays to the device.
+
+        Steps of the same shapes lie at the same addresses: what was computed of one can be repeated
+        for another that was prepared since.
+        """
         model_config, limits = self._model_config, self._limits
-        step = ForwardContext(batch, model_config, limits, self._arena, self._staging)
-        token_ids = step.indices(batch.token_ids)
+        rows = ForwardContext(batch, model_config, limits, self._arena, self._staging)
+        token_ids = rows.indices(batch.token_ids)
         fused = limits.fused
-        attention = AttentionStep(step, model_config, self._tables, self._backend, fused=fused)
+        attention = AttentionStep(rows, model_config, self._tables, self._backend, fused=fused)
         conv = None
         if batch.conv is not None:
-            conv = ConvStep(step, model_config, batch.conv, fused=fused)
-        self._sampled_rows = step.indices(padded_rows(batch.sampled_rows, limits))
-        step.upload()
+            conv = ConvStep(rows, model_config, batch.conv, fused=fused)
+        self._sampled_rows = rows.indices(padded_rows(batch.sampled_rows, limits))
+        rows.upload()
+        return DecoderStep(rows, token_ids, attention, conv)
 
+    def compute(
+        self,
+        step: DecoderStep,
+        caches: Sequence[LayerCache],
+        states: Sequence[torch.Tensor],
+        hidden_in: torch.Tensor | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Computes a prepared step; see `forward`. Where kernels compute and there are no experts,
+        nothing is read on the host."""
+        rows = step.rows
+        num_tokens = rows.batch.num_tokens
         if hidden_in is None:
-            self._embed(token_ids, step)
+            self._embed(step.token_ids, rows)
         else:
-            step.hidden[: batch.num_tokens].copy_(hidden_in)
-        step.hidden[batch.num_tokens :].zero_()
+            rows.hidden[:num_tokens].copy_(hidden_in)
+        rows.hidden[num_tokens:].zero_()
 
         run = self._layers if layers is None else [self._layers[index] for index in layers]
-        self._run(run, step, attention, conv, caches, states)
-        return step.hidden[: batch.num_tokens]
+        self._run(run, rows, step.attention, step.conv, caches, states)
+        return rows.hidden[:num_tokens]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the logits of the batch's sampled rows to out [rows and padding, vocab]; `hidden`

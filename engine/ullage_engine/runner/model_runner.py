@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from ullage_engine.kernels.arena import (
     sampler_arena,
     step_arena,
 )
-from ullage_engine.kernels.batch import StepBatch, begun_blocks, build_batch
+from ullage_engine.kernels.batch import Bucket, StepBatch, begun_blocks, build_batch
 from ullage_engine.kernels.kv_pool import (
     HeadScales,
     HostPool,
@@ -49,6 +50,7 @@ from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPla
 from ullage_engine.runner.batched_sampler import SORT_ROWS
 from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE, PenaltyCounts
 from ullage_engine.runner.sampler import sample
+from ullage_engine.runner.step_graphs import Action, NewCapture, StepGraphs
 from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
 
 EVERYTHING = SamplingParams(
@@ -192,10 +194,14 @@ class ModelRunner:
         wrap: Wrap | None = None,
         wrap_experts: WrapExperts | None = None,
         kv_type: torch.dtype | None = None,
+        new_capture: NewCapture | None = None,
     ) -> None:
         """`wrap` and `wrap_experts` may put something between the model and its matrices.
 
         `kv_type`: type of keys and values that are not float8; without it `dtype`.
+
+        `new_capture`: what captures decode steps as graphs, where one rank computes by kernels
+        alone, and without experts, whose rows the host may have to count.
         """
         self._loaded = loaded
         self._device = device
@@ -225,6 +231,16 @@ class ModelRunner:
         self._host: HostPool | None = None
         self._state_pool: StatePool | None = None
         self._counts = PenaltyCounts(limits.max_rows)
+        self._graphs: StepGraphs | None = None
+        takes_graphs = self._limits.fused and self._rank.is_alone and not self.model_config.experts
+        if new_capture is not None and takes_graphs:
+            most_blocks = -(-limits.max_model_len // limits.block_tokens)
+            self._graphs = StepGraphs(new_capture, self._limits.context_blocks(most_blocks))
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured decode steps."""
+        return len(self._graphs) if self._graphs is not None else 0
 
     @property
     def model_config(self) -> ModelConfig:
@@ -312,7 +328,9 @@ class ModelRunner:
 
         `shared`: slots of the host tier, which count behind these; see `HostPool`.
         """
-        # A pool that is replaced goes before its successor comes.
+        # A pool that is replaced goes before its successor comes, and so do graphs that know it.
+        if self._graphs is not None:
+            self._graphs.clear()
         self._pool = self._host = self._state_pool = None
         with torch.inference_mode():
             self._pool = KVPool(
@@ -391,7 +409,10 @@ class ModelRunner:
         return time.perf_counter() - started
 
     def run_largest(self) -> None:
-        """Runs only the steps that take the most memory; the part of `warm_up` that is repeated."""
+        """Runs only the steps that take the most memory, and captures graphs; the part of `warm_up`
+        that is repeated."""
+        # First, since capturing gives back the memory that larger steps have left.
+        self._capture_graphs()
         vocab = self.model_config.vocab
         self._run_few_layers(largest_plans(self._limits, self._kv.num_blocks, vocab))
 
@@ -452,7 +473,7 @@ class ModelRunner:
         if self._native is not None:
             self._run_native(plan)
             return self._native.hidden(plan.num_tokens)
-        return self._forward(plan, self._rank.transfers([plan.num_tokens]), 0)[1]
+        return self._forward(self._batch(plan), self._rank.transfers([plan.num_tokens]), 0)
 
     @torch.inference_mode()
     def write_logits(self, hidden: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
@@ -544,24 +565,34 @@ class ModelRunner:
         for block in begun_blocks(plan, self._limits.block_tokens):
             self._kv.clear(block)
 
-    def _forward(
-        self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
-    ) -> tuple[StepBatch, torch.Tensor]:
-        """Computes the index-th micro-batch of a step up to this rank's last layer."""
+    def _batch(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
+        """Lays out a step's rows; `bucket` is of the blocks of context, see `build_batch`."""
         limits = self._limits
-        batch = build_batch(
+        if bucket is None:
+            graphs = None if plan.prompts else self._graphs
+            bucket = limits.context_blocks if graphs is None else graphs.width
+        return build_batch(
             plan,
             limits.block_tokens,
-            limits.context_blocks,
+            bucket,
             padded_decodes=limits.product_rows if limits.fused else None,
             conv_kernel=self.model_config.conv_kernel if self.model_config.num_conv_layers else 0,
             scratch_block=self._kv.scratch_block,
             windowed=limits.windowed,
         )
+
+    def _forward(
+        self,
+        batch: StepBatch,
+        transfers: StepTransfers,
+        index: int,
+        layers: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Computes the index-th micro-batch of a step up to this rank's last layer."""
         caches, states = self._kv.layers, self._states.layers
         received = transfers.receive(index)
-        with ranges("prefill" if plan.prompts else "decode"):
-            return batch, self.decoder.forward(batch, caches, states, received, layers)
+        with ranges("prefill" if len(batch.rows.prompts.counts) else "decode"):
+            return self.decoder.forward(batch, caches, states, received, layers)
 
     def _run(
         self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
@@ -569,14 +600,65 @@ class ModelRunner:
         """Computes the index-th micro-batch of a step; see `logits`."""
         if self._native is not None:
             return self._run_native(plan, range(layers[0], layers[-1] + 1) if layers else None)
-        batch, hidden = self._forward(plan, transfers, index, layers)
+        batch = self._batch(plan)
+        if layers is None and self._replay(batch):
+            return self._sampled(batch)
+
+        hidden = self._forward(batch, transfers, index, layers)
         if transfers.send(index, hidden) or not batch.sampled or not self._rank.samples:
             return None
-        rows, vocab = len(batch.sampled), self.model_config.vocab
-        computed = shaped(self._sampling["computed"], self._limits.product_rows(rows), vocab)
-        self.decoder.logits(hidden, computed)
-        logits = shaped(self._sampling["logits"], rows, vocab).copy_(computed[:rows])
-        return batch.sampled, logits, None
+        self.decoder.logits(hidden, self._computed_logits(len(batch.sampled)))
+        return self._sampled(batch)
+
+    def _replay(self, batch: StepBatch) -> bool:
+        """Computes a batch to its logits by a graph; returns False if there is none for it."""
+        replay = self._graphs.find(batch) if self._graphs else None
+        if replay is None:
+            return False
+        self.decoder.prepare(batch)
+        with ranges("decode"):
+            replay()
+        return True
+
+    def _computed_logits(self, rows: int) -> torch.Tensor:
+        """Returns where logits of so many rows are computed, padding included."""
+        padded = self._limits.product_rows(rows)
+        return shaped(self._sampling["computed"], padded, self.model_config.vocab)
+
+    def _sampled(self, batch: StepBatch) -> _Computed:
+        """Returns what is sampled of a batch, and its logits, in float32."""
+        rows = len(batch.sampled)
+        logits = shaped(self._sampling["logits"], rows, self.model_config.vocab)
+        return batch.sampled, logits.copy_(self._computed_logits(rows)[:rows]), None
+
+    @torch.inference_mode()
+    def _capture_graphs(self) -> None:
+        """Captures decode steps of every number of rows and width of tables, the largest first."""
+        if self._graphs is None:
+            return
+        limits, num_blocks = self._limits, self._kv.num_blocks
+        self._graphs.clear()
+        most = min(limits.max_rows, limits.max_tokens)
+        for rows in reversed(_largest_of_each(limits.product_rows, most)):
+            plan = StepPlan([_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)])
+            for width in reversed(self._graphs.widths):
+                batch = self._batch(plan, partial(max, width))
+                action = self._decode_action(batch)
+                action()
+                self._graphs.capture(batch, action)
+
+    def _decode_action(self, batch: StepBatch) -> Action:
+        """Returns what computes a step of decodes to its logits, as often as steps like it are
+        prepared."""
+        step = self.decoder.prepare(batch)
+        caches, states = self._kv.layers, self._states.layers
+        computed = self._computed_logits(len(batch.sampled))
+
+        def action() -> None:
+            hidden = self.decoder.compute(step, caches, states)
+            self.decoder.logits(hidden, computed)
+
+        return action
 
     def _run_native(self, plan: StepPlan, layers: range | None = None) -> _Computed | None:
         assert self._native is not None, "not the library's"

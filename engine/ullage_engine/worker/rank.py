@@ -40,6 +40,7 @@ from ullage_engine.protocol.messages import Loading
 from ullage_engine.quantization.formats import Encoding
 from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.runner.step_graphs import CudaCapture, NewCapture
 from ullage_engine.scheduler.sequence import SchedulerLimits
 from ullage_engine.worker.device import (
     HostTier,
@@ -264,6 +265,7 @@ class RankStartup:
             self.step_limits,
             pipeline_rank,
             kv_type=self.kv_type,
+            new_capture=self._new_capture(),
         )
         sizes = {
             "step_arena": self.runner.step_arena_bytes,
@@ -284,6 +286,15 @@ class RankStartup:
             self.ledger.record("state_pool", self.runner.state_pool_bytes)
         self.runner.allocate_kv(1)
         progress(sum(sizes.values()), sum(sizes.values()))
+
+    def _new_capture(self) -> NewCapture | None:
+        """Returns what captures decode steps; None: they are launched anew each time."""
+        if not self.config.batching.cuda_graphs:
+            return None
+        if self.device.type != "cuda":
+            log.warning("batching.cuda_graphs has no effect on a CPU; set false")
+            return None
+        return CudaCapture
 
     def warm_up(self) -> int:
         """Runs the largest steps on a pool of one block; what libraries took is the workspace.
@@ -329,6 +340,8 @@ class RankStartup:
         """Runs the largest steps on the pool, which may lie where the first warm-up had its
         temporaries: they get their place now, or the first requests would. Ends the ledger."""
         self.runner.run_largest()
+        if self.config.batching.cuda_graphs:
+            log.info("%d steps of decodes are CUDA graphs", self.runner.num_graphs)
         seconds = self.runner.measure_context_seconds()
         if seconds > 0:
             self.decode_tokens = max(GATHER_TOKENS, round(_DECODE_READ_S / seconds))
