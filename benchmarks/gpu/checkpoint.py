@@ -5,12 +5,15 @@ and no text tokenises differently the second time.
 """
 
 import json
-from dataclasses import dataclass, replace
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.gpu.figures import Job
+from benchmarks.gpu.programme import ROOT
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -87,7 +90,10 @@ def service_checkpoint(job: Job, layers: int | None = None) -> Path:
     shape = replace(shape, layers=layers or shape.layers)
     folder = job.scratch / f"checkpoint-{shape.layers}"
     if not (folder / "model.safetensors").exists():
-        write_checkpoint(folder, shape, torch.device(job.device))
+        # In a process of its own: this one has no context on the GPU, whose memory is measured.
+        shape_json = json.dumps(asdict(shape))
+        command = (sys.executable, "-m", __name__, str(folder), job.device, shape_json)
+        subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
 
@@ -136,3 +142,7 @@ def word_tokenizer(vocab: int) -> Tokenizer:
 def words(token_ids: list[int]) -> str:
     """Return the text of tokens."""
     return " ".join(f"w{token}" for token in token_ids)
+
+
+if __name__ == "__main__":
+    write_checkpoint(Path(sys.argv[1]), Shape(**json.loads(sys.argv[3])), torch.device(sys.argv[2]))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,35 +30,25 @@ def measure(job: Job) -> Measure:
 
 
 def nvml_used() -> tuple[int, int]:
-    """Return used and total bytes of the first visible GPU, whoever uses them."""
-    used = _nvml().nvmlDeviceGetMemoryInfo(_handle())
-    return int(used.used), int(used.total)
+    """Return used and total bytes of the first visible GPU, whoever uses them.
+
+    The driver's own reserve is not used: the second version of the call leaves it out.
+    """
+    nvml, handle = _first_gpu()
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
+    return int(memory.used), int(memory.total)
 
 
-def nvml_own(pid: int) -> int | None:
-    """Return what a process has of the GPU; None: the driver does not say."""
-    nvml = _nvml()
-    with contextlib.suppress(nvml.NVMLError):
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(_handle()):
-            if process.pid == pid and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-    return None
-
-
-def _nvml() -> Any:
+@cache
+def _first_gpu() -> tuple[Any, Any]:
+    """Return NVML's bindings and its handle of the first GPU that CUDA sees."""
     import pynvml
 
     pynvml.nvmlInit()
-    return pynvml
-
-
-def _handle() -> Any:
-    import pynvml
-
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    if listed.isdecimal():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(listed))
-    return pynvml.nvmlDeviceGetHandleByUUID(listed)
+    by_index = listed.isdecimal()
+    find = pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
+    return pynvml, find(int(listed) if by_index else listed)
 
 
 def workers_used() -> tuple[int, int]:

@@ -8,7 +8,7 @@ import asyncio
 
 import aiohttp
 from benchmarks.gpu.checkpoint import words
-from benchmarks.gpu.device_memory import Sampler, nvml_own, settled
+from benchmarks.gpu.device_memory import Sampler, settled
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, none_of
 from benchmarks.gpu.service import (
     ASK_S,
@@ -26,6 +26,8 @@ from benchmarks.gpu.service import (
 from one_engine import Engine
 
 CONCURRENT = 4
+WAVES = 2
+"""Of the first nobody knows yet how long answers take."""
 POOL_SHARE = 1.5
 """KV of the pool, in whole requests."""
 MOST_DEVICE_SHARE = 0.85
@@ -49,11 +51,16 @@ async def _run(job: Job, report: Report) -> None:
         ready = settled(job)
         headroom = (await engine.state()).headroom_bytes
         figures = await asyncio.to_thread(metrics, engine)
-        resident = int(figures["ullage_worker_resident_bytes"])
-        await ledger(job, engine, ready - before if job.on_gpu else resident, report)
+        own = int(figures["ullage_worker_resident_bytes"])
+        report(Figure("the worker's own bytes, as it says", own / MIB, "MiB"))
+        await ledger(job, engine, ready - before if job.on_gpu else own, report)
         async with router_up(job, {"single": [engine]}) as router:
             with Sampler(job, "overload") as sampler:
-                replies = await load(job, router, prompt_tokens, output_tokens)
+                replies = [
+                    reply
+                    for wave in range(WAVES)
+                    for reply in await load(job, router, wave, prompt_tokens, output_tokens)
+                ]
             refusals(replies, output_tokens, report)
         report(at_most("most used of the device", sampler.share(), "of it", MOST_DEVICE_SHARE))
         figures = await asyncio.to_thread(metrics, engine)
@@ -70,9 +77,6 @@ async def ledger(job: Job, engine: Engine, taken: int, report: Report) -> None:
     allocated = sum(line.allocated_bytes for line in state.ledger if not _on_host(line.name))
     report(Figure("ledger's sum", allocated / MIB, "MiB"))
     report(Figure("the device has lost", taken / MIB, "MiB"))
-    if job.on_gpu and (pid := engine.worker_pid()):
-        own = nvml_own(pid)
-        report(Fact("NVML's figure of the worker", "none" if own is None else f"{own // MIB} MiB"))
     error = abs(allocated - taken) / taken
     limit = MOST_LEDGER_ERROR if job.on_gpu else MOST_LEDGER_ERROR_ON_CPU
     report(at_most("ledger beside the device", error, "off", limit))
@@ -82,11 +86,14 @@ def _on_host(name: str) -> bool:
     return name in ("pinned_host_kv", "kv_host_tier")
 
 
-async def load(job: Job, router: Router, prompt_tokens: int, output_tokens: int) -> list[Reply]:
-    """Send all requests at once."""
+async def load(
+    job: Job, router: Router, wave: int, prompt_tokens: int, output_tokens: int
+) -> list[Reply]:
+    """Send the requests of a wave at once, and read all answers."""
     timeout = aiohttp.ClientTimeout(total=ASK_S)
     async with aiohttp.ClientSession(timeout=timeout) as client:
-        prompts = [words(prompt_of(job, number, prompt_tokens)) for number in range(CONCURRENT)]
+        numbers = range(wave * CONCURRENT, (wave + 1) * CONCURRENT)
+        prompts = [words(prompt_of(job, number, prompt_tokens)) for number in numbers]
         asked = (complete(client, router, prompt, output_tokens) for prompt in prompts)
         return list(await asyncio.gather(*asked))
 
@@ -98,7 +105,7 @@ def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
     for error in sorted({reply.error for reply in replies if reply.error}):
         report(Fact("refused", error))
     report(none_of("answers but 200 and 429", sum(each not in (200, 429) for each in statuses)))
-    report(count("served", statuses.count(200), 1))
+    report(count("served", statuses.count(200), WAVES))
     silent = [
         reply for reply in replies if reply.status == 429 and "retry-after" not in reply.headers
     ]

@@ -21,8 +21,6 @@ from benchmarks.gpu.service import (
 STREAMS = 4
 SPARE = 0.6
 """KV of the pool, as a share of what all streams hold at their ends."""
-LEAST_GB_S = 10.0
-"""Of copies between device and pinned host memory; PCIe 5.0 x16 has 63 GB/s."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -58,7 +56,7 @@ async def _run(job: Job, report: Report) -> None:
         figures = await asyncio.to_thread(metrics, engine)
         rate = figures["ullage_swap_bandwidth_bytes_per_second"] / 1e9
         report(count("sequences swapped out", figures["ullage_swaps_total"], 1))
-        report(Figure("swapping", rate, "GB/s", job.speed_aim(LEAST_GB_S)))
+        report(Figure("swapping, block by block", rate, "GB/s"))
         hits = figures.get("ullage_kv_tier_hits_total", 0.0)
         report(Figure("blocks read from the host tier", hits, ""))
 
