@@ -25,6 +25,7 @@ import importlib
 import os
 import shutil
 import sys
+import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,10 +128,26 @@ def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: floa
         options.scratch = options.scratch or Path(folder)
         options.scratch.mkdir(parents=True, exist_ok=True)
         passed = run_parts(parts, _job(options), limit_s, again=options.again)
+    if options.pack:
+        pack_logs(options.out)
     rows = Results(options.out).read()
     print(f"\n{markdown(rows)}\n")
     print("all passed" if passed else "NOT all passed", f"; {options.out}", sep="")
     return 0 if passed else 1
+
+
+def pack_logs(folder: Path) -> None:
+    """Move all logs of a folder into its logs.tar.gz, those that are there already included."""
+    packed = folder / "logs.tar.gz"
+    if packed.exists():
+        with tarfile.open(packed) as archive:
+            archive.extractall(folder, filter="data")
+    logs = sorted(folder.glob("*.log"))
+    with tarfile.open(packed, "w:gz") as archive:
+        for log in logs:
+            archive.add(log, log.name)
+    for log in logs:
+        log.unlink()
 
 
 def _chosen(

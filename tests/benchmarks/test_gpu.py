@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,6 +179,18 @@ def test_what_a_hung_part_leaves_behind_is_ended(
     assert rows[0]["figure"] == "before", "what was found before the limit is kept"
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_logs_are_packed_once_each(programme: Any, tmp_path: Path) -> None:
+    from benchmarks.gpu.__main__ import pack_logs
+
+    (tmp_path / "results.jsonl").write_text("{}")
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.log").write_text(name)
+        pack_logs(tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["logs.tar.gz", "results.jsonl"]
+    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+        assert archive.getnames() == ["first.log", "second.log"]
 
 
 def test_parts_without_time_are_told(programme: Any, tmp_path: Path) -> None:
