@@ -283,7 +283,7 @@ def _block_tables(
     chunks: Sequence[Chunk], num_blocks: npt.NDArray[np.int32], bucket: Bucket
 ) -> Ints:
     """Return the chunks' block ids [chunks, width]; padding repeats a sequence's last block."""
-    total, width = int(num_blocks.sum()), bucket(int(num_blocks.max()))
+    total, width = int(num_blocks.sum()), bucket(int(num_blocks.max(initial=1)))
     own = [
         islice(chunk.block_ids, blocks)
         for chunk, blocks in zip(chunks, num_blocks.tolist(), strict=True)
