@@ -5,6 +5,7 @@ shapes. Steps with as many rows and as wide block tables share both: a batch pad
 `kernels.staging` packs indices to the same places, and the arena and the KV pool do not move.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 
 import torch
@@ -39,9 +40,15 @@ class CudaCapture:
 
     def __call__(self, action: Action) -> Action:
         graph = torch.cuda.CUDAGraph()
-        # What other threads ask of CUDA meanwhile is no part of the graph, and does not end it.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            action()
+        # A finalizer that waits for the device would end the capture.
+        gc.collect()
+        gc.disable()
+        try:
+            # What other threads ask of CUDA meanwhile is no part of the graph.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                action()
+        finally:
+            gc.enable()
         replay: Action = graph.replay
         return replay
 

@@ -28,9 +28,9 @@ from ullage_engine.runner.draw import (
     uniform,
 )
 from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE, PenaltyCounts
-from ullage_engine.runner.model_runner import largest_plans
 from ullage_engine.runner.packed_upload import upload
 from ullage_engine.runner.sampler import sample
+from ullage_engine.runner.warm_up_plans import largest_plans
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,132 @@
+"""Plans of the steps that warm-up takes: every shape that a product can have, and the largest."""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from ullage_engine.kernels.arena import MAX_TILE_ROWS, MIN_TILE_ROWS, StepLimits
+from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.step_plan import Chunk, StepPlan
+from ullage_engine.runner.batched_sampler import SORT_ROWS
+from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE
+
+EVERYTHING = SamplingParams(
+    # So flat that the nucleus is most of the vocabulary, whatever the logits are.
+    temperature=1000.0,
+    top_p=0.999999,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    top_logprobs=20,
+)
+"""Sampling parameters that take the most memory: penalties, biases and a mask, a sort of the
+vocabulary, alternatives."""
+
+
+EVERY_TOKEN = b"\xff" * (1 << 17)
+"""Mask that allows every token of any vocabulary up to 2**20."""
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """Yields one plan for every shape a matrix product can have; see
+    `ullage_engine.kernels.arena`."""
+    longest = min(limits.max_tokens, limits.max_model_len)
+    for tokens in _largest_of_each(limits.product_rows, longest):
+        yield StepPlan([make_chunk(0, tokens, 0, limits, num_blocks, None)])
+    for rows in _largest_of_each(limits.product_rows, min(limits.max_rows, limits.max_tokens)):
+        yield StepPlan([make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)])
+    max_blocks = -(-limits.max_model_len // limits.block_tokens)
+    for blocks in _largest_of_each(limits.context_blocks, max_blocks):
+        context = min(blocks * limits.block_tokens, limits.max_model_len)
+        yield from _decodes(context, blocks, limits, num_blocks)
+        yield from _tiles(context, limits, num_blocks)
+
+
+def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[StepPlan]:
+    """Yields the longest prompt chunk at the end of the longest sequence, and the fullest batch,
+    each with all that sampling can be asked for."""
+    longest = min(limits.max_tokens, limits.max_model_len)
+    prompt = make_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks, EVERYTHING)
+    yield StepPlan(list(_penalised([prompt], limits.max_model_len, vocab)))
+    rows = min(limits.max_rows, limits.max_tokens)
+    context = max(1, min(limits.max_gather_tokens // rows, limits.max_model_len))
+    decodes = [
+        make_chunk(row, 1, context - 1, limits, num_blocks, EVERYTHING) for row in range(rows)
+    ]
+    yield StepPlan(list(_penalised(decodes, limits.max_model_len, vocab)))
+
+
+def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """Yields decodes of every number of rows that products have, the most first."""
+    most = min(limits.max_rows, limits.max_tokens)
+    for rows in reversed(_largest_of_each(limits.product_rows, most)):
+        chunks = [make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)]
+        yield StepPlan(chunks)
+
+
+def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
+    """Yields the chunks with as many different tokens in their histories, together, as penalties
+    are computed of at once."""
+    tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
+    for chunk in chunks:
+        yield msgspec.structs.replace(chunk, history=list(range(tokens)))
+
+
+def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    """Yields decodes of every number of rows that sequences of this length can be attended in."""
+    gathered = max(
+        1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
+    )
+    rows = 1
+    while rows <= min(gathered, 2 * limits.max_rows - 1):
+        decodes = min(rows, limits.max_rows)
+        yield StepPlan(
+            [make_chunk(row, 1, context - 1, limits, num_blocks, GREEDY) for row in range(decodes)]
+        )
+        rows *= 2
+
+
+def _tiles(context: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
+    rows = MIN_TILE_ROWS
+    while rows <= min(MAX_TILE_ROWS, limits.max_tokens, context):
+        yield StepPlan([make_chunk(0, rows, context - rows, limits, num_blocks, None)])
+        rows *= 2
+
+
+def _largest_of_each(bucket: Callable[[int], int], limit: int) -> list[int]:
+    """Lists the largest size up to `limit` of each bucket."""
+    largest = {bucket(size): size for size in range(1, limit + 1)}
+    return list(largest.values())
+
+
+def make_chunk(
+    index: int,
+    tokens: int,
+    start: int,
+    limits: StepLimits,
+    num_blocks: int,
+    sampling: SamplingParams | None,
+) -> Chunk:
+    """Makes a chunk of whatever blocks exist, shared where the pool is smaller than the step."""
+    end = start + tokens
+    table = [(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))]
+    return Chunk(
+        request_id=f"warm-up-{index}",
+        token_ids=[0] * tokens,
+        start=start,
+        block_ids=table,
+        window_block_ids=table if limits.windowed else [],
+        sampling=sampling,
+        history=[0] * end,
+        num_prompt_tokens=0,
+        next_state_slot=index,
+        allowed=_mask(index) if sampling is EVERYTHING else None,
+    )
+
+
+def _mask(index: int) -> bytes:
+    # The vocabularies of only so many rows are sorted at once, and that takes a while.
+    return EVERY_TOKEN if index < SORT_ROWS else b"\xff"
