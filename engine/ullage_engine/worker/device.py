@@ -359,16 +359,27 @@ class Workspace:
         """
         if self._device.type != "cuda":
             return True
-        if self._meter.reserved_bytes() > self._reserved:
-            # For libraries, which do not use the allocator. It empties its cache for itself.
-            torch.cuda.empty_cache()
+        if not self._take_back():
+            return False
+        if self._meter.free_bytes() >= _FREE_FOR_LIBRARIES:
+            return True
+
+        # What the allocator took beyond is for libraries, which do not use it. Only then is the
+        # cache emptied, as the workspace goes with it for a moment.
+        if self._meter.reserved_bytes() <= self._reserved:
+            return False
+        torch.cuda.empty_cache()
+        return self._take_back() and self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
+
+    def _take_back(self) -> bool:
+        """Have the allocator keep as much as it did at the start; return False if it cannot."""
         lost = self._reserved - self._meter.reserved_bytes() - _SMALL_SEGMENTS
         try:
             if lost > 0:
                 torch.empty(lost, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
             return False
-        return self._meter.free_bytes() >= _FREE_FOR_LIBRARIES
+        return True
 
 
 def processor_of(device: torch.device) -> str:
