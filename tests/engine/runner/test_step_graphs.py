@@ -21,6 +21,9 @@ from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.runner.step_graphs import Action, StepGraphs
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="compiled kernels take no tensors of a CPU"
+)
 
 MAX_ROWS = 4
 MAX_MODEL_LEN = 96

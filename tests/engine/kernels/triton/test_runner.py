@@ -18,6 +18,10 @@ from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="compiled kernels take no tensors of a CPU"
+)
+
 NUM_BLOCKS = 64
 STEPS = [
     [(0, 37), (1, 1), (2, 3)],
