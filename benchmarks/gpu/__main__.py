@@ -98,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny")
     add("--tiny", action="store_true", help="a rehearsal: small sizes, speeds are not judged")
     add("--again", action="store_true", help="repeat parts that have passed in this folder")
+    add("--pack", action="store_true", help="leave few files: logs go into logs.tar.gz at the end")
     add(
         "--limit",
         type=float,
@@ -137,11 +138,12 @@ def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: floa
 
 
 def pack_logs(folder: Path) -> None:
-    """Move all logs of a folder into its logs.tar.gz, those that are there already included."""
+    """Move all logs of a folder into its logs.tar.gz, beside those of other parts that it has."""
     packed = folder / "logs.tar.gz"
     if packed.exists():
         with tarfile.open(packed) as archive:
-            archive.extractall(folder, filter="data")
+            older = [each for each in archive if not (folder / each.name).exists()]
+            archive.extractall(folder, older, filter="data")
     logs = sorted(folder.glob("*.log"))
     with tarfile.open(packed, "w:gz") as archive:
         for log in logs:

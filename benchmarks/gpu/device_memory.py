@@ -94,8 +94,12 @@ class Sampler:
 
     def spread(self, since: float, until: float) -> int:
         """Return the most less the least bytes used between two moments."""
-        used = [bytes_used for at, bytes_used, _ in self.samples if since <= at <= until]
+        used = self.between(since, until)
         return max(used) - min(used) if used else 0
+
+    def between(self, since: float, until: float) -> list[int]:
+        """Return the used bytes that were sampled between two moments."""
+        return [used for at, used, _ in self.samples if since <= at <= until]
 
     def _run(self) -> None:
         measured = measure(self.job)

@@ -27,7 +27,6 @@ COMMAND_S = 10.0
 
 
 def run(job: Job, report: Report) -> None:
-    write_machine(job)
     for name in VERSIONS:
         report(Fact(name, version(name)))
     report(Fact("python", sys.version.split()[0]))
@@ -43,6 +42,8 @@ def run(job: Job, report: Report) -> None:
     report(count("modules of Ullage", len(modules), 100))
     report(none_of("modules that cannot be imported", len(missing)))
     device(job, report)
+    # Last, as these commands take seconds and judge nothing.
+    write_machine(job)
 
 
 def write_machine(job: Job) -> None:
@@ -99,9 +100,14 @@ def import_error(name: str) -> str:
 def device(job: Job, report: Report) -> None:
     import torch
 
+    from ullage_engine.kernels.triton import runs_on
+
     report(Fact("torch's CUDA", str(torch.version.cuda)))
+    report(Fact("TF32", f"allowed in cuBLAS: {torch.backends.cuda.matmul.allow_tf32}"))
     if not job.on_gpu:
         return
+    # Without a compiler all else would be measured by torch's own operations.
+    report(count("Triton compiles and runs", runs_on(torch.device("cuda", 0)), 1))
     properties = torch.cuda.get_device_properties(0)
     report(Fact("GPU", properties.name))
     report(Figure("memory of the GPU", properties.total_memory / 1e9, "GB"))

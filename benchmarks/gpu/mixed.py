@@ -39,7 +39,7 @@ def run(job: Job, report: Report) -> None:
     device = torch.device(job.device)
     dtype = torch.bfloat16 if job.on_gpu else torch.float32
     name = next(iter(families(job.tiny)))
-    loaded = load_family(job.scratch, name, families(job.tiny)[name], device)
+    loaded = load_family(job.scratch, name, families(job.tiny)[name], device, dtype)
     runner = make_runner(loaded, device, dtype, TURNS, TURNS * BLOCKS_EACH)
     runner.warm_up()
 

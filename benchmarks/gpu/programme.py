@@ -34,6 +34,9 @@ REHEARSAL_FACTOR = 3.0
 LEAST_S = 5.0
 """Seconds below which a part is not begun any more."""
 
+TF32_OVERRIDES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+"""Variables by which an image may give those TF32 who ask for float32."""
+
 END_S = 2.0
 """Seconds that a part's processes have to end after SIGTERM."""
 
@@ -54,22 +57,24 @@ class Part:
 
 
 PARTS = (
-    Part("machine", 1, 20, "every package is there, and every module can be imported"),
-    Part("rates", 1, 60, "what the GPU copies, multiplies, uploads and launches"),
+    Part("machine", 1, 40, "every package is there, and every module can be imported"),
+    Part("rates", 1, 40, "what the GPU copies, multiplies, uploads and launches"),
+    Part("compiled", 1, 75, "every kernel that is launched compiles"),
     Part("kernels", 1, 60, "the kernels' tests pass, compiled"),
     Part("tokens", 1, 45, "greedy tokens of eight families equal a CPU's"),
-    Part("worker", 2, 60, "host slots, host tier, float8 KV and NVML work together"),
-    Part("overload", 2, 70, "four prompts of 12k tokens: 200 or 429, nothing else"),
+    Part("worker", 2, 50, "host slots, host tier, float8 KV and NVML work together"),
+    Part("overload", 2, 85, "four prompts of 12k tokens: 200 or 429, nothing else"),
     Part("faults", 2, 110, "streams survive injected, killed and real exhaustion"),
     Part("steps", 2, 75, "decode steps are near their floor"),
     Part("mixed", 2, 25, "mixed steps take no memory beyond that of the warm-up"),
     Part("lfm2", 2, 80, "LFM2-8B-A1B in float32: right, and faster than four GPUs were"),
     Part("large", 2, 40, "long prompts go to the pool `large`"),
     Part("soak", 2, 80, "mixed sessions in constant memory, across a kill"),
-    Part("swap", 2, 35, "preempted and swapped sequences say what they would have said"),
+    Part("swap", 2, 45, "preempted and swapped sequences say what they would have said"),
     Part("graphs", 2, 40, "decode steps as CUDA graphs: the same tokens, in less time"),
     Part("families", 2, 30, "decode steps of LFM2 and gpt-oss, recorded"),
     Part("speeds", 2, 40, "attention and quantised products against copies and cuBLAS"),
+    Part("formats", 2, 70, "weights in int4 and float8 are prepared, loaded and served"),
 )
 BY_NAME = {part.name: part for part in PARTS}
 
@@ -108,6 +113,7 @@ def run_part(part: Part, job: Job, results: Results, limit_s: float) -> str:
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", "part", part.name, *arguments(job)],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in TF32_OVERRIDES},
         start_new_session=True,
     )
     try:

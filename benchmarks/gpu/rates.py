@@ -1,30 +1,21 @@
-"""What the GPU does at best, in figures that the other parts are judged by; kernels are compiled
-meanwhile, by as many processes as there are cores.
-"""
+"""What the GPU does at best, in figures that the other parts are judged by."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from benchmarks.gpu.checkpoint import service_checkpoint
-from benchmarks.gpu.figures import Fact, Figure, Job, Report, none_of
-from benchmarks.gpu.programme import ROOT
+from benchmarks.gpu.figures import Fact, Figure, Job, Report
 
 COPIED_BYTES = 1 << 30
 MATRIX = 8192
 UPLOADED_BYTES = 2 << 30
 LAUNCHES = 2000
-MOST_PROCESSES = 12
 
 
 def run(job: Job, report: Report) -> None:
-    compiling = compile_kernels(job)
-    began = time.monotonic()
     device = torch.device(job.device)
 
     copied, multiplied = rates(device, job.tiny)
@@ -39,21 +30,6 @@ def run(job: Job, report: Report) -> None:
     folder = service_checkpoint(job)
     report(Figure("service's checkpoint written", time.monotonic() - began_checkpoint, "s"))
     report(Fact("checkpoint", f"{sum(f.stat().st_size for f in folder.iterdir()) / 1e9:.2f} GB"))
-
-    if compiling is not None:
-        status = compiling.wait()
-        report(Figure("kernels compiled", time.monotonic() - began, "s"))
-        report(none_of("kernels that did not compile, exit status", status))
-
-
-def compile_kernels(job: Job) -> "subprocess.Popen[bytes] | None":
-    """Begin to compile every variant that the programme uses; None in a rehearsal."""
-    if not job.on_gpu:
-        return None
-    processes = min(MOST_PROCESSES, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "benchmarks.gpu.compile", "--processes", str(processes)]
-    with (job.out / "compile.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
 
 def rates(device: torch.device, tiny: bool) -> tuple[float, float]:

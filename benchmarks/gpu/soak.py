@@ -25,9 +25,10 @@ from benchmarks.gpu.service import (
 from one_engine import Engine
 
 SESSIONS = 4
+LEAST_SAMPLES = 20
 MOST_SPREAD_MIB = 32.0
 MOST_P95_S = 20.0
-KILLED_AT = 0.5
+KILLED_AT = 0.3
 """Share of the time after which the worker is killed."""
 REFUSED = "RESOURCE_EXHAUSTED"
 REFUSED_PAUSE_S = 0.5
@@ -56,7 +57,7 @@ def run(job: Job, report: Report) -> None:
 
 
 async def _run(job: Job, report: Report) -> None:
-    seconds, longest = (40.0, 6_000) if not job.tiny else (16.0, 600)
+    seconds, longest = (36.0, 6_000) if not job.tiny else (24.0, 600)
     sections = {"memory": {"max_kv": kv_bytes(job, 3 * longest)}}
     async with (
         engine_up(job, "soak", sections) as engine,
@@ -72,6 +73,8 @@ async def _run(job: Job, report: Report) -> None:
             ended = time.monotonic()
 
         lives = ((began + SETTLE_S, soak.killed), (soak.back + SETTLE_S, ended))
+        samples = min(len(sampler.between(*life)) for life in lives)
+        report(count("samples of each worker's life", samples, LEAST_SAMPLES))
         spread = max(sampler.spread(*life) for life in lives) / MIB
         judge(soak, spread, report)
         figures = await asyncio.to_thread(metrics, engine)

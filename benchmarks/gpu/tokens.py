@@ -126,7 +126,11 @@ def outputs(scratch: Path, name: str, tiny: bool, kind: str) -> Outputs:
 
 
 def load_family(
-    scratch: Path, name: str, changes: dict[str, Any], device: torch.device
+    scratch: Path,
+    name: str,
+    changes: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> LoadedModel:
     """Write a random model of a family where it is missing, and load it as an engine does."""
     folder = scratch / "families" / name.replace(" ", "-").replace(",", "")
@@ -135,4 +139,4 @@ def load_family(
         write_model(name, folder, changes)
     model = ModelSection(source=f"file://{folder}", name="random")
     prepared = folder / device.type
-    return load_weights(model, device, torch.float32, prepared, lambda done, total: None)
+    return load_weights(model, device, dtype, prepared, lambda done, total: None)

@@ -1,0 +1,12 @@
+"""Services whose weights are rounded to int4, with a calibration on the device, and to float8."""
+
+import asyncio
+
+from benchmarks.gpu.figures import Job, Report
+from benchmarks.gpu.worker import serve_all
+
+SERVICES = (("fp8", "auto"), ("int4", "auto"))
+
+
+def run(job: Job, report: Report) -> None:
+    asyncio.run(serve_all(job, SERVICES, report))
