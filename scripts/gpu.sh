@@ -59,6 +59,12 @@ install
 export PYTHONPATH="$SITE"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton}"
 
+# Kernels that another machine has compiled: a run with --pack leaves them as this file.
+if [ -f "$BUNDLE/triton-cache.tar.gz" ] && [ ! -d "$TRITON_CACHE_DIR" ]; then
+    mkdir -p "$TRITON_CACHE_DIR"
+    tar xzf "$BUNDLE/triton-cache.tar.gz" -C "$TRITON_CACHE_DIR"
+fi
+
 case $call in
     table) exec "$PYTHON" -m benchmarks.gpu table "$OUT/results.jsonl" ;;
     python)

@@ -47,6 +47,8 @@ INTERRUPTED = 130
 COMMANDS = ("first", "second", "list", "table", "oracle")
 ORACLE = "oracle.json"
 
+KERNEL_FILES = (".cubin", ".json", ".ptx", ".so")
+
 MODELS_BYTES = 30 << 30
 """Bytes that a run writes at most: a checkpoint, and its prepared weights in two types."""
 
@@ -98,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny")
     add("--tiny", action="store_true", help="a rehearsal: small sizes, speeds are not judged")
     add("--again", action="store_true", help="repeat parts that have passed in this folder")
-    add("--pack", action="store_true", help="leave few files: logs go into logs.tar.gz at the end")
+    add("--pack", action="store_true", help="leave few files: logs and kernels in an archive each")
     add(
         "--limit",
         type=float,
@@ -131,6 +133,7 @@ def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: floa
         passed = run_parts(parts, _job(options), limit_s, again=options.again)
     if options.pack:
         pack_logs(options.out)
+        pack_kernels(options.out)
     rows = Results(options.out).read()
     print(f"\n{markdown(rows)}\n")
     print("all passed" if passed else "NOT all passed", f"; {options.out}", sep="")
@@ -150,6 +153,20 @@ def pack_logs(folder: Path) -> None:
             archive.add(log, log.name)
     for log in logs:
         log.unlink()
+
+
+def pack_kernels(folder: Path) -> None:
+    """Pack Triton's cache, where TRITON_CACHE_DIR names it, for the next machine's bundle.
+
+    A kernel needs its binary, its metadata, its launcher and what `compile` reads of it.
+    """
+    cache = Path(os.environ.get("TRITON_CACHE_DIR", ""))
+    if not os.environ.get("TRITON_CACHE_DIR") or not cache.is_dir():
+        return
+    with tarfile.open(folder / "triton-cache.tar.gz", "w:gz") as archive:
+        for path in sorted(cache.rglob("*")):
+            if path.suffix in KERNEL_FILES:
+                archive.add(path, path.relative_to(cache))
 
 
 def _chosen(

@@ -196,6 +196,22 @@ def test_logs_are_packed_once_each(programme: Any, tmp_path: Path) -> None:
         assert newest is not None and newest.read() == b"new"
 
 
+def test_kernels_are_packed_for_the_next_machine(
+    programme: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from benchmarks.gpu.__main__ import pack_kernels
+
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    out.mkdir()
+    (cache / "hash").mkdir(parents=True)
+    for suffix in ("cubin", "json", "ttir"):
+        (cache / "hash" / f"kernel.{suffix}").write_text(suffix)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    pack_kernels(out)
+    with tarfile.open(out / "triton-cache.tar.gz") as archive:
+        assert archive.getnames() == ["hash/kernel.cubin", "hash/kernel.json"]
+
+
 def test_parts_without_time_are_told(programme: Any, tmp_path: Path) -> None:
     given = job(programme, tmp_path)
     assert not programme.run_parts([programme.BY_NAME["machine"]], given, 1.0, again=False)
