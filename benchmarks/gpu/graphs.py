@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs: the tokens of steps that are launched anew, and the time they take.
 
-What is seen here decides whether `batching.cuda_graphs` is on by default. In a rehearsal a graph
+What is seen here decides whether `cuda_graphs` is on by default. In a rehearsal a graph
 calls what it captured again, and kernels run in Triton's interpreter.
 """
 

@@ -289,10 +289,10 @@ class RankStartup:
 
     def _new_capture(self) -> NewCapture | None:
         """Returns what captures decode steps; None: they are launched anew each time."""
-        if not self.config.batching.cuda_graphs:
+        if not self.config.cuda_graphs:
             return None
         if self.device.type != "cuda":
-            log.warning("batching.cuda_graphs has no effect on a CPU; set false")
+            log.warning("cuda_graphs has no effect on a CPU; set false")
             return None
         return CudaCapture
 
@@ -340,7 +340,7 @@ class RankStartup:
         """Runs the largest steps on the pool, which may lie where the first warm-up had its
         temporaries: they get their place now, or the first requests would. Ends the ledger."""
         self.runner.run_largest()
-        if self.config.batching.cuda_graphs:
+        if self.config.cuda_graphs:
             log.info("%d steps of decodes are CUDA graphs", self.runner.num_graphs)
         seconds = self.runner.measure_context_seconds()
         if seconds > 0:

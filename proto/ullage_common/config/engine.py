@@ -362,9 +362,6 @@ class BatchingSection(Strict, frozen=True, kw_only=True):
     max_sequences: int = 64
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     """Most draft tokens of a sequence that one step checks, found by prompt lookup; 0: none."""
-    cuda_graphs: bool = False
-    """Whether steps of decodes alone are repeated as CUDA graphs, where one native rank computes a
-    model without experts by kernels. Experimental: it has not run on a GPU."""
 
 
 class LimitsSection(RequestLimits, frozen=True, kw_only=True):
@@ -478,6 +475,10 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     looked at."""
     server: ServerSection = ServerSection()
     profiling: ProfilingSection = ProfilingSection()
+    cuda_graphs: bool | None = None
+    """Whether steps of decodes alone are repeated as CUDA graphs, where one native rank computes a
+    model without experts by kernels. Experimental: it has not run on a GPU, and no manifest has
+    it. None: they are not."""
     tracing: TracingSection | None = None
     """Where spans of requests go; None: nowhere."""
 
