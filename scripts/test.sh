@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests in three lanes side by side, never more, so that two cores are always at work and
 # nobody waits long for them: what computes and then whole services; what talks over sockets; the
-# operator, then workers and groups of ranks, and then those services that no others share. Every
-# test runs once: one that fails, fails the run.
+# operator, then workers and groups of ranks, then those services that no others share, and the
+# benchmarks. Every test runs once: one that fails, fails the run.
 #
 #   scripts/test.sh PYTHON                 every test that is not slow
 #   scripts/test.sh PYTHON fast            those that start no processes, within a minute
@@ -27,10 +27,11 @@ fast_rest=(
 )
 talking=(tests/router tests/common "$engine/server")
 operating=(tests/operator tests/kubeapi tests/charts)
-services=(tests/e2e tests/benchmarks tests/observability)
+services=(tests/e2e tests/observability)
+benchmarks=(tests/benchmarks)
 unshared=(tests/e2e/test_{asleep,hybrid}.py)
 processes=("$engine/worker/process" "$engine/worker/ranks")
-elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${processes[@]}" tests/vllm)
+elsewhere=("${talking[@]}" "${operating[@]}" "${services[@]}" "${benchmarks[@]}" "${processes[@]}" tests/vllm)
 computing=("${elsewhere[@]/#/--ignore=}")
 services+=("${unshared[@]/#/--ignore=}")
 
@@ -73,7 +74,7 @@ esac
 
 start lanes talking > "$logs/talking.log" 2>&1
 talking_pid=$!
-start lanes operating processes unshared > "$logs/operating.log" 2>&1
+start lanes operating processes unshared benchmarks > "$logs/operating.log" 2>&1
 operating_pid=$!
 
 failed=0

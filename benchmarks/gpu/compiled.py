@@ -12,7 +12,7 @@ from benchmarks.gpu.figures import Fact, Figure, Job, Report, none_of
 from benchmarks.gpu.programme import ROOT
 
 MOST_PROCESSES = 12
-REHEARSED = "llama-8b int8"
+REHEARSED = "llama-8b"
 """The case of a rehearsal, which compiles for sm90, too: that needs no GPU."""
 
 

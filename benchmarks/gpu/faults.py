@@ -70,7 +70,7 @@ def run(job: Job, report: Report) -> None:
 
 
 async def _run(job: Job, report: Report) -> None:
-    output_tokens = 500 if not job.tiny else 160
+    output_tokens = 500 if not job.tiny else 120
     sections = {
         "model": {"dtype": "float32"},
         "memory": {"max_kv": kv_bytes(job, 16_384, itemsize=4), "safety_reserve": RESERVE},
@@ -91,9 +91,10 @@ async def _run(job: Job, report: Report) -> None:
 
         await judge(scene, "injected shortages", inject(scene), report)
         await judge(scene, "two kills", kill_twice(scene), report)
+        hold = HELD_S if not job.tiny else 0.0
         async with contextlib.AsyncExitStack() as held:
             await judge(scene, "a device that fills", fill(scene, held, report), report)
-            await judge(scene, "a kill on a full device", kill_once(scene), report, hold=HELD_S)
+            await judge(scene, "a kill on a full device", kill_once(scene), report, hold=hold)
         await judge(scene, "the ballast gone", None, report)
 
         figures = await asyncio.to_thread(metrics, engine)

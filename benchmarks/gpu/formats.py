@@ -9,4 +9,5 @@ SERVICES = (("fp8", "auto"), ("int4", "auto"))
 
 
 def run(job: Job, report: Report) -> None:
-    asyncio.run(serve_all(job, SERVICES, report))
+    services = SERVICES if not job.tiny else SERVICES[-1:]
+    asyncio.run(serve_all(job, services, report))

@@ -57,7 +57,7 @@ def run(job: Job, report: Report) -> None:
 
 
 async def _run(job: Job, report: Report) -> None:
-    seconds, longest = (36.0, 6_000) if not job.tiny else (24.0, 600)
+    seconds, longest = (36.0, 6_000) if not job.tiny else (15.0, 600)
     sections = {"memory": {"max_kv": kv_bytes(job, 3 * longest)}}
     async with (
         engine_up(job, "soak", sections) as engine,

@@ -33,7 +33,6 @@ NUM_BLOCKS = 32
 GREEDY = SamplingParams(temperature=0.0)
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"num_hidden_layers": 1},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
 }
 
