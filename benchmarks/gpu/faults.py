@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, none_of
-from benchmarks.gpu.overload import same_headroom
+from benchmarks.gpu.overload import missing_headroom
 from benchmarks.gpu.programme import ROOT
 from benchmarks.gpu.service import (
     MIB,
@@ -24,12 +24,13 @@ from benchmarks.gpu.service import (
     ask,
     channel_to,
     engine_up,
-    first_difference,
     kv_bytes,
     metrics,
+    pair,
     prompt_of,
     router_up,
 )
+from benchmarks.gpu.ties import compare
 from one_engine import Engine
 
 from ullage.admin.v1 import admin_pb2
@@ -38,8 +39,6 @@ STREAMS = 6
 PROMPT_TOKENS = 50
 NUM_OOMS = 3
 MOST_RECOVERY_S = 30.0
-NEAR_TIE = 1e-4
-"""Log-probability between two tokens of which rounding in float32 may choose either."""
 LEFT_FREE = 64 * MIB
 RESERVE = LEFT_FREE // 2
 """Bytes of the engine's safety reserve: beside the ballast it is still whole, so the full device is
@@ -104,8 +103,8 @@ async def _run(job: Job, report: Report) -> None:
         # A worker that starts beside a neighbour may have a smaller pool, all of which is free.
         pool = (await engine.state()).kv_pool_bytes
         report(Figure("KV pool in the end, of the first", pool / first_pool, ""))
-        left = await same_headroom(engine, pool)
-        report(none_of("bytes of headroom that did not come back", left))
+        missing = await missing_headroom(engine, pool)
+        report(none_of("bytes of headroom that did not come back", missing))
 
 
 async def streams(
@@ -154,23 +153,11 @@ async def judge(
     for error in sorted(set(failed)):
         report(Fact(name, error))
     report(none_of(f"{name}: failed streams", len(failed)))
-    differing = sum(
-        differs(scene, wanted, stream) for wanted, stream in zip(scene.wanted, given, strict=True)
-    )
-    report(none_of(f"{name}: streams with other tokens", differing))
+    parted = compare(map(pair, scene.wanted, given))
+    scene.near_ties += parted.at_near_ties
+    report(none_of(f"{name}: streams with other tokens", parted.elsewhere))
     if fault is not None:
         report(Figure(f"{name}: resumed streams", sum(each.resumes > 0 for each in given), ""))
-
-
-def differs(scene: Scene, wanted: Stream, given: Stream) -> bool:
-    """Return whether a stream parts from the undisturbed one, and count near-ties."""
-    place = first_difference(wanted.token_ids, given.token_ids)
-    if place is None:
-        return False
-    if wanted.gaps[place] < NEAR_TIE:
-        scene.near_ties += 1
-        return False
-    return True
 
 
 def inject(scene: Scene) -> Fault:

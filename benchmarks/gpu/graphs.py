@@ -20,7 +20,8 @@ from benchmarks.gpu.sequences import (
     run_step,
 )
 from benchmarks.gpu.steps import CONTEXT, KINDS, decode_of, dense_config, random_model
-from benchmarks.gpu.tokens import GREEDY, Outputs, compare, families, load_family
+from benchmarks.gpu.ties import compare
+from benchmarks.gpu.tokens import GREEDY, Outputs, families, load_family, pairs
 
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.arena import BLOCK_TOKENS
@@ -56,7 +57,7 @@ def again() -> Capture:
 
 
 def same_tokens(job: Job, new_capture: NewCapture, report: Report) -> None:
-    """Continue prompts in float32, by steps launched anew and by graphs."""
+    """Compare tokens in float32 of steps that are launched and of graphs."""
     device = torch.device(job.device)
     name, changes = next(iter(families(job.tiny).items()))
     if job.tiny:
@@ -64,9 +65,9 @@ def same_tokens(job: Job, new_capture: NewCapture, report: Report) -> None:
     loaded = load_family(job.scratch / "graphs", name, changes, device)
     wanted = outputs(loaded, device, None, job.tiny, report)
     given = outputs(loaded, device, new_capture, job.tiny, report)
-    differing, near_ties = compare(wanted, given)
-    report(none_of("sequences with other tokens", differing))
-    report(Figure("sequences that parted at a near-tie", near_ties, ""))
+    parted = compare(pairs(wanted, given))
+    report(none_of("sequences with other tokens", parted.elsewhere))
+    report(Figure("sequences that parted at a near-tie", parted.at_near_ties, ""))
 
 
 def outputs(

@@ -66,8 +66,8 @@ async def _run(job: Job, report: Report) -> None:
         figures = await asyncio.to_thread(metrics, engine)
         report(none_of("workers that were replaced", figures["ullage_worker_restarts_total"]))
         report(none_of("steps that ran out of memory", figures["ullage_oom_events_total"]))
-        left = await same_headroom(engine, headroom)
-        report(none_of("bytes of headroom that did not come back", left))
+        missing = await missing_headroom(engine, headroom)
+        report(none_of("bytes of headroom that did not come back", missing))
     report(none_of("errors in the engine's log", len(errors_logged(job.out / "overload.log"))))
 
 
@@ -121,7 +121,7 @@ def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
     report(Figure("longest answer", max(reply.seconds for reply in replies), "s"))
 
 
-async def same_headroom(engine: Engine, wanted: int, seconds: float = 10.0) -> int:
+async def missing_headroom(engine: Engine, wanted: int, seconds: float = 10.0) -> int:
     """Return the bytes of headroom that are still missing after at most so many seconds."""
     for _ in range(int(seconds / 0.2)):
         state = await engine.state()

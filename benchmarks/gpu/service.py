@@ -16,6 +16,7 @@ import aiohttp
 import grpc
 from benchmarks.gpu.checkpoint import NAME, service_checkpoint, service_shape
 from benchmarks.gpu.figures import Job
+from benchmarks.gpu.ties import Pair
 from one_engine import Engine, start_engine
 from processes import free_ports
 
@@ -254,10 +255,9 @@ def prompt_of(job: Job, number: int, length: int) -> list[int]:
     return [chooser.randrange(service_shape(job).vocab) for _ in range(length)]
 
 
-def first_difference(wanted: Sequence[int], given: Sequence[int]) -> int | None:
-    """Return the place of the first token that differs; None: one is the beginning of the other."""
-    pairs = zip(wanted, given, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+def pair(wanted: Stream, given: Stream) -> Pair:
+    """Return two streams' tokens; the wanted one was asked for its gaps."""
+    return Pair(wanted.token_ids, wanted.gaps, given.token_ids)
 
 
 def metrics(engine: Engine) -> dict[str, float]:

@@ -5,18 +5,18 @@ Each says what it says alone, in float32; and what a session leaves goes through
 
 import asyncio
 
-from benchmarks.gpu.faults import NEAR_TIE
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of
 from benchmarks.gpu.service import (
     Stream,
     ask,
     channel_to,
     engine_up,
-    first_difference,
     kv_bytes,
     metrics,
+    pair,
     prompt_of,
 )
+from benchmarks.gpu.ties import compare
 
 STREAMS = 4
 SPARE = 0.75
@@ -28,7 +28,8 @@ def run(job: Job, report: Report) -> None:
 
 
 async def _run(job: Job, report: Report) -> None:
-    prompt_tokens, output_tokens = (64, 448)
+    prompt_tokens = 64
+    output_tokens = 448
     whole = STREAMS * (prompt_tokens + output_tokens)
     sections = {
         "model": {"dtype": "float32"},
@@ -68,13 +69,7 @@ def judge(alone: list[Stream], together: list[Stream], report: Report) -> None:
         report(Fact("error", error))
     report(none_of("failed streams", len(errors)))
 
-    differing = near_ties = 0
-    for wanted, given in zip(alone, together, strict=True):
-        place = first_difference(wanted.token_ids, given.token_ids)
-        if place is not None:
-            is_near = wanted.gaps[place] < NEAR_TIE
-            near_ties += is_near
-            differing += not is_near
-    report(none_of("streams with other tokens", differing))
-    report(Figure("streams that parted at a near-tie", near_ties, ""))
+    parted = compare(map(pair, alone, together))
+    report(none_of("streams with other tokens", parted.elsewhere))
+    report(Figure("streams that parted at a near-tie", parted.at_near_ties, ""))
     report(count("preemptions", sum(each.preemptions for each in together), 1))

@@ -6,6 +6,7 @@ Where the first different token is one of two that are all but equally likely, r
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.gpu.sequences import (
     make_runner,
     run_step,
 )
-from benchmarks.gpu.service import first_difference
+from benchmarks.gpu.ties import Pair, compare
 from small_models import MODELS, write_model
 
 from ullage_common.config.engine import ModelSection
@@ -26,8 +27,6 @@ from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.protocol.messages import SamplingParams
 
 ORACLE = "oracle.json"
-NEAR_TIE = 1e-4
-"""Log-probability between two tokens of which rounding in float32 may choose either."""
 GREEDY = SamplingParams(temperature=0.0, top_logprobs=2)
 OUTPUT_TOKENS = 16
 CHUNK_TOKENS = 64
@@ -58,9 +57,9 @@ def run(job: Job, report: Report) -> None:
     near_ties = 0
     for name, wanted in oracle.items():
         given = outputs(job.scratch, name, job.tiny, job.device)
-        differing, near = compare(wanted, given)
-        near_ties += near
-        report(none_of(f"{name}: sequences with other tokens", differing))
+        parted = compare(pairs(wanted, given))
+        near_ties += parted.at_near_ties
+        report(none_of(f"{name}: sequences with other tokens", parted.elsewhere))
     report(Figure("sequences that parted at a near-tie", near_ties, ""))
 
 
@@ -95,16 +94,10 @@ def _size(tiny: bool) -> str:
     return "tiny" if tiny else "full"
 
 
-def compare(wanted: Outputs, given: Outputs) -> tuple[int, int]:
-    """Return how many sequences differ, and how many part where two tokens all but tie."""
-    differing = near_ties = 0
+def pairs(wanted: Outputs, given: Outputs) -> Iterator[Pair]:
+    """Yield the sequences of two runs."""
     for one, other in zip(wanted, given, strict=True):
-        place = first_difference(one["tokens"], other["tokens"])
-        if place is not None:
-            is_near = one["gaps"][place] < NEAR_TIE
-            near_ties += is_near
-            differing += not is_near
-    return differing, near_ties
+        yield Pair(one["tokens"], one["gaps"], other["tokens"])
 
 
 def outputs(scratch: Path, name: str, tiny: bool, kind: str) -> Outputs:

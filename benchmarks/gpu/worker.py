@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from benchmarks.gpu.checkpoint import service_checkpoint
 from benchmarks.gpu.device_memory import nvml_used
-from benchmarks.gpu.faults import NEAR_TIE
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, none_of
 from benchmarks.gpu.service import (
     MIB,
@@ -15,11 +14,12 @@ from benchmarks.gpu.service import (
     channel_to,
     engine_up,
     errors_logged,
-    first_difference,
     kv_bytes,
     metrics,
+    pair,
     prompt_of,
 )
+from benchmarks.gpu.ties import NEAR_TIE, compare
 from one_engine import Engine
 
 LAYERS = 2
@@ -77,9 +77,8 @@ async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Repor
                 if stream.error:
                     report(Fact(label, stream.error))
             report(none_of(f"{label}: failed answers", bool(first.error) + bool(again.error)))
-            place = first_difference(first.token_ids, again.token_ids)
-            differs = place is not None and first.gaps[place] >= TIES[kv_dtype]
-            report(none_of(f"{label}: other tokens from cached KV", differs))
+            parted = compare([pair(first, again)], TIES[kv_dtype])
+            report(none_of(f"{label}: other tokens from cached KV", parted.elsewhere))
             report(count(f"{label}: cached prompt tokens", again.cached_tokens, 1))
             await measured(job, engine, report)
         report(none_of(f"{label}: errors in the log", len(errors_logged(job.out / f"{name}.log"))))
