@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import psutil
 from benchmarks.gpu.figures import Job
 from one_engine import WORKERS
+
+from ullage_engine.gpu.nvml import Gpu, Nvml
 
 INTERVAL_S = 0.05
 STABLE_BYTES = 32 << 20
@@ -30,25 +32,15 @@ def measure(job: Job) -> Measure:
 
 
 def nvml_used() -> tuple[int, int]:
-    """Return used and total bytes of the first visible GPU, whoever uses them.
-
-    The driver's own reserve is not used: the second version of the call leaves it out.
-    """
-    nvml, handle = _first_gpu()
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2)
-    return int(memory.used), int(memory.total)
+    """Return used and total bytes of the first visible GPU, all processes together."""
+    sample = _first_gpu().sample(with_links=False)
+    assert sample.memory_used_bytes is not None and sample.memory_total_bytes is not None
+    return int(sample.memory_used_bytes), int(sample.memory_total_bytes)
 
 
 @cache
-def _first_gpu() -> tuple[Any, Any]:
-    """Return NVML's bindings and its handle of the first GPU that CUDA sees."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    by_index = listed.isdecimal()
-    find = pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
-    return pynvml, find(int(listed) if by_index else listed)
+def _first_gpu() -> Gpu:
+    return Nvml().gpus(os.environ, 1)[0]
 
 
 def workers_used() -> tuple[int, int]:
@@ -71,6 +63,7 @@ class Sampler:
     """Moments by `time.monotonic`, used bytes, total bytes."""
     _is_over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _error: Exception | None = None
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -86,6 +79,8 @@ class Sampler:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
+        if self._error is not None:
+            raise RuntimeError(f"used memory of {self.name} was not sampled") from self._error
         self._write(self.job.out / "vram.csv")
 
     def share(self) -> float:
@@ -103,8 +98,11 @@ class Sampler:
 
     def _run(self) -> None:
         measured = measure(self.job)
-        while not self._is_over.wait(INTERVAL_S):
-            self.samples.append((time.monotonic(), *measured()))
+        try:
+            while not self._is_over.wait(INTERVAL_S):
+                self.samples.append((time.monotonic(), *measured()))
+        except Exception as error:  # of the driver; told when the block ends
+            self._error = error
 
     def _write(self, path: Path) -> None:
         began = self.samples[0][0] if self.samples else 0.0
@@ -130,3 +128,7 @@ def settled(job: Job, seconds: float = SETTLE_S) -> int:
             lowest = highest = used
             since = time.monotonic()
     return measured()[0]
+
+
+if __name__ == "__main__":
+    print(*nvml_used())

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of
+from benchmarks.gpu.programme import ROOT
 
 PACKAGES = ("ullage_common", "ullage_kv", "ullage_engine", "ullage_router")
 LEFT_OUT = ("ullage_engine.vllm_worker", "ullage_engine.native.libullage")
@@ -22,6 +23,7 @@ COMMANDS = (
     ("uname", "-a"),
     ("lscpu",),
 )
+FAKE_USED_BYTES = 7_000_000_000
 VERSIONS = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "msgspec", "ullage")
 COMMAND_S = 10.0
 
@@ -41,6 +43,8 @@ def run(job: Job, report: Report) -> None:
         report(Fact(name, error))
     report(count("modules of Ullage", len(modules), 100))
     report(none_of("modules that cannot be imported", len(missing)))
+    if job.tiny:
+        rehearse_nvml(job, report)
     device(job, report)
     # Last, as these commands take seconds and judge nothing.
     write_machine(job)
@@ -68,7 +72,7 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit that runs, as far as this tree knows it."""
+    """Return the commit of this tree, or unknown outside of a repository."""
     command = ("git", "log", "-1", "--format=%H")
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -95,6 +99,28 @@ def import_error(name: str) -> str:
     except Exception as error:  # whatever a missing or wrong package raises
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
+
+
+def rehearse_nvml(job: Job, report: Report) -> None:
+    """Read the memory of a GPU by NVIDIA's bindings from a library that the tests compile."""
+    sys.path.append(str(ROOT / "tests" / "support"))
+    from ullage_testing.fake_nvml import FakeNvml, compile_library
+
+    compile_library(job.scratch)
+    gpus = FakeNvml(job.scratch, job.scratch / "gpus")
+    gpus.set({"memory_used": FAKE_USED_BYTES, "memory_total": 10 * FAKE_USED_BYTES})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.device_memory"],
+        cwd=ROOT,
+        env=gpus.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        report(Fact("NVML", done.stderr.splitlines()[-1]))
+    is_read = done.stdout.split() == [str(FAKE_USED_BYTES), str(10 * FAKE_USED_BYTES)]
+    report(count("memory of a fake GPU is read", is_read, 1))
 
 
 def device(job: Job, report: Report) -> None:

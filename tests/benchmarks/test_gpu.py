@@ -61,6 +61,7 @@ def test_the_whole_programme_is_rehearsed(programme: Any, tmp_path: Path) -> Non
     figures = {row["figure"] for row in rows if "figure" in row}
     expected = {
         "modules of Ullage", "tests that passed", "served", "workers replaced",
+        "memory of a fake GPU is read",
         "two kills: next token after a kill", "sequences swapped out",
         "900 tokens served by large", "mxfp4 experts, 65 tokens", "int8, 3 x 40, top-p",
     }  # fmt: skip
