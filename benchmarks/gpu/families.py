@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from benchmarks.gpu.figures import Figure, Job, Report
 from benchmarks.gpu.lfm2.weights import SIZES
+from benchmarks.gpu.models import decode_of, random_model
 from benchmarks.gpu.rates import seconds_of
 from benchmarks.gpu.sequences import GREEDY, make_runner
 
@@ -17,20 +18,9 @@ from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import read_model_config
-from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.model_loader.prepare import FLOAT32
-from ullage_engine.model_loader.tensor_plan import TensorPlan, plan_tensors
-from ullage_engine.protocol.step_plan import Chunk, StepPlan
-from ullage_engine.quantization.formats import MXFP4_GROUP, SCALES, VALUES, Encoding, pieces_of
+from ullage_engine.protocol.step_plan import StepPlan
 
 BATCHES = (1, 32)
-
-STRIDE = 7919
-"""A prime between the rows' tokens, so that rows choose different experts."""
-
-MXFP4_SCALES = (118, 122)
-"""Least scale of random MXFP4 weights, and the one after the greatest: 2^-9 to 2^-6, so that rows
-of a few thousand numbers up to 6 have lengths of about 1."""
 
 GPT_OSS_20B: dict[str, object] = {
     "model_type": "gpt_oss",
@@ -105,7 +95,7 @@ def decode_figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
         runner = make_runner(loaded, device, dtype, rows, rows * blocks, sizes.context)
         vocab = loaded.model_config.vocab
         for batch in BATCHES:
-            chunks = [_decode(row, sizes.context, blocks, vocab) for row in range(batch)]
+            chunks = [decode_of(row, sizes.context, blocks, vocab, GREEDY) for row in range(batch)]
             took = seconds_of(partial(runner.execute, StepPlan(chunks)), device)
             yield Figure(f"{name}, step of {batch} x {sizes.context}", took * 1e3, "ms")
         # The next model needs the memory.
@@ -117,65 +107,3 @@ def decode_figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
 def config_of(values: dict[str, object]) -> ModelConfig:
     """Read a config.json that is no file."""
     return read_model_config(HFConfig(Path("config.json"), values))
-
-
-def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Make a model's weights of a fixed seed; those of gpt-oss' experts are MXFP4, as its are."""
-    generator = torch.Generator(device).manual_seed(1)
-    tensors: dict[str, torch.Tensor] = {}
-    encodings: dict[str, Encoding] = {}
-    for plan in plan_tensors(config):
-        if config.architecture == "gpt_oss" and _is_expert_matrix(plan):
-            rows = plan.shape[0] * plan.shape[1]
-            encodings[plan.name] = Encoding(
-                format="mxfp4", shape=(rows, plan.shape[2]), group=MXFP4_GROUP
-            )
-            tensors |= _random_mxfp4(plan.name, encodings[plan.name], generator)
-            continue
-        weights = torch.randn(
-            plan.shape,
-            generator=generator,
-            device=device,
-            # In the computing type at once: a stack of experts in float32 would be twice as large.
-            dtype=torch.float32 if plan.name.rpartition(".")[2] in FLOAT32 else dtype,
-        )
-        tensors[plan.name] = weights.mul_(plan.shape[-1] ** -0.5)
-        if plan.name.endswith("norm"):
-            weights.add_(1)
-    return LoadedModel(config, tensors, sum(each.nbytes for each in tensors.values()), encodings)
-
-
-def _is_expert_matrix(plan: TensorPlan) -> bool:
-    return plan.name.endswith(("experts_gate_up", "experts_down"))
-
-
-def _random_mxfp4(
-    name: str, encoding: Encoding, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """Make the pieces of a packed matrix: any byte is two numbers, and not any is a scale."""
-    ranges = {VALUES: (0, 256), SCALES: MXFP4_SCALES}
-    return {
-        f"{name}.{piece.name}": torch.randint(
-            *ranges[piece.name],
-            piece.shape,
-            dtype=piece.dtype,
-            device=generator.device,
-            generator=generator,
-        )
-        for piece in pieces_of(encoding, torch.bfloat16)
-    }
-
-
-def _decode(row: int, context: int, blocks: int, vocab: int) -> Chunk:
-    """Make the last token of a context, in blocks and with states of its own."""
-    return Chunk(
-        request_id=str(row),
-        token_ids=[STRIDE * row % vocab],
-        start=context - 1,
-        block_ids=list(range(row * blocks, (row + 1) * blocks)),
-        sampling=GREEDY,
-        history=[7] * context,
-        num_prompt_tokens=context,
-        state_slot=2 * row,
-        next_state_slot=2 * row + 1,
-    )

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from benchmarks.gpu.figures import Figure, Job, Report, count, none_of
+from benchmarks.gpu.models import random_model
 from benchmarks.gpu.rates import seconds_of
 from benchmarks.gpu.sequences import (
     BLOCKS_EACH,
@@ -19,14 +20,13 @@ from benchmarks.gpu.sequences import (
     make_runner,
     run_step,
 )
-from benchmarks.gpu.steps import CONTEXT, KINDS, decode_of, dense_config, random_model
+from benchmarks.gpu.steps import CONTEXT, KINDS, decodes, dense_config
 from benchmarks.gpu.ties import compare
 from benchmarks.gpu.tokens import GREEDY, Outputs, families, load_family, pairs
 
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.runner.step_graphs import Action, Capture, CudaCapture, NewCapture
 
 PROMPT_TOKENS = 40
@@ -96,7 +96,8 @@ def outputs(
 def times(job: Job, new_capture: NewCapture, report: Report) -> None:
     """Report how long decode steps of Llama-3-8B's shape take, and how long capturing them."""
     device = torch.device(job.device)
-    loaded = random_model(device, torch.bfloat16, dense_config(job.tiny), None)
+    loaded = random_model(dense_config(job.tiny), torch.bfloat16, device)
+    vocab = loaded.model_config.vocab
     rows = 32
     blocks = -(-CONTEXT // BLOCK_TOKENS)
     took: dict[tuple[str, int], float] = {}
@@ -109,8 +110,8 @@ def times(job: Job, new_capture: NewCapture, report: Report) -> None:
             report(Figure("capturing all graphs", time.perf_counter() - began, "s"))
         for kind, sampling in KINDS.items():
             for batch in (1, 8, rows):
-                chunks = [decode_of(row, CONTEXT, blocks, sampling) for row in range(batch)]
-                seconds = seconds_of(partial(runner.execute, StepPlan(chunks)), device)
+                plan = decodes(batch, CONTEXT, blocks, vocab, sampling)
+                seconds = seconds_of(partial(runner.execute, plan), device)
                 name = f"{batch} x {CONTEXT}, {kind}"
                 if capture is None:
                     took[kind, batch] = seconds

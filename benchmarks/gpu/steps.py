@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from benchmarks.gpu.figures import Fact, Figure, Job, Report
+from benchmarks.gpu.models import decode_of, random_model
 from benchmarks.gpu.rates import rates, seconds_of
 from benchmarks.gpu.sequences import GREEDY, make_runner
 
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.model_loader.prepare import is_matrix
-from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.protocol.messages import SamplingParams
-from ullage_engine.protocol.step_plan import Chunk, StepPlan
-from ullage_engine.quantization.formats import Encoding, Format, chosen_encoding, pack, quantise
+from ullage_engine.protocol.step_plan import StepPlan
+from ullage_engine.quantization.formats import Format
 from ullage_engine.runner.model_runner import ModelRunner
 
 BATCHES = (1, 32, 256)
@@ -32,6 +31,8 @@ JUDGED = (1, 32)
 LEAST_SHARE = 0.5
 CONTEXT = 1024
 KINDS = {"greedy": GREEDY, "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1)}
+PROFILED = 32
+"""Rows of the steps that are profiled."""
 PROFILE = "step-profile.json.gz"
 
 
@@ -40,7 +41,7 @@ def run(job: Job, report: Report) -> None:
     dtype = torch.bfloat16 if job.on_gpu else torch.float32
     copied, _ = rates(device, job.tiny)
     for format in formats(job):
-        loaded = random_model(device, dtype, dense_config(job.tiny), format)
+        loaded = random_model(dense_config(job.tiny), dtype, device, format)
         measure(job, loaded, dtype, format, copied, report)
 
 
@@ -51,9 +52,8 @@ def formats(job: Job) -> tuple[Format | None, ...]:
 
 def dense_config(tiny: bool) -> ModelConfig:
     """Return Llama-3-8B's configuration, or one for a rehearsal."""
-    layers, hidden, heads, kv_heads, vocab = (
-        (2, 64, 4, 2, 128) if tiny else (*(32, 4096, 32, 8, 128_256),)
-    )
+    sizes = (2, 64, 4, 2, 128) if tiny else (32, 4096, 32, 8, 128_256)
+    layers, hidden, heads, kv_heads, vocab = sizes
     return ModelConfig(
         architecture="llama",
         layers=(LayerSpec(),) * layers,
@@ -68,26 +68,6 @@ def dense_config(tiny: bool) -> ModelConfig:
         rms_eps=1e-5,
         tied=False,
     )
-
-
-def random_model(
-    device: torch.device, dtype: torch.dtype, config: ModelConfig, format: Format | None
-) -> LoadedModel:
-    """Make random weights on the device, and quantise matrices as the loader does."""
-    tensors: dict[str, torch.Tensor] = {}
-    encodings: dict[str, Encoding] = {}
-    for plan in plan_tensors(config):
-        weights = torch.randn(plan.shape, device=device, dtype=dtype)
-        weights.mul_(plan.shape[-1] ** -0.5)
-        if format is None or not is_matrix(plan):
-            tensors[plan.name] = weights
-            continue
-        rows, columns = plan.shape
-        encoding = chosen_encoding(format, (rows, columns))
-        encodings[plan.name] = encoding
-        pieces = pack(quantise(weights, encoding, dtype), encoding, dtype)
-        tensors |= {f"{plan.name}.{piece}": each for piece, each in pieces.items()}
-    return LoadedModel(config, tensors, sum(each.nbytes for each in tensors.values()), encodings)
 
 
 def measure(
@@ -107,12 +87,13 @@ def measure(
     runner = make_runner(loaded, device, dtype, rows, rows * blocks, max_model_len=context)
     runner.warm_up()
 
+    vocab = loaded.model_config.vocab
     label = format or str(dtype).removeprefix("torch.")
     for batch in batches:
         floor = floor_seconds(loaded, dtype, batch, context, copied)
         report(Figure(f"{label}, {batch} x {context}, floor", floor * 1e3, "ms"))
         for kind, sampling in KINDS.items():
-            plan = StepPlan([decode_of(row, context, blocks, sampling) for row in range(batch)])
+            plan = decodes(batch, context, blocks, vocab, sampling)
             took = seconds_of(partial(runner.execute, plan), device)
             name = f"{label}, {batch} x {context}, {kind}"
             report(Figure(name, took * 1e3, "ms"))
@@ -121,7 +102,7 @@ def measure(
             report(Figure(f"{name}, floor over it", floor / took, "", aim))
     if job.on_gpu and format is None:
         for kind, sampling in KINDS.items():
-            plan = StepPlan([decode_of(row, context, blocks, sampling) for row in range(32)])
+            plan = decodes(PROFILED, context, blocks, vocab, sampling)
             profile(job, runner, plan, kind, report)
 
 
@@ -134,17 +115,11 @@ def floor_seconds(
     return float((loaded.nbytes - embedding + batch * kv) / copied)
 
 
-def decode_of(row: int, context: int, blocks: int, sampling: SamplingParams) -> Chunk:
-    """Return the last token of a context, in blocks of its own."""
-    return Chunk(
-        request_id=str(row),
-        token_ids=[7],
-        start=context - 1,
-        block_ids=list(range(row * blocks, (row + 1) * blocks)),
-        sampling=sampling,
-        history=[7] * context,
-        num_prompt_tokens=context,
-    )
+def decodes(
+    batch: int, context: int, blocks: int, vocab: int, sampling: SamplingParams
+) -> StepPlan:
+    """Return a step of so many decodes."""
+    return StepPlan([decode_of(row, context, blocks, vocab, sampling) for row in range(batch)])
 
 
 def profile(job: Job, runner: ModelRunner, plan: StepPlan, kind: str, report: Report) -> None:
@@ -159,10 +134,12 @@ def profile(job: Job, runner: ModelRunner, plan: StepPlan, kind: str, report: Re
     trace = job.scratch / "trace.json"
     seen.export_chrome_trace(str(trace))
     events = list(device_events(trace))
-    busy = sum(event["dur"] for event in events) / 1e3
-    report(Figure(f"{kind}, 32 rows: kernels", _count(events, "kernel"), ""))
-    report(Figure(f"{kind}, 32 rows: copies and fills", len(events) - _count(events, "kernel"), ""))
-    report(Figure(f"{kind}, 32 rows: device busy", busy, "ms"))
+    busy_ms = sum(event["dur"] for event in events) / 1e3
+    kernels = sum(event["cat"] == "kernel" for event in events)
+    label = f"{kind}, {PROFILED} rows"
+    report(Figure(f"{label}: kernels", kernels, ""))
+    report(Figure(f"{label}: copies and fills", len(events) - kernels, ""))
+    report(Figure(f"{label}: device busy", busy_ms, "ms"))
     slowest = sorted(events, key=lambda event: -event["dur"])[:5]
     for event in slowest:
         report(Fact(f"{kind}, slowest", f"{event['dur']:.0f} us {event['name'][:80]}"))
@@ -175,7 +152,3 @@ def device_events(trace: Path) -> Iterator[dict[str, Any]]:
     for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             yield event
-
-
-def _count(events: list[dict[str, Any]], kind: str) -> int:
-    return sum(event["cat"] == kind for event in events)
