@@ -137,10 +137,19 @@ class Deadlines:
 class Job:
     """Work for the transfers of one call, which threads take one after the other."""
 
-    def __init__(self, work: Work, places: Iterable[int]) -> None:
+    def __init__(self, work: Work, places: Iterable[int], batch: Batch | None = None) -> None:
+        """`batch`: gets the results; None: nobody waits for them."""
         self.work = work
         self.places = deque(places)
         """Places of the transfers that no thread has taken."""
+        self._batch = batch
+
+    def fail(self, places: Iterable[int], error: Exception) -> None:
+        """Give an error as the result of transfers that `work` left without one."""
+        if self._batch is None:
+            return
+        for place in places:
+            self._batch.finish(place, Result(Status.ERROR, NAME, error=repr(error)))
 
 
 class Lane:
@@ -235,13 +244,14 @@ class Lane:
                 taken = self._next()
                 if taken is None:
                     return
-                work, places = taken
+                job, places = taken
                 num_taken = len(places)
                 try:
-                    work(places, buffer, turn.close)
-                except Exception:
+                    job.work(places, buffer, turn.close)
+                except Exception as error:
                     log.exception("a transfer failed unexpectedly")
-            del work, taken  # they hold their caller's memory
+                    job.fail(places, error)
+            del job, taken  # they hold their caller's memory
             with self._condition:
                 self._num_active -= num_taken
 
@@ -249,7 +259,7 @@ class Lane:
         self._queue.clear()
         self._num_waiting = 0
 
-    def _next(self) -> tuple[Work, list[int]] | None:
+    def _next(self) -> tuple[Job, list[int]] | None:
         with self._condition:
             while not self._queue:
                 if self._is_closed:
@@ -263,4 +273,4 @@ class Lane:
                 self._queue.popleft()
             self._num_waiting -= num_taken
             self._num_active += num_taken
-            return job.work, places
+            return job, places

@@ -137,7 +137,7 @@ class FileTier:
         if self._is_closed or not self._load_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
-        job = Job(partial(self._load, batch, transfers), range(len(transfers)))
+        job = Job(partial(self._load, batch, transfers), range(len(transfers)), batch)
         asked_at = time.monotonic()
 
         def on_expired() -> None:
@@ -162,10 +162,13 @@ class FileTier:
             for place, transfer in enumerate(transfers):
                 if transfer.key not in self._saving:
                     places.setdefault(transfer.key, place)
-            job = Job(partial(self._save, batch, transfers), places.values())
+            # First, as a thread may have begun before `put` returns.
+            self._saving.update((key, False) for key in places)
+            job = Job(partial(self._save, batch, transfers), places.values(), batch)
             refused = self._saves.put(job)
+            for place in refused:
+                del self._saving[transfers[place].key]
             queued = {*places.values()}.difference(refused)
-            self._saving.update((transfers[place].key, False) for place in queued)
         for place in {*range(len(transfers))} - queued:
             batch.finish(place, Result(Status.BUSY, NAME))
         return batch.future

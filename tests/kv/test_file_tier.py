@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ullage_kv import Arena, Block, Result, Status, Store, Transfer, block_keys, file_io, file_tier
-from ullage_kv.file_io import Calls, FileTierError
+from ullage_kv.file_io import Calls, FileTierError, SlotFile
+from ullage_kv.file_queue import Job, Lane
 from ullage_kv.file_tier import FileTier
 
 SPACE = hashlib.sha256(b"a model").digest()
@@ -375,6 +376,61 @@ def test_engines_share_a_folder_and_find_their_own_again(opened: Open, tmp_path:
     opened(space=bytes(32))
     folders = sorted(str(p.parent.relative_to(tmp_path)) for p in tmp_path.rglob("table"))
     assert folders == ["0" * 16 + "/0", SPACE.hex()[:16] + "/0", SPACE.hex()[:16] + "/1"]
+
+
+def test_a_thread_may_save_before_its_caller_goes_on(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = Lane.put
+
+    def put_slowly(lane: Lane, job: Job, **options: bool) -> list[int]:
+        refused = put(lane, job, **options)
+        threading.Event().wait(0.2)  # a thread has written the blocks meanwhile
+        return refused
+
+    tier = opened()
+    monkeypatch.setattr(Lane, "put", put_slowly)
+    assert save(tier, keys_of(1, 2)) == [Status.STORED] * 2
+    assert load(tier, keys_of(1, 2)) == [Status.HIT] * 2
+
+
+def test_blocks_that_find_no_room_in_the_queue_may_be_saved_later(
+    opened: Open, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_tier, "_MAX_QUEUED_BYTES", 0)
+    keys = keys_of(*range(32))
+    tier = opened(num_blocks=64)
+    faults.go.clear()
+    saving = tier.save(transfers(keys))
+    refused = tier.save(transfers(keys_of(100)))
+    faults.go.set()
+    assert wait(refused) == [Status.BUSY]
+    first = wait(saving)
+    assert {*first} == {Status.STORED, Status.BUSY}
+    again = [key for key, status in zip(keys, first, strict=True) if status is Status.BUSY]
+    assert tier.wants(again) == [True] * len(again)
+    assert save(tier, again[:1]) == [Status.STORED]
+
+
+def test_a_fault_that_nobody_foresaw_is_an_answer_at_once(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("unforeseen")
+
+    keys = keys_of(1, 2)
+    tier = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotFile, "write", fail)
+        results = tier.save(transfers(keys)).result(10)
+    assert [each.status for each in results] == [Status.ERROR] * 2
+    assert [each.error for each in results] == ["ValueError('unforeseen')"] * 2
+    assert tier.wants(keys) == [True] * 2
+
+    assert save(tier, keys) == [Status.STORED] * 2
+    monkeypatch.setattr(SlotFile, "read", fail)
+    into = [Transfer(key, memoryview(bytearray(SIZE))) for key in keys]
+    assert [each.status for each in tier.load(into, 60).result(10)] == [Status.ERROR] * 2
 
 
 SAVE_FOR_EVER = f"""
