@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ullage_engine.kernels.staging import upload
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 from ullage_engine.runner.draw import (
     UNSETTLED,
@@ -24,7 +25,6 @@ from ullage_engine.runner.draw import (
     plan_draws,
 )
 from ullage_engine.runner.logits_edits import Edits, PenaltyCounts, edit, plan_edits
-from ullage_engine.runner.packed_upload import upload
 
 CANDIDATES = 1024
 """Likeliest tokens of a row that are sorted; sorting a vocabulary takes a hundred times the

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ullage_engine.kernels.staging import upload
 from ullage_engine.native.library import Team
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 from ullage_engine.runner.batched_sampler import SORT_ROWS, enqueue, plan_sampling
 from ullage_engine.runner.draw import UNSETTLED, Row, draw_tokens, plan_draws
 from ullage_engine.runner.logits_edits import PenaltyCounts, constrain, is_constrained, penalise
-from ullage_engine.runner.packed_upload import upload
 
 CANDIDATES = (128, 1024)
 """Number of likeliest tokens that are tried on a CPU before the whole vocabulary is sorted: sorting

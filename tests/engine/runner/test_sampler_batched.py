@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.kernels.staging import upload
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 from ullage_engine.runner import logits_edits
@@ -28,7 +29,6 @@ from ullage_engine.runner.draw import (
     uniform,
 )
 from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE, PenaltyCounts
-from ullage_engine.runner.packed_upload import upload
 from ullage_engine.runner.sampler import sample
 from ullage_engine.runner.warm_up_plans import largest_plans
 
@@ -423,23 +423,6 @@ def test_the_pretended_device_refuses_numbers_of_the_host() -> None:
     there = OnDevice(torch.ones(3))
     with counting(), pytest.raises(AssertionError, match="mixes devices"):
         torch.where(there > 0, there, 0.0)
-
-
-def test_uploaded_arrays_are_what_they_were() -> None:
-    arrays = {
-        "bools": np.array([[True], [False], [True]]),
-        "bytes": np.arange(5, dtype=np.uint8),
-        "ids": np.arange(6, dtype=np.int64).reshape(2, 3) - 3,
-        "floats": np.array([[0.1, -1e30]], np.float32),
-        "doubles": np.array([0.1]),
-        "nothing": np.empty((2, 0), np.int64),
-    }
-    there = upload(arrays, CPU)
-    assert {name: each.tolist() for name, each in there.items()} == {
-        name: each.tolist() for name, each in arrays.items()
-    }
-    assert all(there[name].numpy().dtype == each.dtype for name, each in arrays.items())
-    assert upload({}, CPU) == {}
 
 
 # ------------------------------------------------------------------ warm-up
