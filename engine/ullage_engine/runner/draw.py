@@ -30,6 +30,10 @@ BLOCK = 128
 UNSETTLED = -2
 """Token id of a row that keeps more tokens than the candidates: draw it from more of them."""
 
+_ALTERNATIVES = 64
+"""Likeliest tokens that alternatives are taken from; more than are reported, so that ties end
+between them."""
+
 _KEEP_ALL = 1.5
 """top_p of rows that top-p does not limit: no rounding of a sum reaches it."""
 
@@ -208,6 +212,12 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
     ids = logits.topk(width, dim=-1, sorted=False).indices.sort(-1).values
     values, order = torch.sort(logits.gather(1, ids), dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order)
+
+
+def alternatives(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and ids of the `count` likeliest tokens, ties in the order of ids."""
+    values, ids = likeliest(logits, max(_ALTERNATIVES, count))
+    return values[:, :count], ids[:, :count]
 
 
 def log_masses(logits: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:

@@ -318,12 +318,13 @@ def test_log_masses_are_those_of_float64() -> None:
     torch.testing.assert_close(log_masses(logits, greatest).double(), wanted, rtol=0, atol=1e-6)
 
 
-def test_alternatives_that_tie_are_in_the_order_of_ids() -> None:
+@pytest.mark.parametrize("sample_rows", [sample_batch, sample])
+def test_alternatives_that_tie_are_in_the_order_of_ids(sample_rows: Any) -> None:
     logits = torch.zeros(2, 1500)
     logits[:, [900, 31, 77]] = 1.0
     logits[:, [1400, 5, 8]] = 0.5
     chunks = [chunk(0, 1500, temperature=0.0, top_logprobs=5), chunk(1, 1500, top_logprobs=1)]
-    first, second = sample_batch(logits, chunks)
+    first, second = sample_rows(logits, chunks)
     assert first.top_ids == [31, 77, 900, 5, 8]
     assert second.top_ids == [31]
     assert first.token_id == 31 and first.logprob == first.top_logprobs[0]
