@@ -296,8 +296,10 @@ def _draw_of_candidates(
     if draws.width >= vocab:
         return tokens
 
-    # The last candidates may tie with tokens left out, so the kept must all be above the least.
+    # The last candidates may tie with tokens left out, so the kept must all be above the least,
+    # unless that has no weight: a mask or a low temperature leaves fewer tokens than top-k keeps.
     is_unsettled = values.gather(1, last) <= values[:, -1:]
+    is_unsettled.logical_and_(weights[:, -1:] >= 1.0)
     return tokens.masked_fill_(is_unsettled.logical_or_(on_device["is_unknown"]), UNSETTLED)
 
 

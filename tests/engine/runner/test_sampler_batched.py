@@ -292,6 +292,31 @@ def test_candidates_say_whether_they_settle_a_row() -> None:
     assert all(0 <= token < 400 for token in tokens[:, 0].tolist())
 
 
+@pytest.mark.parametrize("params", [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.5}])
+def test_a_mask_with_fewer_tokens_than_top_k_keeps_needs_no_second_draw(
+    params: dict[str, Any],
+) -> None:
+    logits = torch.randn(20, 3008, generator=torch.Generator().manual_seed(2))
+    chunks = [
+        chunk(row, 3008, seed=row, allowed=mask_of(range(7, 8 + row), 3008), **params)
+        for row in range(20)
+    ]
+    wanted = sample_batch(logits, chunks, width=3008)
+    plan = plan_sampling(chunks, PenaltyCounts(20), 3008, width=64)
+    tokens = enqueue(logits, logits.clone(), plan).result[:, 0].tolist()
+    assert tokens == [each.token_id for each in wanted]
+    assert all(7 <= token < 8 + row for row, token in enumerate(tokens))
+
+
+def test_a_low_temperature_leaves_fewer_tokens_than_top_k_keeps() -> None:
+    logits = torch.randn(20, 3008, generator=torch.Generator().manual_seed(2))
+    chunks = [chunk(row, 3008, seed=row, temperature=1e-3, top_k=1024) for row in range(20)]
+    wanted = sample_batch(logits, chunks, width=3008)
+    plan = plan_sampling(chunks, PenaltyCounts(20), 3008)
+    tokens = enqueue(logits, logits.clone(), plan).result[:, 0].tolist()
+    assert tokens == [each.token_id for each in wanted]
+
+
 def test_uniform_logits_keep_exactly_the_share() -> None:
     """Sums of equal weights are exact, so that a share that ends between two tokens does there."""
     logits = torch.zeros(64, 256)
@@ -350,14 +375,14 @@ KINDS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "greedy": ([{"temperature": 0.0}], 6),
     "greedy with log-probabilities": ([{"temperature": 0.0, "top_logprobs": 5}], 35),
     "any token": ([{"temperature": 0.8}], 34),
-    "top-k": ([{"temperature": 0.8, "top_k": 50}], 27),
-    "top-p": ([FILTERED], 45),
-    "top-k, top-p, min-p": ([{**FILTERED, "top_k": 50, "min_p": 0.05}], 38),
-    "penalties": ([FILTERED | PENALTIES], 61),
-    "masks": ([FILTERED | LIMITS], 51),
+    "top-k": ([{"temperature": 0.8, "top_k": 50}], 29),
+    "top-p": ([FILTERED], 47),
+    "top-k, top-p, min-p": ([{**FILTERED, "top_k": 50, "min_p": 0.05}], 40),
+    "penalties": ([FILTERED | PENALTIES], 63),
+    "masks": ([FILTERED | LIMITS], 53),
     "all": (
         [{"temperature": 0.0}, {"temperature": 1.0}, FILTERED | PENALTIES | LIMITS, ALONE],
-        120,
+        122,
     ),
 }
 """Kinds of batches: what rows ask for in turn, and the most operations that a device is told."""
