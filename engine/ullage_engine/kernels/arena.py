@@ -200,7 +200,14 @@ def partial_elements(model_config: ModelConfig) -> int:
 
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and enough for any vector instruction."""
+"""Bytes; a cache line, enough for any vector instruction, and a multiple of the 16 without which
+kernels are compiled once more."""
+
+
+def aligned(offset: int) -> int:
+    """Return a number of bytes rounded up to the next aligned place."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
 
 FLOAT32_BYTES = 4
 CODE_BYTES = 1
@@ -286,7 +293,7 @@ class ArenaLayout:
 
     @property
     def nbytes(self) -> int:
-        return _aligned(max((buffer.end for buffer in self.buffers), default=0))
+        return aligned(max((buffer.end for buffer in self.buffers), default=0))
 
 
 def span_mask_width() -> int:
@@ -318,18 +325,18 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     base = _place(always, 0, itemsize)
     if limits.fused:
         indices = {"indices": _index_words(model_config, limits)}
-        base += _place(indices, _aligned(base[-1].end), INT32_BYTES)
-    start = _aligned(base[-1].end)
+        base += _place(indices, aligned(base[-1].end), INT32_BYTES)
+    start = aligned(base[-1].end)
     attention = _place(_attention_elements(model_config, limits), start, itemsize)
     if limits.fused:
         partials = {"partials": partial_elements(model_config)}
-        attention += _place(partials, _aligned(attention[-1].end), FLOAT32_BYTES)
+        attention += _place(partials, aligned(attention[-1].end), FLOAT32_BYTES)
     if limits.deterministic:
         merged = dict.fromkeys(("merged", "scaled"), _query_elements(model_config, limits))
-        attention += _place(merged, _aligned(attention[-1].end), FLOAT32_BYTES)
+        attention += _place(merged, aligned(attention[-1].end), FLOAT32_BYTES)
     if limits.fp8_kv and not limits.fused:
         codes = _code_elements(model_config, limits)
-        attention += _place(codes, _aligned(attention[-1].end), CODE_BYTES)
+        attention += _place(codes, aligned(attention[-1].end), CODE_BYTES)
     mlp = {
         "gate_up": tokens * 2 * model_config.intermediate,
         "gated": tokens * model_config.intermediate,
@@ -339,7 +346,7 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     experts = _place(expert_elements(model_config, sliced), start, itemsize)
     if experts:
         routing = routing_elements(model_config, sliced)
-        experts += _place(routing, _aligned(experts[-1].end), FLOAT32_BYTES)
+        experts += _place(routing, aligned(experts[-1].end), FLOAT32_BYTES)
     return ArenaLayout((*base, *attention, *conv, *_place(mlp, start, itemsize), *experts))
 
 
@@ -379,7 +386,7 @@ def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
         * max(workspace, hidden, gated, expert, 2 * count + VECTOR),
     }
     floats = _place(elements, 0, FLOAT32_BYTES)
-    codes = _place({"rounded": rounded}, _aligned(floats[-1].end), CODE_BYTES)
+    codes = _place({"rounded": rounded}, aligned(floats[-1].end), CODE_BYTES)
     return ArenaLayout((*floats, *codes))
 
 
@@ -392,7 +399,7 @@ def sampler_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     elements = limits.product_rows(limits.max_rows) * model_config.vocab
     computed = _place({"computed": elements}, 0, limits.itemsize)
     return ArenaLayout(
-        (*computed, *_place({"logits": elements}, _aligned(computed[-1].end), FLOAT32_BYTES))
+        (*computed, *_place({"logits": elements}, aligned(computed[-1].end), FLOAT32_BYTES))
     )
 
 
@@ -490,9 +497,5 @@ def _place(elements: dict[str, int], offset: int, itemsize: int) -> list[ArenaBu
     buffers = []
     for name, count in elements.items():
         buffers.append(ArenaBuffer(name, offset, count, itemsize))
-        offset = _aligned(buffers[-1].end)
+        offset = aligned(buffers[-1].end)
     return buffers
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,21 +1,66 @@
-"""The index arrays of a step on their way to a GPU: many arrays, one copy that nothing waits for.
+"""Host arrays on their way to a GPU: many arrays, one copy that nothing waits for.
 
-The order of a step is `begin`, `put` for each array, `upload`, and only then the kernels that read
-them. A step with arrays of the same shapes, put in the same order, has them at the same addresses,
-as a captured graph needs.
+`upload` takes new memory each time. `Staging` copies a step's index arrays to one place. Steps
+whose arrays have the same shapes, put in the same order, have them at the same addresses, as a
+captured graph needs.
 """
 
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ullage_engine.kernels.arena import ALIGNMENT
+from ullage_engine.kernels.arena import aligned
 
+Array = npt.NDArray[np.generic]
 Indices = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+HostArrays = Mapping[str, Array]
 
-_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+_TYPES = {
+    np.dtype(np.bool_): torch.bool,
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+def upload(arrays: HostArrays, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the arrays as tensors on the device, views of one buffer; nothing waits for the copy.
+
+    torch caches pinned memory, and reuses a piece of it only after the copy that reads it.
+    """
+    if not arrays:
+        return {}
+    starts = list(accumulate((aligned(array.nbytes) for array in arrays.values()), initial=0))
+    host = _host_memory(starts[-1], device)
+    for array, start in zip(arrays.values(), starts, strict=False):
+        _write(host, start, array)
+
+    on_device = host.to(device, non_blocking=True)
+    return {
+        name: _view(on_device, start, array)
+        for (name, array), start in zip(arrays.items(), starts, strict=False)
+    }
+
+
+def _host_memory(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _write(memory: torch.Tensor, start: int, array: Array) -> None:
+    part = memory[start : start + array.nbytes].numpy()
+    part.view(array.dtype).reshape(array.shape)[...] = array
+
+
+def _view(memory: torch.Tensor, start: int, array: Array) -> torch.Tensor:
+    """Return the tensor that an array becomes in memory from `start` on."""
+    part = memory[start : start + array.nbytes]
+    return part.view(_TYPES[array.dtype]).view(array.shape)
 
 
 class CopyEvent(Protocol):
@@ -46,20 +91,19 @@ def copy_event(device: torch.device) -> CopyEvent:
 
 
 class Staging:
-    """Host memory where a step's index arrays are packed, and their place on the device.
+    """Packs the index arrays of one step after another into the same memory of the device.
 
-    Two pieces of pinned host memory take turns: the copy of one step may still wait behind the
-    kernels of the step before when the next one is prepared. The device needs no second piece,
-    because its work is in order.
+    The order of a step is `begin`, `put` for each array, `upload`, and only then the kernels that
+    read the arrays. Two pieces of pinned host memory take turns: the copy of one step may still
+    wait behind the kernels of the step before when the next step is prepared. The device needs no
+    second piece, because its work is in order.
     """
 
     def __init__(self, place: torch.Tensor) -> None:
         """`place`: memory of the device, bytes."""
-        device, size = place.device, place.numel()
+        device = place.device
         self._place = place
-        self._hosts = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)
-        ]
+        self._hosts = [_host_memory(place.numel(), device) for _ in range(2)]
         self._copied = [copy_event(device) for _ in range(2)]
         self._turn = 0
         self._end = 0
@@ -73,8 +117,8 @@ class Staging:
         self._parts.clear()
 
     def put(self, array: Indices) -> torch.Tensor:
-        """Return where an array will be on the device after `upload`; one that is put twice is
-        there once."""
+        """Return the tensor that holds the array after `upload`. An array that is put twice has one
+        place."""
         if id(array) not in self._parts:
             # The array is kept, or another one could have its id.
             self._parts[id(array)] = (array, self._packed(array))
@@ -87,12 +131,10 @@ class Staging:
         self._copied[self._turn].record()
 
     def _packed(self, array: Indices) -> torch.Tensor:
-        # Kernels are compiled once more for a pointer that is not a multiple of 16 bytes.
-        start = -(-self._end // ALIGNMENT) * ALIGNMENT
+        start = aligned(self._end)
         end = start + array.nbytes
         assert end <= self._place.numel(), f"{end} bytes of indices, room for {self._place.numel()}"
 
-        part = self._hosts[self._turn][start:end].numpy()
-        part.view(array.dtype).reshape(array.shape)[...] = array
+        _write(self._hosts[self._turn], start, array)
         self._end = end
-        return self._place[start:end].view(_TYPES[array.dtype]).view(array.shape)
+        return _view(self._place, start, array)

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ullage_engine.kernels.staging import upload
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 from ullage_engine.runner.draw import (
     UNSETTLED,
     Draws,
     Row,
+    alternatives,
     draw_tokens,
-    likeliest,
     log_masses,
     plan_draws,
 )
 from ullage_engine.runner.logits_edits import Edits, PenaltyCounts, edit, plan_edits
-from ullage_engine.runner.packed_upload import upload
 
 CANDIDATES = 1024
 """Likeliest tokens of a row that are sorted; sorting a vocabulary takes a hundred times the
@@ -32,10 +32,6 @@ memory."""
 
 SORT_ROWS = 8
 """Rows whose whole vocabulary is sorted at once, which bounds the temporaries."""
-
-_ALTERNATIVES = 64
-"""Likeliest tokens among which the alternatives of a row are; more than are reported, so that
-those that tie are in the order of ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +142,7 @@ def _logprob_columns(
     the tokens [rows, 1], and ids and log-probabilities of the alternatives. Overwrites the
     logits."""
     chosen = logits.gather(1, tokens.clamp(min=0))
-    values, ids = likeliest(logits, max(_ALTERNATIVES, num_alternatives))
-    values, ids = values[:, :num_alternatives], ids[:, :num_alternatives]
+    values, ids = alternatives(logits, num_alternatives)
     log_mass = log_masses(logits, greatest)
     return [chosen - greatest - log_mass, ids, values - greatest - log_mass]
 

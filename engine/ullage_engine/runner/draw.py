@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from ullage_engine.kernels.staging import HostArrays
 from ullage_engine.native.library import Draw
 from ullage_engine.protocol.messages import SamplingParams
-from ullage_engine.runner.packed_upload import HostArrays
 
 FIXED_POINT = 2.0**42
 """The likeliest token's weight. What a token has below 1 of it, which is 2e-13 of the likeliest's
@@ -29,6 +29,10 @@ BLOCK = 128
 
 UNSETTLED = -2
 """Token id of a row that keeps more tokens than the candidates: draw it from more of them."""
+
+_ALTERNATIVES = 64
+"""Likeliest tokens that alternatives are taken from; more than are reported, so that ties end
+between them."""
 
 _KEEP_ALL = 1.5
 """top_p of rows that top-p does not limit: no rounding of a sum reaches it."""
@@ -210,6 +214,12 @@ def likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
     return values, ids.gather(1, order)
 
 
+def alternatives(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and ids of the `count` likeliest tokens, ties in the order of ids."""
+    values, ids = likeliest(logits, max(_ALTERNATIVES, count))
+    return values[:, :count], ids[:, :count]
+
+
 def log_masses(logits: torch.Tensor, greatest: torch.Tensor) -> torch.Tensor:
     """Return the logarithm of each row's sum of exp(logit - greatest), float32 [rows, 1].
 
@@ -286,8 +296,10 @@ def _draw_of_candidates(
     if draws.width >= vocab:
         return tokens
 
-    # The last candidates may tie with tokens left out, so the kept must all be above the least.
+    # The last candidates may tie with tokens left out, so the kept must all be above the least,
+    # unless that has no weight: a mask or a low temperature leaves fewer tokens than top-k keeps.
     is_unsettled = values.gather(1, last) <= values[:, -1:]
+    is_unsettled.logical_and_(weights[:, -1:] >= 1.0)
     return tokens.masked_fill_(is_unsettled.logical_or_(on_device["is_unknown"]), UNSETTLED)
 
 

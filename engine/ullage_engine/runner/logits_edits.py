@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ullage_engine.kernels.staging import HostArrays, upload
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk
-from ullage_engine.runner.packed_upload import HostArrays, upload
 
 LARGEST = 1e30
 """Stand-in for an infinite logit: far beyond any other, and sums with it stay finite."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ullage_engine.kernels.staging import upload
 from ullage_engine.native.library import Team
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 from ullage_engine.runner.batched_sampler import SORT_ROWS, enqueue, plan_sampling
-from ullage_engine.runner.draw import UNSETTLED, Row, draw_tokens, plan_draws
+from ullage_engine.runner.draw import UNSETTLED, Row, alternatives, draw_tokens, plan_draws
 from ullage_engine.runner.logits_edits import PenaltyCounts, constrain, is_constrained, penalise
-from ullage_engine.runner.packed_upload import upload
 
 CANDIDATES = (128, 1024)
 """Number of likeliest tokens that are tried on a CPU before the whole vocabulary is sorted: sorting
@@ -128,8 +128,8 @@ def _raw_logprobs(logits: torch.Tensor, rows: Sequence[Row]) -> dict[int, _RawLo
         if row.params.top_logprobs is None:
             continue
         logprobs = torch.log_softmax(logits[index], dim=-1)
-        values, ids = logprobs.topk(min(row.params.top_logprobs, logprobs.shape[0]))
-        by_row[index] = _RawLogprobs(logprobs, ids.tolist(), values.tolist())
+        _, ids = alternatives(logits[index : index + 1], row.params.top_logprobs)
+        by_row[index] = _RawLogprobs(logprobs, ids[0].tolist(), logprobs[ids[0]].tolist())
     return by_row
 
 
@@ -156,7 +156,7 @@ def _choose_with_torch(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     filtered = [index for index, row in enumerate(rows) if row.is_filtered]
     for pending in (free, filtered):
         for width in (*CANDIDATES, logits.shape[1]):
-            tokens |= _draw_some(logits, rows, pending, width)
+            tokens |= _draw_rows(logits, rows, pending, width)
             pending = [index for index in pending if tokens[index] == UNSETTLED]
     return [tokens[index] for index in range(len(rows))]
 
@@ -166,14 +166,14 @@ def _likeliest_ids(logits: torch.Tensor) -> list[int]:
     return [int(token) for token in logits.numpy().argmax(-1)]
 
 
-def _draw_some(
+def _draw_rows(
     logits: torch.Tensor, rows: Sequence[Row], indices: list[int], width: int
 ) -> dict[int, int]:
     """Return the tokens of the rows with these indices by index, or `UNSETTLED`."""
     tokens: dict[int, int] = {}
     for start in range(0, len(indices), SORT_ROWS):
-        some = indices[start : start + SORT_ROWS]
-        draws = plan_draws([rows[index] for index in some], min(width, logits.shape[1]))
-        drawn = draw_tokens(logits[some], draws, upload(draws.arrays, logits.device))
-        tokens |= zip(some, drawn[:, 0].tolist(), strict=True)
+        batch = indices[start : start + SORT_ROWS]
+        draws = plan_draws([rows[index] for index in batch], min(width, logits.shape[1]))
+        drawn = draw_tokens(logits[batch], draws, upload(draws.arrays, logits.device))
+        tokens |= zip(batch, drawn[:, 0].tolist(), strict=True)
     return tokens

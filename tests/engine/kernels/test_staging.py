@@ -1,12 +1,13 @@
-"""Index arrays are packed, and reach the device by one copy that may be late."""
+"""Arrays are packed, and reach the device by one copy that may be late."""
 
 import numpy as np
 import pytest
 import torch
 
 from ullage_engine.kernels import staging
-from ullage_engine.kernels.staging import Staging
+from ullage_engine.kernels.staging import Staging, upload
 
+CPU = torch.device("cpu")
 FIRST = np.arange(5, dtype=np.int32)
 SECOND = np.arange(6, dtype=np.int64).reshape(2, 3)
 
@@ -88,3 +89,21 @@ def test_more_than_fits_is_a_bug() -> None:
     packed.put(FIRST)
     with pytest.raises(AssertionError, match="112 bytes of indices, room for 64"):
         packed.put(SECOND)
+
+
+def test_arrays_of_every_type_are_uploaded_unchanged() -> None:
+    arrays = {
+        "places": np.arange(3, dtype=np.int32),
+        "bools": np.array([[True], [False], [True]]),
+        "bytes": np.arange(5, dtype=np.uint8),
+        "ids": np.arange(6, dtype=np.int64).reshape(2, 3) - 3,
+        "floats": np.array([[0.1, -1e30]], np.float32),
+        "doubles": np.array([0.1]),
+        "nothing": np.empty((2, 0), np.int64),
+    }
+    there = upload(arrays, CPU)
+    assert {name: each.tolist() for name, each in there.items()} == {
+        name: each.tolist() for name, each in arrays.items()
+    }
+    assert all(there[name].numpy().dtype == each.dtype for name, each in arrays.items())
+    assert upload({}, CPU) == {}

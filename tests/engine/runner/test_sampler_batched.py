@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.kernels.staging import upload
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
 from ullage_engine.runner import logits_edits
@@ -28,7 +29,6 @@ from ullage_engine.runner.draw import (
     uniform,
 )
 from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE, PenaltyCounts
-from ullage_engine.runner.packed_upload import upload
 from ullage_engine.runner.sampler import sample
 from ullage_engine.runner.warm_up_plans import largest_plans
 
@@ -292,6 +292,31 @@ def test_candidates_say_whether_they_settle_a_row() -> None:
     assert all(0 <= token < 400 for token in tokens[:, 0].tolist())
 
 
+@pytest.mark.parametrize("params", [{"top_k": 50}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.5}])
+def test_a_mask_with_fewer_tokens_than_top_k_keeps_needs_no_second_draw(
+    params: dict[str, Any],
+) -> None:
+    logits = torch.randn(20, 3008, generator=torch.Generator().manual_seed(2))
+    chunks = [
+        chunk(row, 3008, seed=row, allowed=mask_of(range(7, 8 + row), 3008), **params)
+        for row in range(20)
+    ]
+    wanted = sample_batch(logits, chunks, width=3008)
+    plan = plan_sampling(chunks, PenaltyCounts(20), 3008, width=64)
+    tokens = enqueue(logits, logits.clone(), plan).result[:, 0].tolist()
+    assert tokens == [each.token_id for each in wanted]
+    assert all(7 <= token < 8 + row for row, token in enumerate(tokens))
+
+
+def test_a_low_temperature_leaves_fewer_tokens_than_top_k_keeps() -> None:
+    logits = torch.randn(20, 3008, generator=torch.Generator().manual_seed(2))
+    chunks = [chunk(row, 3008, seed=row, temperature=1e-3, top_k=1024) for row in range(20)]
+    wanted = sample_batch(logits, chunks, width=3008)
+    plan = plan_sampling(chunks, PenaltyCounts(20), 3008)
+    tokens = enqueue(logits, logits.clone(), plan).result[:, 0].tolist()
+    assert tokens == [each.token_id for each in wanted]
+
+
 def test_uniform_logits_keep_exactly_the_share() -> None:
     """Sums of equal weights are exact, so that a share that ends between two tokens does there."""
     logits = torch.zeros(64, 256)
@@ -318,12 +343,13 @@ def test_log_masses_are_those_of_float64() -> None:
     torch.testing.assert_close(log_masses(logits, greatest).double(), wanted, rtol=0, atol=1e-6)
 
 
-def test_alternatives_that_tie_are_in_the_order_of_ids() -> None:
+@pytest.mark.parametrize("sample_rows", [sample_batch, sample])
+def test_alternatives_that_tie_are_in_the_order_of_ids(sample_rows: Any) -> None:
     logits = torch.zeros(2, 1500)
     logits[:, [900, 31, 77]] = 1.0
     logits[:, [1400, 5, 8]] = 0.5
     chunks = [chunk(0, 1500, temperature=0.0, top_logprobs=5), chunk(1, 1500, top_logprobs=1)]
-    first, second = sample_batch(logits, chunks)
+    first, second = sample_rows(logits, chunks)
     assert first.top_ids == [31, 77, 900, 5, 8]
     assert second.top_ids == [31]
     assert first.token_id == 31 and first.logprob == first.top_logprobs[0]
@@ -349,14 +375,14 @@ KINDS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "greedy": ([{"temperature": 0.0}], 6),
     "greedy with log-probabilities": ([{"temperature": 0.0, "top_logprobs": 5}], 35),
     "any token": ([{"temperature": 0.8}], 34),
-    "top-k": ([{"temperature": 0.8, "top_k": 50}], 27),
-    "top-p": ([FILTERED], 45),
-    "top-k, top-p, min-p": ([{**FILTERED, "top_k": 50, "min_p": 0.05}], 38),
-    "penalties": ([FILTERED | PENALTIES], 61),
-    "masks": ([FILTERED | LIMITS], 51),
+    "top-k": ([{"temperature": 0.8, "top_k": 50}], 29),
+    "top-p": ([FILTERED], 47),
+    "top-k, top-p, min-p": ([{**FILTERED, "top_k": 50, "min_p": 0.05}], 40),
+    "penalties": ([FILTERED | PENALTIES], 63),
+    "masks": ([FILTERED | LIMITS], 53),
     "all": (
         [{"temperature": 0.0}, {"temperature": 1.0}, FILTERED | PENALTIES | LIMITS, ALONE],
-        120,
+        122,
     ),
 }
 """Kinds of batches: what rows ask for in turn, and the most operations that a device is told."""
@@ -423,23 +449,6 @@ def test_the_pretended_device_refuses_numbers_of_the_host() -> None:
     there = OnDevice(torch.ones(3))
     with counting(), pytest.raises(AssertionError, match="mixes devices"):
         torch.where(there > 0, there, 0.0)
-
-
-def test_uploaded_arrays_are_what_they_were() -> None:
-    arrays = {
-        "bools": np.array([[True], [False], [True]]),
-        "bytes": np.arange(5, dtype=np.uint8),
-        "ids": np.arange(6, dtype=np.int64).reshape(2, 3) - 3,
-        "floats": np.array([[0.1, -1e30]], np.float32),
-        "doubles": np.array([0.1]),
-        "nothing": np.empty((2, 0), np.int64),
-    }
-    there = upload(arrays, CPU)
-    assert {name: each.tolist() for name, each in there.items()} == {
-        name: each.tolist() for name, each in arrays.items()
-    }
-    assert all(there[name].numpy().dtype == each.dtype for name, each in arrays.items())
-    assert upload({}, CPU) == {}
 
 
 # ------------------------------------------------------------------ warm-up
