@@ -86,7 +86,7 @@ async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]
 async def overload(
     session: aiohttp.ClientSession, server: Server, rate: float, seconds: float
 ) -> dict[str, Any]:
-    """Sends `rate` requests a second at even intervals, whatever comes back."""
+    """Send `rate` requests a second at even intervals, without waiting for answers."""
     tasks, started = list[asyncio.Task[Answer]](), time.perf_counter()
     for number in range(int(rate * seconds)):
         await asyncio.sleep(max(0.0, started + number / rate - time.perf_counter()))

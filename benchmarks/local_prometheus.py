@@ -27,10 +27,10 @@ def find() -> str | None:
 
 
 class Prometheus:
-    """One that runs.
+    """A client of a running Prometheus.
 
     Args:
-        url: where it answers.
+        url: its address.
     """
 
     def __init__(self, url: str) -> None:

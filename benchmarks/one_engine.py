@@ -84,10 +84,10 @@ async def start_engine(
             headroom_pb2_grpc.HeadroomServiceStub(channel),
         )
         try:
-            await _ready(engine)
+            await _ready(engine, log)
             yield engine
         finally:
-            await _end(process)
+            await end_process(process)
 
 
 def _config(
@@ -110,19 +110,29 @@ def _config(
     return config
 
 
-async def _ready(engine: Engine) -> None:
+async def _ready(engine: Engine, log: str | None) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if engine.process.returncode is not None:
-            raise SystemExit(f"error: the engine ended with status {engine.process.returncode}")
+            status = engine.process.returncode
+            raise SystemExit(f"error: the engine ended with status {status}{_last_words(log)}")
         with contextlib.suppress(grpc.aio.AioRpcError):
             if (await engine.state()).ready:
                 return
         await asyncio.sleep(0.1)
-    raise SystemExit(f"error: the engine was not ready within {START_S:g} s")
+    raise SystemExit(f"error: the engine was not ready within {START_S:g} s{_last_words(log)}")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+def _last_words(log: str | None) -> str:
+    """Return the last line of a log, behind the log's name; empty without a log."""
+    if log is None:
+        return ""
+    lines = Path(log).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return f", see {log}: {lines[-1] if lines else 'it is empty'}"
+
+
+async def end_process(process: asyncio.subprocess.Process) -> None:
+    """End a process with SIGTERM, and with SIGKILL if it has not ended within 30 s."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:

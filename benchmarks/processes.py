@@ -7,7 +7,7 @@ _held: list[socket.socket] = []
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports that nobody else is given while this process lives; servers may bind them."""
+    """Return ports that nobody else is given while this process lives; servers may bind them."""
     for _ in range(count):
         _held.append(socket.socket())
         _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -17,7 +17,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float = 40.0) -> None:
-    """Asks a process to end, kills it if it has not within so many seconds, and waits for it."""
+    """End a process with SIGTERM, and with SIGKILL after so many seconds."""
     process.terminate()
     try:
         process.wait(seconds)

@@ -286,7 +286,7 @@ def memory(target: Target, requests: int) -> None:
 
 
 def streams(machine: Machine, count: int) -> None:
-    """So many answers at once, each of which takes most of a second."""
+    """Open `count` streams at once, each of most of a second."""
     ports, _ = machine.engines("slow-engine", 1, "--interval-ms", "50")
     target = machine.router("streams", ports)
     options = ["--connections", str(count), "--requests", str(count), "--seconds", "60"]

@@ -141,7 +141,7 @@ def measure(
 
 
 def run(folder: Path, options: argparse.Namespace) -> list[str]:
-    """Measures and prints all; returns what is over its bound."""
+    """Measure and print all costs; return those above their bounds."""
     faults = []
     with contextlib.ExitStack() as stack:
         url, processes = start(Machine(stack, folder), folder, options.step_ms)

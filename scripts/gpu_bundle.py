@@ -231,7 +231,7 @@ def described(path: Path, **more: str) -> dict[str, Any]:
 
 
 def own_wheel(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of the project's wheel, built anew if a source has changed."""
+    """Return the entry of the project's wheel, built again if a source has changed."""
     sources = digest(source_files(*WHEEL_SOURCES))
     recorded = manifest.get("product")
     path = out / "wheels" / (recorded or {}).get("file", "none")
@@ -241,7 +241,7 @@ def own_wheel(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of the oracle tokens, computed anew if the programme has changed."""
+    """Return the entry of the oracle tokens, computed again if the programme has changed."""
     sources = digest(source_files(*ORACLE_SOURCES))
     path = out / "oracle.json"
     if has_changed(path, manifest.get("oracle"), sources):

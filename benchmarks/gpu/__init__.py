@@ -6,5 +6,5 @@
 import sys
 from pathlib import Path
 
-# The scripts beside this package import one another by name, as Python does it for a script.
+# The scripts of this package's folder import one another by name, as Python does it for a script.
 sys.path.append(str(Path(__file__).parents[1]))

@@ -1,15 +1,16 @@
 """Prove on one NVIDIA GPU what Ullage promises, with pass or fail: `python -m benchmarks.gpu`.
 
 commands:
-  first         the parts that tell whether the machine, its packages and the kernels are fit
+  first         the parts that judge whether the machine, its packages and the kernels are fit
   second        the parts that judge the service: memory, recovery, speed
   NAME ...      single parts, by name (list shows them)
-  list          every part, its limit of seconds and what it proves
+  list          every part, with its limit of seconds and its proof
   table FILE    the table of a results.jsonl, as docs/gpu.md has it
   oracle        compute on this CPU the tokens that the part `tokens` compares with
 
-Results are appended to --out as they come, so a run that is cut keeps what it found, and a second
-run with the same --out leaves out what has passed. docs/gpu.md says what is judged and why.
+Results are appended to --out as they come, so a run that is cut keeps its findings, and a second
+run with the same --out leaves out the parts that have passed. A part that did not end by itself
+leaves its traceback there, as NAME.traceback.log. docs/gpu.md has the aims of all parts.
 
 examples:
   python -m benchmarks.gpu first --out results --bundle dist/gpu-bundle
@@ -21,16 +22,22 @@ exit status: 0 all passed, 1 something did not, 2 wrong arguments or no GPU, 130
 """
 
 import argparse
+import contextlib
+import faulthandler
+import fcntl
 import importlib
 import os
 import shutil
+import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
-from benchmarks.gpu.figures import Fact, Figure, Job, Results
+from benchmarks.gpu.figures import Fact, Figure, Job, Results, one_line
 from benchmarks.gpu.programme import (
     BY_NAME,
     FIRST_S,
@@ -40,6 +47,7 @@ from benchmarks.gpu.programme import (
     Part,
     end_with_parent,
     run_parts,
+    traceback_log,
 )
 from benchmarks.gpu.table import markdown
 
@@ -51,6 +59,9 @@ KERNEL_FILES = (".cubin", ".json", ".ptx", ".so")
 
 MODELS_BYTES = 30 << 30
 """Bytes that a run writes at most: a checkpoint, and its prepared weights in two types."""
+
+SCRATCH = "ullage-gpu-scratch-"
+"""How the names of folders of models begin."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     parts, limit_s = _chosen(parser, options)
+    if limit_s <= 0:
+        parser.error(f"--limit {limit_s:g} leaves no time; give the seconds of the whole call")
     if options.device == "cpu" and not options.tiny:
         parser.error("--device cpu takes hours at full size; add --tiny")
     if options.device == "cuda" and (reason := obstacle()):
@@ -104,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--limit",
         type=float,
-        help=f"seconds in all ({FIRST_S:g} for first, {SECOND_S:g} for second)",
+        help=f"seconds in all ({FIRST_S:g} for first, {SECOND_S:g} for second, times "
+        f"{REHEARSAL_FACTOR:g} with --tiny)",
     )
     add("--scratch", type=Path, help="folder for models made on the way (a new one in /dev/shm)")
     return parser
@@ -126,9 +140,11 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: float) -> int:
+    # A time limit around the programme ends it so; its processes and models are removed then, too.
+    signal.signal(signal.SIGTERM, _interrupt)
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="ullage-gpu-", dir=_memory_folder()) as folder:
-        options.scratch = options.scratch or Path(folder)
+    with contextlib.ExitStack() as stack:
+        options.scratch = options.scratch or stack.enter_context(scratch_folder())
         options.scratch.mkdir(parents=True, exist_ok=True)
         passed = run_parts(parts, _job(options), limit_s, again=options.again)
     if options.pack:
@@ -140,8 +156,39 @@ def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: floa
     return 0 if passed else 1
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder for models, locked while it is used; remove those of runs that were killed."""
+    for place in {"/dev/shm", tempfile.gettempdir()}:
+        remove_abandoned(Path(place))
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=_memory_folder()) as name:
+        descriptor = os.open(name, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def remove_abandoned(place: Path) -> None:
+    """Remove the folders of models that no run has locked: a lock ends with its process."""
+    for folder in place.glob(f"{SCRATCH}*"):
+        # Another user's cannot be opened, and one in use cannot be locked.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
 def pack_logs(folder: Path) -> None:
-    """Move all logs of a folder into its logs.tar.gz, beside those of other parts that it has."""
+    """Move all logs of a folder into its logs.tar.gz, next to those of other parts in there."""
     packed = folder / "logs.tar.gz"
     if packed.exists():
         with tarfile.open(packed) as archive:
@@ -186,7 +233,8 @@ def _chosen(
         else:
             parser.error(f"there is no part {word!r}; choose from {', '.join(BY_NAME)}")
     limit_s *= REHEARSAL_FACTOR if options.tiny else 1.0
-    return [part for part in PARTS if part.name in names], options.limit or limit_s
+    parts = [part for part in PARTS if part.name in names]
+    return parts, limit_s if options.limit is None else options.limit
 
 
 def _memory_folder() -> str | None:
@@ -196,27 +244,44 @@ def _memory_folder() -> str | None:
 
 
 def _run_part(name: str, job: Job) -> int:
-    """Run one part in this process, which the programme started for it."""
+    """Run one part in this process, which the programme started for it.
+
+    Its traceback is kept next to the results if it raises, dies of a signal or is cut.
+    """
     end_with_parent()
     results = Results(job.out)
 
-    def report(found: Figure | Fact) -> None:
-        results.add(name, found)
-        print(f"  {line(found)}", flush=True)
+    def report(finding: Figure | Fact) -> None:
+        results.add(name, finding)
+        print(f"  {line(finding)}", flush=True)
 
-    importlib.import_module(f"benchmarks.gpu.{name}").run(job, report)
+    log = job.out / traceback_log(name)
+    with log.open("w", encoding="utf-8") as file:
+        faulthandler.enable(file)
+        # The programme sends this signal when a part's time is over.
+        faulthandler.register(signal.SIGTERM, file, chain=True)
+        try:
+            importlib.import_module(f"benchmarks.gpu.{name}").run(job, report)
+        except BaseException as error:
+            results.crash(name, one_line(error))
+            traceback.print_exc(file=file)
+            raise
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
+            faulthandler.disable()
+    log.unlink()
     return 0
 
 
-def line(found: Figure | Fact) -> str:
+def line(finding: Figure | Fact) -> str:
     """Return a finding as a line for people."""
-    if isinstance(found, Fact):
-        return f"{found.name}: {found.text}"
-    measured = f"{found.name:52} {found.value:11.4g} {found.unit:12}"
-    if found.aim is None:
+    if isinstance(finding, Fact):
+        return f"{finding.name}: {finding.text}"
+    measured = f"{finding.name:52} {finding.value:11.4g} {finding.unit:12}"
+    if finding.aim is None:
         return measured
-    word = "at most" if found.is_limit else "at least"
-    return f"{measured} {word} {found.aim:g}: {'ok' if found.passes else 'FAILED'}"
+    word = "at most" if finding.is_limit else "at least"
+    return f"{measured} {word} {finding.aim:g}: {'ok' if finding.passes else 'FAILED'}"
 
 
 if __name__ == "__main__":

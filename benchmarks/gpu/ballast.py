@@ -1,4 +1,4 @@
-"""Take all but some of a device's memory, and hold it until standard input ends.
+"""Take a device's memory but for a rest, and hold it until standard input ends.
 
 As a neighbour on the GPU would: `python -m benchmarks.gpu.ballast cuda 67108864` prints the bytes
 that it holds once they are taken. On a CPU it takes a little, so that a rehearsal has the process.
@@ -10,7 +10,7 @@ import torch
 
 ON_CPU_BYTES = 64 << 20
 STEP_BYTES = 16 << 20
-"""What is free is approached in such steps, as an allocation may take more than it asks for."""
+"""Rest that counts as taken, since an allocation may take more than it asks for."""
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def take(device: torch.device, leave: int) -> list[torch.Tensor]:
-    """Return tensors beside which about `leave` bytes of the device are free."""
+    """Return tensors that leave about `leave` bytes of the device free."""
     if device.type == "cpu":
         return [torch.zeros(ON_CPU_BYTES, dtype=torch.uint8)]
     held = []

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.gpu.figures import one_line
 from small_models import MODELS
 
 from ullage_engine.kernels import triton as kernels
@@ -173,7 +174,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "llama-8b int4": lambda: Case(llama(), format="int4"),
     "llama-8b fp8": lambda: Case(llama(), format="fp8"),
 }
-"""What the programme launches kernels for."""
+"""The models for which the programme launches kernels."""
 
 
 class SkippedLinear:
@@ -255,7 +256,7 @@ def run_steps(case: Case) -> None:
 
 
 class Recorder:
-    """Compiles what is launched, each kernel once for each set of arguments."""
+    """Compiles launched kernels, each once for each set of arguments."""
 
     def __init__(self, case: str, arch: int, finish: Callable[[Any], None] | None = None) -> None:
         """`finish` is called with each new binary."""
@@ -294,8 +295,7 @@ class Recorder:
         return compile_only
 
     def _failed(self, name: str, seconds: float, error: Exception) -> Compiled:
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Compiled(self._case, name, self._arch, seconds, error=cause)
+        return Compiled(self._case, name, self._arch, seconds, error=one_line(error))
 
     def _facts(self, binary: Any, seconds: float, log: str) -> Compiled:
         spills = re.findall(r"(\d+) bytes spill stores", log)
@@ -380,8 +380,7 @@ def compile_all(names: list[str], arch: int, processes: int) -> Iterator[Compile
             try:
                 yield from done.result()
             except Exception as error:  # a step that fails on the CPU hides its kernels
-                cause = f"{type(error).__name__}: {error}".splitlines()[0]
-                yield Compiled(running[done], "steps", arch, 0.0, error=cause)
+                yield Compiled(running[done], "steps", arch, 0.0, error=one_line(error))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Used memory of the device, sampled beside a service: by NVML, or of a CPU what workers hold."""
+"""Used memory of the device while a service runs: by NVML, or on a CPU that of the workers."""
 
 import contextlib
 import os
@@ -21,13 +21,15 @@ INTERVAL_S = 0.05
 STABLE_BYTES = 32 << 20
 STABLE_S = 1.0
 SETTLE_S = 8.0
+MOST_SHARE = 0.85
+"""Of the device, that engines may take."""
 
 Measure = Callable[[], tuple[int, int]]
-"""What tells used and total bytes of the device."""
+"""Returns used and total bytes of the device."""
 
 
 def measure(job: Job) -> Measure:
-    """Return what measures the first device."""
+    """Return the function that measures the first device."""
     return nvml_used if job.on_gpu else workers_used
 
 
@@ -44,7 +46,8 @@ def _first_gpu() -> Gpu:
 
 
 def workers_used() -> tuple[int, int]:
-    """Return what all workers that this process's children started hold, and the machine's size."""
+    """Return the resident bytes of the workers that this process's children have started, and the
+    machine's."""
     held = 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -101,7 +104,7 @@ class Sampler:
         try:
             while not self._is_over.wait(INTERVAL_S):
                 self.samples.append((time.monotonic(), *measured()))
-        except Exception as error:  # of the driver; told when the block ends
+        except Exception as error:  # of the driver; raised when the block ends
             self._error = error
 
     def _write(self, path: Path) -> None:
@@ -114,7 +117,7 @@ class Sampler:
 def settled(job: Job, seconds: float = SETTLE_S) -> int:
     """Return used bytes once they have not moved for a second, or after so many seconds.
 
-    The driver returns the memory of a killed process some time after its end.
+    The driver returns the memory of a killed process a while after its end.
     """
     measured = measure(job)
     deadline = time.monotonic() + seconds

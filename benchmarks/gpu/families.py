@@ -50,7 +50,7 @@ GPT_OSS_20B: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Models and context of the measurements."""
 
     models: dict[str, dict[str, object]]
     """config.json by name."""

@@ -1,8 +1,8 @@
 """Scenario 4: greedy streams across injected shortages, killed workers and a GPU that is full.
 
-No stream may fail, and each says what it says undisturbed. In float32 a resumed stream may part
-from the undisturbed one only where two tokens are all but equally likely: such near-ties are
-counted, and told apart by the log-probabilities of the undisturbed run.
+No stream may fail, and each has the tokens of its undisturbed run. In float32 a resumed stream may
+part from the undisturbed one only where two tokens are all but equally likely: such near-ties are
+counted, by the log-probabilities of the undisturbed run.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ from benchmarks.gpu.service import (
     PATIENT,
     Stream,
     ask,
-    channel_to,
     engine_up,
     kv_bytes,
     metrics,
@@ -34,6 +33,7 @@ from benchmarks.gpu.ties import compare
 from one_engine import Engine
 
 from ullage.admin.v1 import admin_pb2
+from ullage_common.wire.channels import open_channel
 
 STREAMS = 6
 PROMPT_TOKENS = 50
@@ -41,8 +41,8 @@ NUM_OOMS = 3
 MOST_RECOVERY_S = 30.0
 LEFT_FREE = 64 * MIB
 RESERVE = LEFT_FREE // 2
-"""Bytes of the engine's safety reserve: beside the ballast it is still whole, so the full device is
-the engine's to live with, and no reason to withhold KV from requests."""
+"""Bytes of the engine's safety reserve. The ballast leaves more than that, so a full device is no
+reason for the engine to withhold KV from requests."""
 HELD_S = 10.0
 POLL_S = 0.02
 WAIT_S = 60.0
@@ -52,7 +52,7 @@ Fault = Callable[[list[Stream]], Awaitable[None]]
 
 @dataclass
 class Scene:
-    """Streams with a fault, beside the same undisturbed."""
+    """Streams that faults disturb, and the same streams undisturbed."""
 
     job: Job
     engine: Engine
@@ -100,7 +100,7 @@ async def _run(job: Job, report: Report) -> None:
         report(count("steps that ran out of memory", figures["ullage_oom_events_total"], NUM_OOMS))
         report(count("workers replaced", figures["ullage_worker_restarts_total"], 3))
         report(Figure("streams that parted at a near-tie", scene.near_ties, ""))
-        # A worker that starts beside a neighbour may have a smaller pool, all of which is free.
+        # A worker that starts while a neighbour holds memory may have a smaller pool, all free.
         pool = (await engine.state()).kv_pool_bytes
         report(Figure("KV pool in the end, of the first", pool / first_pool, ""))
         missing = await missing_headroom(engine, pool)
@@ -112,7 +112,7 @@ async def streams(
 ) -> list[Stream]:
     """Ask for all streams at once and follow them to their ends."""
     following = watched if watched is not None else [Stream() for _ in range(STREAMS)]
-    async with channel_to(scene.target) as channel:
+    async with open_channel(scene.target) as channel:
         return list(
             await asyncio.gather(
                 *(
@@ -137,15 +137,15 @@ async def judge(
     began = time.monotonic()
     asking = asyncio.create_task(streams(scene, watched=watched))
     if fault is not None:
-        # A fault that comes to nothing ends this scene, and the next one has its turn.
+        # The streams and the next scene go on after a fault that had no effect.
         try:
             await fault(watched)
         except RuntimeError as error:
             report(Fact(name, str(error)))
-            report(none_of(f"{name}: faults that came to nothing", 1))
+            report(none_of(f"{name}: faults without effect", 1))
     given = await asking
-    for seconds in scene.recoveries:
-        report(at_most(f"{name}: next token after a kill", seconds, "s", MOST_RECOVERY_S))
+    for number, seconds in enumerate(scene.recoveries, 1):
+        report(at_most(f"{name}: next token after kill {number}", seconds, "s", MOST_RECOVERY_S))
     scene.recoveries.clear()
     await asyncio.sleep(max(0.0, hold - (time.monotonic() - began)))
 
@@ -209,23 +209,29 @@ async def kill_at(scene: Scene, watched: list[Stream], share: float) -> None:
     os.kill(pid, signal.SIGKILL)
 
     # Tokens that were computed before the kill may arrive a moment after it.
-    await until(lambda: scene.engine.worker_pid() not in (pid, None))
+    await until(lambda: scene.engine.worker_pid() not in (pid, None), "another worker")
     respawned = time.monotonic()
-    await until(lambda: any(stream.times[-1] > respawned for stream in watched))
+    await until(
+        lambda: any(stream.times[-1] > respawned for stream in watched), "a token after the kill"
+    )
     scene.recoveries.append(min(s.times[-1] for s in watched if s.times[-1] > respawned) - at)
 
 
 async def shared(scene: Scene, watched: list[Stream], share: float) -> None:
     """Wait until every stream has a share of its tokens."""
     wanted = int(share * scene.output_tokens)
-    await until(lambda: all(len(stream.token_ids) >= wanted for stream in watched))
+    await until(
+        lambda: all(len(stream.token_ids) >= wanted for stream in watched),
+        f"token {wanted} of every stream",
+    )
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], awaited: str) -> None:
+    """Wait for a condition; raises RuntimeError with the words for it after WAIT_S seconds."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"streams came to nothing within {WAIT_S:g} s")
+            raise RuntimeError(f"{awaited} did not come within {WAIT_S:g} s")
         await asyncio.sleep(POLL_S)
 
 

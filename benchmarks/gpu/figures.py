@@ -1,4 +1,4 @@
-"""What a part of the programme yields: figures, each with the aim that it has to reach."""
+"""Findings of a part of the programme: figures, each with the aim that it has to reach."""
 
 import json
 import time
@@ -30,19 +30,19 @@ class Figure(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """Something seen that is no number: a version, a setting."""
+    """An observation that is no number: a version, a setting."""
 
     name: str
     text: str
 
 
 Report = Callable[[Figure | Fact], None]
-"""What a part tells each finding to, as soon as it has it."""
+"""Records a finding, which a part hands over as soon as it has it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every part is told."""
+    """The arguments of every part."""
 
     device: str
     """cuda, or cpu for a rehearsal."""
@@ -53,7 +53,7 @@ class Job:
     scratch: Path
     """Folder of checkpoints and prepared weights, which are not."""
     bundle: Path | None
-    """Folder that travelled with the programme; None: none did."""
+    """Folder that travelled with the programme, or None."""
 
     @property
     def on_gpu(self) -> bool:
@@ -65,12 +65,12 @@ class Job:
 
 
 def count(name: str, value: float, least: float) -> Figure:
-    """Return a figure without a unit of which at least so many are wanted."""
+    """Return a figure without a unit that passes from `least` on."""
     return Figure(name, value, "", least)
 
 
 def at_most(name: str, value: float, unit: str, limit: float | None) -> Figure:
-    """Return a figure that has a limit, or None as the limit: then it is only recorded."""
+    """Return a figure that passes up to a limit; with None as the limit it is only recorded."""
     return Figure(name, value, unit, limit, is_limit=True)
 
 
@@ -79,25 +79,46 @@ def none_of(name: str, value: float) -> Figure:
     return Figure(name, value, "", 0.0, is_limit=True)
 
 
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message: CUDA's have several."""
+    lines = str(error).strip().splitlines()
+    name = type(error).__name__
+    return f"{name}: {lines[0]}" if lines else name
+
+
 class Results:
     """The file of a run, to which processes append one line after the other."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESULTS
 
-    def add(self, part: str, found: Figure | Fact) -> None:
-        """Append what a part found; it is on the disk when this returns."""
-        if isinstance(found, Fact):
-            self._append({"part": part, "fact": found.name, "text": found.text})
+    def add(self, part: str, finding: Figure | Fact) -> None:
+        """Append a finding of a part; it is in the file when this returns."""
+        if isinstance(finding, Fact):
+            self._append({"part": part, "fact": finding.name, "text": finding.text})
             return
-        self._append(
-            {"part": part, "figure": found.name, **found._asdict(), "passes": found.passes}
-        )
+        values = finding._asdict()
+        name = values.pop("name")
+        self._append({"part": part, "figure": name, **values, "passes": finding.passes})
 
-    def end(self, part: str, status: str, seconds: float, message: str = "") -> None:
+    def begin(self, part: str, limit_s: float) -> None:
+        """Append that a part begins; lines of it from here on are those of this run."""
+        self._append({"part": part, "began": round(limit_s, 2)})
+
+    def crash(self, part: str, reason: str) -> None:
+        """Append why a part could not go on."""
+        self._append({"part": part, "crashed": reason})
+
+    def end(self, part: str, status: str, seconds: float, message: str = "", *, tiny: bool) -> None:
         """Append how a part ended: see `programme.STATUSES`."""
         self._append(
-            {"part": part, "ended": status, "seconds": round(seconds, 2), "message": message}
+            {
+                "part": part,
+                "ended": status,
+                "seconds": round(seconds, 2),
+                "message": message,
+                "tiny": tiny,
+            }
         )
 
     def read(self) -> list[dict[str, Any]]:
@@ -113,7 +134,6 @@ class Results:
         return rows
 
     def _append(self, row: dict[str, Any]) -> None:
-        row.pop("name", None)
         row["at"] = round(time.time(), 2)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

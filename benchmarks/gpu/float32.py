@@ -15,7 +15,7 @@ def forbid_tf32() -> None:
 
 
 def describe(device: torch.device) -> str:
-    """Return what computes, and what torch says of TF32, on one line."""
+    """Return the device, the libraries and torch's settings of TF32, on one line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     cublas = f", cuBLAS {_cublas_version()}" if device.type == "cuda" else ""
     return (

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: the tokens of steps that are launched anew, and the time they take.
+"""Decode steps as CUDA graphs, against the tokens and the times of launched steps.
 
-What is seen here decides whether `cuda_graphs` is on by default. In a rehearsal a graph
-calls what it captured again, and kernels run in Triton's interpreter.
+The figures decide whether `cuda_graphs` is on by default. In a rehearsal a graph calls the captured
+action again, and kernels run in Triton's interpreter.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The tests of the kernels, compiled, in as many processes as help; pytest's own words are kept."""
+"""The tests of the kernels, compiled, in as many processes as help; pytest.log keeps its output."""
 
 import importlib.util
 import os
@@ -17,6 +17,8 @@ OPTIONS = (
     *("-W", "default", "-o", "filterwarnings=default"),
     *("--ignore", f"{TESTS}/test_compile.py"),
 )
+MOST_NAMED = 10
+"""Failed tests that are named in the results."""
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 
 
@@ -35,21 +37,25 @@ def run(job: Job, report: Report) -> None:
         status = subprocess.run(
             command, cwd=ROOT, stdout=file, stderr=file, check=False, env=environment
         ).returncode
-    counts = outcomes(log.read_text(encoding="utf-8", errors="replace"))
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    last = last_line(lines)
+    counts = outcomes(last)
     report(count("tests that passed", counts.get("passed", 0), 1))
     report(none_of("tests that failed", counts.get("failed", 0) + counts.get("error", 0)))
     report(Figure("tests that were skipped", counts.get("skipped", 0), ""))
     report(none_of("pytest's exit status", status))
     if status:
-        report(Fact("pytest", last_line(log.read_text(encoding="utf-8", errors="replace"))))
+        failures = [each for each in lines if each.startswith(("FAILED ", "ERROR "))]
+        for text in (*failures[:MOST_NAMED], last):
+            report(Fact("pytest.log", text))
 
 
-def outcomes(text: str) -> dict[str, int]:
+def outcomes(line: str) -> dict[str, int]:
     """Return the numbers of pytest's last line, by outcome."""
-    found = COUNTS.findall(last_line(text))
-    return {outcome.replace("errors", "error"): int(number) for number, outcome in found}
+    counts = COUNTS.findall(line)
+    return {outcome.replace("errors", "error"): int(number) for number, outcome in counts}
 
 
-def last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "pytest printed nothing"
+def last_line(lines: list[str]) -> str:
+    """Return the last line that is not blank."""
+    return next((line for line in reversed(lines) if line.strip()), "pytest printed nothing")

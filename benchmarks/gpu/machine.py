@@ -1,7 +1,9 @@
 """Is everything there? Packages, modules, driver, disks; the machine's own words are kept."""
 
+import contextlib
 import importlib
 import importlib.metadata
+import json
 import os
 import pkgutil
 import shutil
@@ -10,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import psutil
-from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of
+from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of, one_line
 from benchmarks.gpu.programme import ROOT
 
 PACKAGES = ("ullage_common", "ullage_kv", "ullage_engine", "ullage_router")
@@ -32,7 +34,7 @@ def run(job: Job, report: Report) -> None:
     for name in VERSIONS:
         report(Fact(name, version(name)))
     report(Fact("python", sys.version.split()[0]))
-    report(Fact("commit", commit()))
+    report(Fact("commit", commit(job)))
     report(Figure("cores", os.cpu_count() or 0, ""))
     report(Figure("memory", psutil.virtual_memory().total / 1e9, "GB"))
     report(Figure("free in memory's folder", shutil.disk_usage(job.scratch).free / 1e9, "GB"))
@@ -51,7 +53,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def write_machine(job: Job) -> None:
-    """Write what the machine's own commands print to machine.txt."""
+    """Write the output of the machine's own commands to machine.txt."""
     with (job.out / "machine.txt").open("w", encoding="utf-8") as file:
         for command in COMMANDS:
             file.write(f"$ {' '.join(command)}\n")
@@ -71,14 +73,17 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def commit() -> str:
-    """Return the commit of this tree, or unknown outside of a repository."""
+def commit(job: Job) -> str:
+    """Return the commit of this tree; outside of a repository that of the bundle, or unknown."""
     command = ("git", "log", "-1", "--format=%H")
-    try:
+    with contextlib.suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
+        if own := done.stdout.strip():
+            return own
+    manifest = job.bundle / "manifest.json" if job.bundle else None
+    if manifest is None or not manifest.is_file():
         return "unknown"
-    return done.stdout.strip() or "unknown"
+    return f"{json.loads(manifest.read_text(encoding='utf-8'))['commit']}, says the bundle"
 
 
 def all_modules() -> Iterator[str]:
@@ -86,7 +91,8 @@ def all_modules() -> Iterator[str]:
     for package in PACKAGES:
         root = importlib.import_module(package)
         yield package
-        for module in pkgutil.walk_packages(root.__path__, f"{package}."):
+        # A package that cannot be imported is named like any module, whatever it raises.
+        for module in pkgutil.walk_packages(root.__path__, f"{package}.", lambda name: None):
             name = module.name
             if not name.startswith(LEFT_OUT) and not name.endswith("__main__"):
                 yield name
@@ -97,7 +103,7 @@ def import_error(name: str) -> str:
     try:
         importlib.import_module(name)
     except Exception as error:  # whatever a missing or wrong package raises
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return one_line(error)
     return ""
 
 
@@ -118,7 +124,7 @@ def rehearse_nvml(job: Job, report: Report) -> None:
         check=False,
     )
     if done.returncode:
-        report(Fact("NVML", done.stderr.splitlines()[-1]))
+        report(Fact("NVML", done.stderr.strip().rpartition("\n")[2]))
     is_read = done.stdout.split() == [str(FAKE_USED_BYTES), str(10 * FAKE_USED_BYTES)]
     report(count("memory of a fake GPU is read", is_read, 1))
 
@@ -138,5 +144,5 @@ def device(job: Job, report: Report) -> None:
     report(Fact("GPU", properties.name))
     report(Figure("memory of the GPU", properties.total_memory / 1e9, "GB"))
     free, total = torch.cuda.mem_get_info(0)
-    # What others hold would be charged to what is measured here.
+    # Memory that others hold would be charged to the parts.
     report(Figure("used at the beginning, with a context", (total - free) / 1e9, "GB"))

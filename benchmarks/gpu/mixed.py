@@ -25,7 +25,7 @@ LONGEST = 480
 
 @dataclass(frozen=True)
 class Held:
-    """What torch has reserved, and the device has lost; of a CPU what the process has resident."""
+    """Bytes that torch has reserved and the device has lost; on a CPU, the resident ones."""
 
     reserved: int
     lost: int

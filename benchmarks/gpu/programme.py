@@ -1,7 +1,7 @@
 """The parts in the order of their value, each in a process of its own with a time limit.
 
-Whatever a part leaves behind, a hung worker or a server that holds the GPU's memory, is ended
-before the next one begins: this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that no
+Processes that a part leaves behind, a hung worker or a server that holds the GPU's memory, are
+ended before the next part begins: this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that no
 descendant escapes.
 """
 
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,13 @@ TF32_OVERRIDES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 END_S = 2.0
 """Seconds that a part's processes have to end after SIGTERM."""
 
-_PR_SET_PDEATHSIG = 1
+KILL_S = 10.0
+"""Seconds that they have after SIGKILL: a process may hang in a call of the GPU's driver for good,
+and the next part has its turn all the same."""
+
+WATCH_S = 0.5
+"""Seconds between two looks at whether the programme still lives."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -58,7 +65,7 @@ class Part:
 
 PARTS = (
     Part("machine", 1, 40, "every package is there, and every module can be imported"),
-    Part("rates", 1, 40, "what the GPU copies, multiplies, uploads and launches"),
+    Part("rates", 1, 40, "rates of copies, products, uploads and launches, recorded"),
     Part("compiled", 1, 75, "every kernel that is launched compiles"),
     Part("kernels", 1, 60, "the kernels' tests pass, compiled"),
     Part("tokens", 1, 45, "greedy tokens of eight families equal a CPU's"),
@@ -70,7 +77,7 @@ PARTS = (
     Part("lfm2", 2, 80, "LFM2-8B-A1B in float32: right, and faster than four GPUs were"),
     Part("large", 2, 40, "long prompts go to the pool `large`"),
     Part("soak", 2, 80, "mixed sessions in constant memory, across a kill"),
-    Part("swap", 2, 45, "preempted and swapped sequences say what they would have said"),
+    Part("swap", 2, 45, "preempted and swapped sequences have the tokens of undisturbed ones"),
     Part("graphs", 2, 40, "decode steps as CUDA graphs: the same tokens, in less time"),
     Part("families", 2, 30, "decode steps of LFM2 and gpt-oss, recorded"),
     Part("speeds", 2, 40, "attention and quantised products against copies and cuBLAS"),
@@ -82,34 +89,36 @@ BY_NAME = {part.name: part for part in PARTS}
 def run_parts(parts: Sequence[Part], job: Job, limit_s: float, *, again: bool) -> bool:
     """Run parts one after the other within a limit of seconds; return whether all passed.
 
-    A part that passed in the same folder before is not run again unless `again` says so.
+    A part that passed in the same folder and size before is not run again unless `again` says so.
     """
     adopt_orphans()
     results = Results(job.out)
     deadline = time.monotonic() + limit_s
-    done = set() if again else {name for name, end in ends(results).items() if end == PASSED}
+    done = set() if again else passed_before(results, tiny=job.tiny)
 
     verdicts = []
     for part in parts:
         if part.name in done:
             print(f"{part.name}: passed before; --again repeats it", flush=True)
             continue
-        left = deadline - time.monotonic()
-        if left < LEAST_S:
-            results.end(part.name, NOT_RUN, 0.0, f"the {limit_s:g} s of this call were over")
+        remaining_s = deadline - time.monotonic()
+        if remaining_s < LEAST_S:
+            message = f"the {limit_s:g} s of this call were over"
+            results.end(part.name, NOT_RUN, 0.0, message, tiny=job.tiny)
             print(f"{part.name}: NOT RUN, time is over", flush=True)
             verdicts.append(NOT_RUN)
             continue
         seconds = part.seconds * (REHEARSAL_FACTOR if job.tiny else 1.0)
-        verdicts.append(run_part(part, job, results, min(seconds, left)))
+        verdicts.append(run_part(part, job, results, min(seconds, remaining_s)))
     return all(verdict == PASSED for verdict in verdicts)
 
 
 def run_part(part: Part, job: Job, results: Results, limit_s: float) -> str:
-    """Run one part in a process of its own, show what it prints, and record how it ended."""
+    """Run one part in a process of its own, show its output, and record how it ended."""
     print(f"{part.name} (at most {limit_s:.0f} s): {part.proves}", flush=True)
     began = time.monotonic()
     before = len(results.read())
+    results.begin(part.name, limit_s)
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", "part", part.name, *arguments(job)],
         cwd=ROOT,
@@ -122,14 +131,13 @@ def run_part(part: Part, job: Job, results: Results, limit_s: float) -> str:
         code = None
     finally:
         end_descendants()
-        process.wait()
+        process.poll()
     seconds = time.monotonic() - began
 
-    status = verdict(code, results.read()[before:], part.name)
-    message = f"exit status {code}" if status == CRASHED else ""
-    if status == TIMED_OUT:
-        message = f"its {limit_s:.0f} s were over"
-    results.end(part.name, status, seconds, message)
+    rows = results.read()[before:]
+    status = verdict(code, rows, part.name)
+    message = explain(status, code, rows, part.name, limit_s)
+    results.end(part.name, status, seconds, message, tiny=job.tiny)
     shown = status if status == PASSED else status.upper()
     print(f"{part.name}: {shown} after {seconds:.1f} s{message and ', ' + message}", flush=True)
     return status
@@ -148,6 +156,25 @@ def verdict(code: int | None, rows: Sequence[dict[str, Any]], part: str) -> str:
     return PASSED if all(row["passes"] for row in figures) else FAILED
 
 
+def explain(
+    status: str, code: int | None, rows: Sequence[dict[str, Any]], part: str, limit_s: float
+) -> str:
+    """Return why a part did not end by itself and where to read on; empty if it did."""
+    if status == TIMED_OUT:
+        return f"its {limit_s:.0f} s were over; {traceback_log(part)} has where it was"
+    if status != CRASHED or code is None:
+        return ""
+    reason = next((row["crashed"] for row in rows if "crashed" in row), None)
+    if reason is None:
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    return f"{reason}; see {traceback_log(part)}"
+
+
+def traceback_log(part: str) -> str:
+    """Return the name of the file, next to the results, of the traceback of a part."""
+    return f"{part}.traceback.log"
+
+
 def arguments(job: Job) -> Iterator[str]:
     """Yield the command line that gives a child this job."""
     yield from ("--device", job.device, "--out", str(job.out), "--scratch", str(job.scratch))
@@ -157,9 +184,11 @@ def arguments(job: Job) -> Iterator[str]:
         yield "--tiny"
 
 
-def ends(results: Results) -> dict[str, str]:
-    """Return how each part ended last."""
-    return {row["part"]: row["ended"] for row in results.read() if "ended" in row}
+def passed_before(results: Results, *, tiny: bool) -> set[str]:
+    """Return the parts that passed when they last ran; a rehearsal proves nothing at full size."""
+    ends = [row for row in results.read() if "ended" in row and row.get("tiny") == tiny]
+    last = {row["part"]: row["ended"] for row in ends}
+    return {part for part, ended in last.items() if ended == PASSED}
 
 
 def adopt_orphans() -> None:
@@ -178,13 +207,16 @@ def end_descendants() -> None:
     _, alive = psutil.wait_procs(descendants, timeout=END_S)
 
     # More may have been started meanwhile, by servers that replace a worker.
-    while alive:
+    deadline = time.monotonic() + KILL_S
+    while alive and time.monotonic() < deadline:
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(alive, timeout=END_S)
         reap()
         alive = [each for each in psutil.Process().children(recursive=True) if is_running(each)]
+    for process in alive:
+        print(f"process {process.pid} does not end, even by SIGKILL", file=sys.stderr)
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -202,5 +234,14 @@ def reap() -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when the programme is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Watch the programme from a thread: if it is killed, end all that this part has started, and
+    this process. The kernel (PR_SET_PDEATHSIG) would end this process alone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        end_descendants()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

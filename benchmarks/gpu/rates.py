@@ -1,4 +1,4 @@
-"""What the GPU does at best, in figures that the other parts are judged by."""
+"""The GPU's best rates, by which other parts are judged."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""Engines and a router as a service has them, processes on loopback, and what is asked of them."""
+"""The engines and the router of a service, as processes on loopback, and requests to them."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,13 @@ from typing import Any
 import aiohttp
 import grpc
 from benchmarks.gpu.checkpoint import NAME, service_checkpoint, service_shape
-from benchmarks.gpu.figures import Job
+from benchmarks.gpu.figures import Fact, Job, Report, none_of, one_line
 from benchmarks.gpu.ties import Pair
-from one_engine import Engine, start_engine
+from one_engine import Engine, end_process, start_engine
 from processes import free_ports
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-from ullage_common.wire.channels import open_channel
 
 MIB = 1 << 20
 START_S = 60.0
@@ -32,7 +31,7 @@ ASK_S = 100.0
 Sections = dict[str, Any]
 
 PATIENT: Sections = {"slo": {"ttft_p95": 100.0, "e2e_p95": 200.0}}
-"""A router's objectives where nothing may be refused for being late."""
+"""Objectives of a router that refuses no request for being late."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Router:
     target: str
 
     async def stats(self) -> dict[str, Any]:
-        """Return what /stats says."""
+        """Return the contents of /stats."""
         async with aiohttp.ClientSession() as client, client.get(f"{self.url}/stats") as response:
             stats: dict[str, Any] = await response.json()
             return stats
@@ -112,9 +111,7 @@ async def router_up(
         await _ready(router, process)
         yield router
     finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
+        await end_process(process)
 
 
 async def _ready(router: Router, process: asyncio.subprocess.Process) -> None:
@@ -161,8 +158,8 @@ async def complete(
     try:
         async with client.post(f"{router.url}/v1/completions", json=body) as response:
             answer = await response.json()
-    except (aiohttp.ClientError, TimeoutError, ValueError):
-        return Reply(0, {}, 0, time.monotonic() - began)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as cause:
+        return Reply(0, {}, 0, time.monotonic() - began, one_line(cause))
     tokens = answer.get("usage", {}).get("completion_tokens", 0)
     headers = {name.lower(): value for name, value in response.headers.items()}
     error = str(answer.get("error", {}).get("message", ""))
@@ -175,16 +172,16 @@ class Stream:
 
     token_ids: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    """Of each token, its log-probability less that of the next likeliest, where that was asked."""
+    """Of each token, its log-probability less that of the next likeliest, if requested."""
     times: list[float] = field(default_factory=list)
-    """Moments by `time.monotonic`, the first one when it was asked."""
+    """Moments by `time.monotonic`: of the request, then of each token."""
     route: str = ""
     degraded: list[str] = field(default_factory=list)
     resumes: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
     error: str = ""
-    """Why it is not whole; empty: it is."""
+    """Why the stream is incomplete; empty if it is whole."""
 
 
 async def ask(
@@ -199,11 +196,11 @@ async def ask(
     seed: int = 0,
     stream: Stream | None = None,
 ) -> Stream:
-    """Ask for exactly so many tokens and follow them; an error is told in the result.
+    """Request exactly `max_tokens` tokens and follow the stream; the result names an error.
 
     Args:
-        gaps: whether the distance to the next likeliest token is asked for, too.
-        stream: what is filled while tokens come, for those who watch meanwhile.
+        gaps: whether the response also has each token's distance to the next likeliest one.
+        stream: a result to fill while tokens come, so that a caller can watch it.
     """
     stream = stream or Stream()
     request = pb.GenerateRequest(
@@ -244,11 +241,6 @@ def _take(stream: Stream, response: pb.GenerateResponse) -> None:
         stream.cached_tokens = response.finished.usage.cached_tokens
 
 
-def channel_to(target: str) -> Any:
-    """Return a channel, which is an asynchronous context."""
-    return open_channel(target)
-
-
 def prompt_of(job: Job, number: int, length: int) -> list[int]:
     """Return the number-th of many prompts of a length, which begin differently."""
     chooser = random.Random(f"prompt {number} {length}")
@@ -256,7 +248,7 @@ def prompt_of(job: Job, number: int, length: int) -> list[int]:
 
 
 def pair(wanted: Stream, given: Stream) -> Pair:
-    """Return two streams' tokens; the wanted one was asked for its gaps."""
+    """Return two streams' tokens; the wanted one has its gaps."""
     return Pair(wanted.token_ids, wanted.gaps, given.token_ids)
 
 
@@ -270,6 +262,14 @@ def metrics(engine: Engine) -> dict[str, float]:
             name = line.split("{")[0].split(" ")[0]
             sums[name] = sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
     return sums
+
+
+def judge_log(job: Job, name: str, report: Report) -> None:
+    """Report the errors in the log of an engine that `engine_up` has started; none may be there."""
+    errors = errors_logged(job.out / f"{name}.log")
+    for message in sorted(set(errors)):
+        report(Fact(f"{name}.log", message))
+    report(none_of(f"errors in {name}.log", len(errors)))
 
 
 def errors_logged(path: Path) -> list[str]:

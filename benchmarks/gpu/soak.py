@@ -16,13 +16,14 @@ from benchmarks.gpu.service import (
     MIB,
     PATIENT,
     ask,
-    channel_to,
     engine_up,
     kv_bytes,
     metrics,
     router_up,
 )
 from one_engine import Engine
+
+from ullage_common.wire.channels import open_channel
 
 SESSIONS = 4
 LEAST_SAMPLES = 20
@@ -38,12 +39,12 @@ SETTLE_S = 2.0
 
 @dataclass
 class Soak:
-    """What was asked, and how long it took."""
+    """The requests of a run, and how long they took."""
 
     job: Job
     until: float
     longest: int
-    """Tokens at which a session begins anew."""
+    """Tokens after which a session begins a new conversation."""
     seconds: list[float] = field(default_factory=list)
     refused: int = 0
     cached: int = 0
@@ -62,7 +63,7 @@ async def _run(job: Job, report: Report) -> None:
     async with (
         engine_up(job, "soak", sections) as engine,
         router_up(job, {"single": [engine]}, PATIENT) as router,
-        channel_to(router.target) as channel,
+        open_channel(router.target) as channel,
     ):
         with Sampler(job, "soak") as sampler:
             began = time.monotonic()
@@ -134,7 +135,7 @@ async def kill(soak: Soak, engine: Engine, after_s: float) -> None:
         soak.errors.append("there was no worker to kill")
         return
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: engine.worker_pid() not in (pid, None))
+    await until(lambda: engine.worker_pid() not in (pid, None), "another worker")
     await serves_again(engine)
     soak.back = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""How near the kernels come to what the GPU does at best.
+"""Speeds of the kernels as shares of the GPU's best.
 
 Attention is judged by a share of the bytes a second of copies, or of the operations of a large
 product; products with small weights by the time of the same product in bfloat16, which they have to
@@ -39,7 +39,7 @@ INT4_GROUP = 32
 FEW_ROWS = 32
 """Rows up to which a product waits for its weights."""
 LEAST_FEW, LEAST_MANY = 1.0, 0.4
-"""Speed of small weights beside bfloat16, where rows are few and where they are many."""
+"""Speed of small weights against bfloat16, where rows are few and where they are many."""
 LEAST_PREFILL = 0.35
 LEAST_DECODE = {1 << 16: 0.7, 1 << 15: 0.5}
 """Share of a copy's bandwidth, from so many tokens of context on."""
@@ -47,7 +47,7 @@ LEAST_DECODE = {1 << 16: 0.7, 1 << 15: 0.5}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the kernels are measured with."""
+    """Sizes of the measurements."""
 
     attention: ModelConfig
     decodes: tuple[tuple[int, int], ...]
@@ -97,7 +97,7 @@ TINY = Sizes(
 
 @dataclass(frozen=True)
 class Bench:
-    """What computes, and in which numbers."""
+    """The device and the type of numbers."""
 
     device: torch.device
     dtype: torch.dtype

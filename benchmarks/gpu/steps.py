@@ -1,4 +1,4 @@
-"""Decode steps of Llama-3-8B's shape beside their floor: the time in which the device copies as
+"""Decode steps of Llama-3-8B's shape against their floor: the time in which the device copies as
 many bytes as a step reads. Greedy and with top-p, in bfloat16, int8 and int4; one step of each is
 profiled and its kernels are counted.
 """
@@ -99,7 +99,7 @@ def measure(
             report(Figure(name, took * 1e3, "ms"))
             is_judged = format is None and kind == "greedy" and batch in JUDGED
             aim = job.speed_aim(LEAST_SHARE) if is_judged else None
-            report(Figure(f"{name}, floor over it", floor / took, "", aim))
+            report(Figure(f"{name}, floor / measured", floor / took, "", aim))
     if job.on_gpu and format is None:
         for kind, sampling in KINDS.items():
             plan = decodes(PROFILED, context, blocks, vocab, sampling)
@@ -109,9 +109,9 @@ def measure(
 def floor_seconds(
     loaded: LoadedModel, dtype: torch.dtype, batch: int, context: int, copied: float
 ) -> float:
-    """Return the seconds in which the device copies what a step reads: weights and KV."""
+    """Return the seconds in which the device copies the bytes of a step: weights and KV."""
     kv = context * loaded.model_config.kv_bytes_per_token(dtype.itemsize)
-    embedding = loaded.tensors["embedding"].nbytes  # of which a step reads a row a sequence
+    embedding = loaded.tensors["embedding"].nbytes  # a step reads a row of it for each sequence
     return float((loaded.nbytes - embedding + batch * kv) / copied)
 
 

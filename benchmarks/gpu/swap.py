@@ -1,6 +1,7 @@
 """Preemption: sequences that the KV pool cannot hold together are swapped to the host and back.
 
-Each says what it says alone, in float32; and what a session leaves goes through the host tier.
+Each has the tokens in float32 that it has alone; and blocks of ended sessions go through the host
+tier.
 """
 
 import asyncio
@@ -9,7 +10,6 @@ from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of
 from benchmarks.gpu.service import (
     Stream,
     ask,
-    channel_to,
     engine_up,
     kv_bytes,
     metrics,
@@ -18,9 +18,11 @@ from benchmarks.gpu.service import (
 )
 from benchmarks.gpu.ties import compare
 
+from ullage_common.wire.channels import open_channel
+
 STREAMS = 4
 SPARE = 0.75
-"""KV of the pool, as a share of what all streams hold at their ends."""
+"""KV of the pool, as a share of the KV of all streams at their ends."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -43,7 +45,7 @@ async def _run(job: Job, report: Report) -> None:
     async with (
         engine_up(job, "swap", sections) as engine,
         # Straight to the engine: a router would hold back what does not fit.
-        channel_to(engine.address) as channel,
+        open_channel(engine.address) as channel,
     ):
         prompts = [prompt_of(job, number, prompt_tokens) for number in range(STREAMS)]
         # In company first: a new engine expects outputs of 256 tokens, and so admits more streams

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu.programme import PARTS
+from benchmarks.gpu.programme import NOT_RUN, PARTS
 
 Rows = Sequence[dict[str, Any]]
 
@@ -16,20 +16,21 @@ def markdown(rows: Rows) -> str:
         if not run:
             continue
         end = run[-1] if "ended" in run[-1] else {"ended": "cut", "seconds": 0, "message": ""}
+        result = f"{end['ended']}, tiny" if end.get("tiny") else end["ended"]
         judged = [describe(row) for row in run if row.get("aim") is not None]
         shown = "; ".join(filter(None, [*judged, end["message"]])) or "-"
-        lines.append(f"| {part.name} | {end['ended']} | {end['seconds']:.0f} | {shown} |")
+        shown = shown.replace("|", "\\|")
+        lines.append(f"| {part.name} | {result} | {end['seconds']:.0f} | {shown} |")
     return "\n".join(lines)
 
 
 def last_run(rows: Rows, part: str) -> Rows:
-    """Return the lines of a part's last run, which ends with how it ended or was cut."""
+    """Return the lines of a part's last run, up to how it ended; a run that was cut has no end."""
     own = [row for row in rows if row["part"] == part]
-    ended = [place for place, row in enumerate(own) if "ended" in row]
-    if not ended or ended[-1] < len(own) - 1:
-        return own[ended[-1] + 1 :] if ended else own
-    begins = ended[-2] + 1 if len(ended) > 1 else 0
-    return own[begins:]
+    # A call without time for a part says nothing of it that an earlier run did not.
+    own = [row for row in own if row.get("ended") != NOT_RUN] or own[-1:]
+    begins = [place for place, row in enumerate(own) if "began" in row]
+    return own[begins[-1] :] if begins else own
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ def run(job: Job, report: Report) -> None:
     oracle = read_oracle(job)
     if oracle is None:
         # Slow, and yet better than nothing where only the tracked files came along.
-        report(Fact("oracle", "computed here, as none travelled"))
+        report(Fact("oracle", f"computed here, which takes minutes: --bundle has no {ORACLE}"))
         oracle = {name: outputs(job.scratch, name, job.tiny, "cpu") for name in families(job.tiny)}
     near_ties = 0
     for name, wanted in oracle.items():

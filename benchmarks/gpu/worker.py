@@ -1,5 +1,5 @@
 """One worker with everything that only a GPU makes different: pinned host slots, the host tier,
-float8 KV, the driver's figures. Seconds that tell early if one of them breaks.
+float8 KV, the driver's figures. A fault of one of them shows here within seconds.
 """
 
 import asyncio
@@ -11,9 +11,8 @@ from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, no
 from benchmarks.gpu.service import (
     MIB,
     ask,
-    channel_to,
     engine_up,
-    errors_logged,
+    judge_log,
     kv_bytes,
     metrics,
     pair,
@@ -21,6 +20,8 @@ from benchmarks.gpu.service import (
 )
 from benchmarks.gpu.ties import NEAR_TIE, compare
 from one_engine import Engine
+
+from ullage_common.wire.channels import open_channel
 
 LAYERS = 2
 PROMPT_TOKENS = 600
@@ -41,15 +42,11 @@ MOST_ERROR = 0.05
 
 
 def run(job: Job, report: Report) -> None:
-    asyncio.run(_run(job, report))
-
-
-async def _run(job: Job, report: Report) -> None:
-    await serve_all(job, SERVICES, report)
+    asyncio.run(serve_all(job, SERVICES, report))
 
 
 async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Report) -> None:
-    """Start one service after the other, and ask each for what it has cached meanwhile."""
+    """Start one service after the other, and request from each a prompt that it has cached."""
     pool = kv_bytes(job, 4 * (PROMPT_TOKENS + OUTPUT_TOKENS), itemsize=4)
     memory = {"max_kv": pool, "host_kv": pool, "tiers": {"host": {"size": 4 * pool}}}
     checkpoint = await asyncio.to_thread(service_checkpoint, job, LAYERS)
@@ -64,7 +61,10 @@ async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Repor
                 "kv_dtype": kv_dtype,
             },
         }
-        async with engine_up(job, name, sections) as engine, channel_to(engine.address) as channel:
+        async with (
+            engine_up(job, name, sections) as engine,
+            open_channel(engine.address) as channel,
+        ):
             label = f"weights {quantization}, KV {kv_dtype}"
             prompt = prompt_of(job, 0, PROMPT_TOKENS)
             first = await ask(channel, prompt, OUTPUT_TOKENS, gaps=True)
@@ -80,21 +80,21 @@ async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Repor
             parted = compare([pair(first, again)], TIES[kv_dtype])
             report(none_of(f"{label}: other tokens from cached KV", parted.elsewhere))
             report(count(f"{label}: cached prompt tokens", again.cached_tokens, 1))
-            await measured(job, engine, report)
-        report(none_of(f"{label}: errors in the log", len(errors_logged(job.out / f"{name}.log"))))
+            await measured(job, engine, label, report)
+        judge_log(job, name, report)
 
 
-async def measured(job: Job, engine: Engine, report: Report) -> None:
+async def measured(job: Job, engine: Engine, label: str, report: Report) -> None:
     """Report the ledger line by line, and judge the driver's figures that the engine publishes."""
     for line in (await engine.state()).ledger:
-        report(Figure(f"ledger, {line.name}", line.allocated_bytes / MIB, "MiB"))
+        report(Figure(f"{label}: ledger, {line.name}", line.allocated_bytes / MIB, "MiB"))
     figures = await asyncio.to_thread(metrics, engine)
     rate = figures["ullage_swap_bandwidth_bytes_per_second"]
-    report(count("measured bandwidth of swapping", rate, 1))
+    report(count(f"{label}: measured bandwidth of swapping", rate, 1))
     if not job.on_gpu:
         return
     for name in DRIVER_FIGURES:
-        report(count(name, figures.get(name, 0.0), 1e-9))
+        report(count(f"{label}: {name}", figures.get(name, 0.0), 1e-9))
     used, _ = nvml_used()
     error = abs(figures.get("ullage_gpu_memory_used_bytes", 0.0) - used) / used
-    report(at_most("published use beside NVML's", error, "off", MOST_ERROR))
+    report(at_most(f"{label}: published use against NVML's", error, "off", MOST_ERROR))

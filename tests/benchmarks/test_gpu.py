@@ -1,5 +1,6 @@
 """The GPU programme: every part runs in a rehearsal on this CPU, and nothing that breaks passes."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -137,6 +138,11 @@ BODIES = {
     "silent": "report(Fact('nothing', 'was judged'))",
 }
 
+REASONS = {
+    "crashed": "RuntimeError: no such kernel; see wrong.traceback.log",
+    "crashed by a signal": "killed by SIGSEGV; see wrong.traceback.log",
+}
+
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_part_that_proves_nothing_does_not_pass(
@@ -155,6 +161,9 @@ def test_a_part_that_proves_nothing_does_not_pass(
             False,
             True,
         ]
+    assert REASONS.get(kind, "") in ended["message"]
+    has_traceback = (given.out / "wrong.traceback.log").exists()
+    assert has_traceback == kind.startswith("crashed")
     # The next part had its turn.
     assert any(row["part"] == "machine" for row in rows)
 
@@ -177,7 +186,10 @@ def test_what_a_hung_part_leaves_behind_is_ended(
     assert not programme.run_parts([part], given, 6.0, again=False)
     rows = rows_of(given.out)
     assert rows[-1]["ended"] == "timed out"
-    assert rows[0]["figure"] == "before", "what was found before the limit is kept"
+    assert "wrong.traceback.log" in rows[-1]["message"]
+    assert "in run" in (given.out / "wrong.traceback.log").read_text(), "where it hung"
+    figures = [row["figure"] for row in rows if "figure" in row]
+    assert figures == ["before"], "what was found before the limit is kept"
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -212,13 +224,42 @@ def test_kernels_are_packed_for_the_next_machine(
         assert archive.getnames() == ["hash/kernel.cubin", "hash/kernel.json"]
 
 
+def test_what_a_rehearsal_passed_is_run_at_full_size(programme: Any, tmp_path: Path) -> None:
+    from benchmarks.gpu.figures import Results
+
+    results = Results(tmp_path)
+    results.end("machine", "passed", 1.0, tiny=True)
+    results.end("rates", "passed", 1.0, tiny=False)
+    results.end("steps", "passed", 1.0, tiny=False)
+    results.end("steps", "failed", 1.0, tiny=False)
+    assert programme.passed_before(results, tiny=True) == {"machine"}
+    assert programme.passed_before(results, tiny=False) == {"rates"}
+
+
+def test_folders_of_killed_runs_are_removed(programme: Any, tmp_path: Path) -> None:
+    from benchmarks.gpu.__main__ import SCRATCH, remove_abandoned
+
+    abandoned, used = tmp_path / f"{SCRATCH}a", tmp_path / f"{SCRATCH}b"
+    for folder in (abandoned, used):
+        folder.mkdir()
+        (folder / "model").write_text("x")
+    descriptor = os.open(used, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    remove_abandoned(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [used.name]
+    os.close(descriptor)
+    remove_abandoned(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_parts_without_time_are_told(programme: Any, tmp_path: Path) -> None:
     given = job(programme, tmp_path)
     assert not programme.run_parts([programme.BY_NAME["machine"]], given, 1.0, again=False)
     assert rows_of(given.out)[-1]["ended"] == "not run"
 
 
-def test_an_interrupt_ends_the_programme_and_its_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_programme_and_its_parts(number: int, tmp_path: Path) -> None:
     arguments = ("soak", "--tiny", "--device", "cpu", "--out", str(tmp_path / "out"))
     with subprocess.Popen(
         programme_command(*arguments),
@@ -230,7 +271,7 @@ def test_an_interrupt_ends_the_programme_and_its_parts(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert "soak" in process.stdout.readline()
         time.sleep(1.0)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         process.communicate(timeout=60)
     assert process.returncode == 130
 
@@ -265,12 +306,19 @@ def test_the_table_tells_the_last_run_of_each_part() -> None:
     def end(part: str, ended: str) -> dict[str, Any]:
         return {"part": part, "ended": ended, "seconds": 3.0, "message": ""}
 
+    def begin(part: str) -> dict[str, Any]:
+        return {"part": part, "began": 60.0}
+
     rows = [
+        begin("steps"),
         figure("steps", 0.2, False),
         end("steps", "failed"),
+        begin("steps"),
         figure("steps", 0.7, True),
+        begin("mixed"),
         figure("mixed", 0.1, False),
         end("steps", "passed"),
+        end("steps", "not run"),
     ]
     table = markdown(rows)
     assert "| steps | passed | 3 | share 0.7 of it (≥ 0.5) |" in table

@@ -9,7 +9,7 @@ The exit status is 1, and the reasons are printed, if in float32 a likeliest tok
 logit differs by 1e-5 of the largest logit or more; if more than 15 % of the samples had to be
 replaced, because two experts or two answers were almost equally good; or if the full size in
 float32 on CUDA, 1024 x 32, does not exceed 358.56 samples/s. In bfloat16 experts chosen by a hair
-are often others than in float32, whoever computes: there a plain bfloat16 implementation is
+are often others than in float32, in every implementation: there a plain bfloat16 one is
 compared with float32, too, and the engine's median error may be a quarter larger than its. The last
 line is the result as JSON.
 """

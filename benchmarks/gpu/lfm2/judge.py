@@ -1,4 +1,4 @@
-"""What a run was asked for, what it measured, and what of that passes."""
+"""The work of a run, its measurements, and the judgement of them."""
 
 import math
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ MAX_PEAK_GB = 55.0
 
 @dataclass(frozen=True)
 class Work:
-    """What every process is told."""
+    """The work of a run, the same in every process."""
 
     device: str
     size: str
@@ -78,14 +78,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run found."""
+    """The measurements of one run."""
 
     own: Agreement
-    """The engine beside the plain float32 reference."""
+    """The engine against the plain float32 reference."""
     plain: Agreement | None
-    """A plain implementation in the engine's type beside the same, where that is not float32."""
+    """A plain implementation in the engine's type against the same; None in float32."""
     transformers: Agreement | None
-    """The engine beside transformers, for few samples."""
+    """The engine against transformers, for few samples."""
     seconds: float
     """Of a step of all samples to their last logits."""
     all_seconds: float | None
@@ -111,40 +111,42 @@ def figures_of(work: Work, measured: Measured) -> list[Figure]:
     below = math.nextafter(TOLERANCE, 0)
     of_largest = "of the largest logit"
 
-    found = [
+    figures = [
         Figure(f"{label}, to last logits", work.samples / measured.seconds, "samples/s", above)
     ]
     if measured.all_seconds is not None:
         rate = work.samples / measured.all_seconds
-        found.append(Figure(f"{label}, to all logits", rate, "samples/s"))
+        figures.append(Figure(f"{label}, to all logits", rate, "samples/s"))
 
     own = measured.own
     if measured.plain is None:
         name = f"{label}, top-1 equal at {where}"
-        found.append(Figure(name, own.top1, f"of {own.rows}", own.rows))
+        figures.append(Figure(name, own.top1, f"of {own.rows}", own.rows))
         name = f"{label}, greatest difference at {where}"
-        found.append(Figure(name, own.largest, of_largest, below, True))
+        figures.append(Figure(name, own.largest, of_largest, below, True))
     else:
         name = f"{label}, median difference at {where}"
         times = own.median / measured.plain.median
         unit = "times that of a plain implementation"
-        found.append(Figure(name, times, unit, MEDIAN_TOLERANCE, True))
+        figures.append(Figure(name, times, unit, MEDIAN_TOLERANCE, True))
 
     looked_at = work.samples + measured.num_replaced
     share = measured.num_replaced / looked_at
     name = f"{label}, replaced as near ties"
-    found.append(Figure(name, share, f"of {looked_at} samples", MAX_REPLACED, True))
+    figures.append(Figure(name, share, f"of {looked_at} samples", MAX_REPLACED, True))
 
     if measured.transformers is not None:
         samples = measured.transformers.rows // work.tokens
         name = f"{label}, greatest difference from transformers, {samples} samples"
         is_judged = work.dtype == "float32"
         aim = below if is_judged else None
-        found.append(Figure(name, measured.transformers.largest, of_largest, aim, is_judged))
+        figures.append(Figure(name, measured.transformers.largest, of_largest, aim, is_judged))
     if measured.peak_bytes is not None:
         peak = measured.peak_bytes / 1e9
-        found.append(Figure(f"{label}, greatest memory", peak, "GB", MAX_PEAK_GB, True))
-    return found + [Figure(f"{label}, {name}", took, "s") for name, took in measured.phases.items()]
+        figures.append(Figure(f"{label}, greatest memory", peak, "GB", MAX_PEAK_GB, True))
+    for phase, seconds in measured.phases.items():
+        figures.append(Figure(f"{label}, {phase}", seconds, "s"))
+    return figures
 
 
 def failures(figures: list[Figure], measured: Measured) -> list[str]:

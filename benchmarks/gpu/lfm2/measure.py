@@ -95,7 +95,7 @@ def run_rank(rank: int, work: Work, store: Path | None) -> Measured | None:
 
 @dataclass
 class Phases:
-    """Seconds by name of what was done, printed as each ends."""
+    """Seconds of each phase by name, printed as it ends."""
 
     device: torch.device
     prefix: str
@@ -112,7 +112,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Samples, and what is expected of them."""
+    """Samples, and the results expected for them."""
 
     prompts: torch.Tensor
     reference: torch.Tensor
@@ -129,7 +129,7 @@ class _Stage:
 
     def __init__(self, rank: int, work: Work, layout: RankLayout, group: RankGroup | None) -> None:
         self._rank = rank
-        self._job = work
+        self._work = work
         self._layout = layout
         self._group = group
         self._device = work.device_of(rank)
@@ -139,15 +139,15 @@ class _Stage:
         self._phases = Phases(self._device, f"rank {rank}: " if work.stages > 1 else "")
 
     def run(self) -> Measured | None:
-        """Return what was measured; None on all stages but the last."""
-        work, phases = self._job, self._phases
+        """Return the measurements; None on all stages but the last."""
+        work, phases = self._work, self._phases
         chosen = None
         if self._layout.is_last(self._rank):
             with phases("reference"):
                 chosen = choose_samples(work, self._whole, self._weights)
             say(f"{chosen.num_replaced} samples replaced, whose routing or answer hung on rounding")
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # the weights need what the reference took
+                torch.cuda.empty_cache()  # the weights need the memory of the reference
         prompts = self._share(chosen)
 
         say(str(device_map(self._whole, self._layout, self._device.type)[self._rank]))
@@ -197,7 +197,7 @@ class _Stage:
         )
 
     def _make_runner(self, loaded: LoadedModel) -> ModelRunner:
-        work = self._job
+        work = self._work
         rows = work.samples * work.tokens
         pipeline_rank = PipelineRank(
             self._group, rows, self._whole.hidden, self._dtype, work.micro_batches
@@ -208,7 +208,7 @@ class _Stage:
 
     def _share(self, chosen: _Chosen | None) -> torch.Tensor:
         """Return the samples, which the last stage chose, in every process."""
-        work = self._job
+        work = self._work
         prompts = torch.zeros(work.samples, work.tokens, dtype=torch.int64, device=self._device)
         if chosen is not None:
             prompts.copy_(chosen.prompts)
@@ -219,7 +219,7 @@ class _Stage:
     def _timed(self, step: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
         """Return the median seconds until all stages have ended, and the last result."""
         seconds = []
-        for _ in range(self._job.runs):
+        for _ in range(self._work.runs):
             self._wait_for_all()
             started = time.perf_counter()
             result = step()
@@ -229,7 +229,7 @@ class _Stage:
 
     def _wait_for_all(self) -> None:
         synchronize(self._device)
-        if self._job.stages > 1:
+        if self._work.stages > 1:
             dist.barrier(device_ids=[self._device.index] if self._device.type == "cuda" else None)
 
 
@@ -288,7 +288,7 @@ def compare_with_transformers(
 
 
 def agreement(pairs: Pairs) -> Agreement:
-    """Say how logits compare with those expected, slice after slice."""
+    """Compare logits with those expected, slice after slice."""
     top1 = rows = 0
     difference = largest = 0.0
     lengths = []
@@ -338,7 +338,7 @@ def _slices(rows: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _beside(computed: Iterable[torch.Tensor], hidden: torch.Tensor, head: torch.Tensor) -> Pairs:
-    """Yield logits beside those expected, which follow from the reference's rows."""
+    """Yield logits with those expected, which follow from the reference's rows."""
     expected = _slices(hidden.flatten(0, 1))
     for actual, rows in zip(computed, expected, strict=True):
         yield actual.float(), rows @ head.t()

@@ -50,7 +50,7 @@ def run(rank: int, work: Work, store: Path | None) -> int:
 
 
 def report(work: Work, measured: Measured) -> int:
-    """Print what was measured and what does not pass; return the exit status."""
+    """Print the figures and those that do not pass; return the exit status."""
     figures = figures_of(work, measured)
     for figure in figures:
         say(f"{figure.name}: {figure.value:.6g} {figure.unit}")

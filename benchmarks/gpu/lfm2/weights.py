@@ -73,7 +73,7 @@ class SeededWeights:
         self._device = device
 
     def ends(self) -> dict[str, torch.Tensor]:
-        """Make what is before the first layer and after the last."""
+        """Make the tensors before the first layer and after the last."""
         model_config = self._model_config
         random = self._source(0)
         return {
