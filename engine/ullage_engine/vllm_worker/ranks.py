@@ -57,6 +57,11 @@ class WorkerExtension:
         runner.warming_up_model()
         runner.profile_run()
 
+    def ullage_free_first(self) -> int:
+        """Return the bytes of this rank's GPU that were free when it had its context and its
+        buffers of transfers, and no weights: vLLM counts what it takes from there."""
+        return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
+
     def ullage_blank_slots(self) -> int:
         """Returns the bytes of this rank's slots of adapters. Nothing is in them, so that zeros are
         written: memory is not resident before."""

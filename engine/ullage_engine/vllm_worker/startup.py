@@ -1,7 +1,6 @@
 """The worker's start: from a configuration to vLLM's engine under our ledger."""
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import psutil
 from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
-from ullage_common.process.memory import free_bytes
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.memory.ledger import Ledger, mib
+from ullage_engine.memory.ledger import Ledger
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_loader.loader import source_key
 from ullage_engine.model_loader.source import resolve_source
@@ -25,13 +22,14 @@ from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
-from ullage_engine.vllm_worker.adapters import adapter_folders, num_slots, slot_bytes
+from ullage_engine.vllm_worker.adapters import adapter_folders
 from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder, written_bytes
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.group import lead
 from ullage_engine.vllm_worker.interface import AdapterError
+from ullage_engine.vllm_worker.memory import StartMemory
 from ullage_engine.vllm_worker.ranks import sweep
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
@@ -43,9 +41,6 @@ from ullage_kv import namespace
 
 log = logging.getLogger("ullage.engine.vllm")
 
-_STAGING_BYTES = 64 << 20
-"""Bytes for messages, token lists, grammars and queues, which come and go with requests, as copies
-of adapters do."""
 _PROGRESS_S = 1.0
 
 
@@ -137,7 +132,7 @@ def start(
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
     _prepare(config)
-    memory = _Memory(config, host_tier)
+    memory = StartMemory(config, host_tier)
     nodes = config.group.nodes
     node = lead(config.group, report, memory.rank_bytes) if nodes > 1 else None
     weights_dir = Path(config.server.weights_dir)
@@ -170,7 +165,10 @@ def start(
         ledger=memory.ledger,
         used_bytes=memory.used_bytes,
         free_memory=FreeMemoryMonitor(
-            memory.free_bytes, config.memory.safety_reserve, time.monotonic
+            memory.free_bytes,
+            config.memory.safety_reserve,
+            time.monotonic,
+            memory.allocator_bytes,
         ),
         profile=profile,
         max_model_len=max_model_len,
@@ -180,7 +178,7 @@ def start(
     )
 
 
-def _limits(core: vllm_core.VllmCore, config: EngineConfig, memory: "_Memory") -> EngineLimits:
+def _limits(core: vllm_core.VllmCore, config: EngineConfig, memory: StartMemory) -> EngineLimits:
     return EngineLimits(
         max_model_len=core.max_model_len,
         max_sequences=config.batching.max_sequences,
@@ -206,7 +204,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
-    memory = _Memory(config)
+    memory = StartMemory(config)
     memory.plan_adapters(folder, dtype, rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
     given = arguments.engine_args(config, folder, dtype, share, node, slots)
@@ -227,7 +225,7 @@ def _prepare(config: EngineConfig) -> None:
 
 def _load(
     config: EngineConfig,
-    memory: "_Memory",
+    memory: StartMemory,
     progress: "_Progress",
     node: Node | None,
     is_restart: bool,
@@ -342,149 +340,6 @@ def _kv_space(
             "format": facts,
         }
     )
-
-
-class _Memory:
-    """The ledger of a start, on CPUs and GPUs."""
-
-    def __init__(self, config: EngineConfig, host_tier: HostTier | None = None) -> None:
-        self._config = config
-        self.host_tier = host_tier
-        self._shared_bytes = 0
-        """Resident bytes of this node's ranks that belong to the host tier."""
-        self._num_ranks = config.gpus
-        self._num_nodes = config.group.nodes
-        self._num_here = config.num_local_ranks
-        self.is_cpu = vllm_core.is_cpu()
-        self._process = psutil.Process()
-        memory = config.memory
-        if self.is_cpu:
-            cores = sorted(os.sched_getaffinity(0))[: (config.server.threads or 1 << 20)]
-            binding = arguments.core_binding(cores, self._num_here)
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
-            total = vllm_core.cpu_budget(config, host_tier.num_bytes if host_tier else 0)
-        else:
-            total = vllm_core.device_bytes(self._num_here)[1] * self._num_nodes
-        self.ledger = Ledger(total, memory.threshold, configurable=self.is_cpu)
-        self._context = self.used_bytes()
-        self.ledger.record("context", self._context)
-        if self.is_cpu and config.server.standby_worker:
-            # It has imported what this process has by now.
-            self.ledger.reserve("standby", self._context // self._num_nodes)
-        self.adapter_slots = 0
-        """Adapters that are loaded at a time."""
-        self._copy_bytes = 0
-        """Most bytes of a CPU's memory that the ranks take for an adapter beside its slot."""
-
-    @property
-    def rank_bytes(self) -> int:
-        """Memory of a rank's device."""
-        return self.ledger.total_bytes // self._num_ranks
-
-    def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
-        """Decides how many adapters are loaded at a time, of the model in `folder`: on all nodes as
-        many as a rank's device of the leader has memory for.
-
-        Raises:
-            WeightsError: the checkpoint is incomplete.
-        """
-        config = self._config
-        if not config.adapters:
-            return
-        rank = arguments.lora_rank(config)
-        size = slot_bytes(folder, rank, vllm_core.item_bytes(dtype))
-        copy_bytes = size if self.is_cpu else 0  # vLLM keeps one where it keeps the slots
-        self.adapter_slots = num_slots(
-            len(config.adapters),
-            int(rank_bytes * config.memory.adapter_share),
-            # Of tensor ranks each is taken to have all of it, which is no less than it has.
-            -(-size // config.parallelism.pipeline),
-            copy_bytes=copy_bytes,
-            num_spare=arguments.spare_slots(self.is_cpu),
-        )
-        self._copy_bytes = copy_bytes * self._num_ranks
-        facts = {"slot_bytes": size, "rank": rank}
-        log.info("%d of %d adapters fit", self.adapter_slots, len(config.adapters), extra=facts)
-
-    @property
-    def device_share(self) -> float | None:
-        """Share of a GPU's memory that vLLM may plan with; None on CPUs, of which only the ledger
-        knows how much is there."""
-        if self.is_cpu:
-            return None
-        reserve = self._config.memory.safety_reserve * self._num_ranks
-        share = (self.ledger.budget_bytes - reserve) / self.ledger.total_bytes
-        if share <= 0:
-            raise self.ledger.shortage("safety_reserve", reserve)
-        return share
-
-    def size_pool(self, found: list[int], adapter_bytes: int) -> list[int]:
-        """Returns the KV bytes of each rank, of those that vLLM found to be free for it.
-
-        `adapter_bytes`: what all slots of adapters take.
-        """
-        config, ledger = self._config, self.ledger
-        reserve = config.memory.safety_reserve * self._num_ranks
-        used = self.used_bytes() - self._context
-        if not self.is_cpu:
-            used = ledger.available_bytes - reserve - sum(found)
-        self._record_model(used, adapter_bytes)
-        ledger.reserve("staging", self._staging_bytes)
-        ledger.reserve("safety_reserve", reserve)
-        share = ledger.available_bytes // self._num_ranks
-        if share <= 0:
-            raise ledger.shortage("kv_pool", 1 << 20)
-        limit = config.memory.max_kv
-        log.info("KV: %s are free a rank, at most %s are taken", mib(share), mib(limit))
-        return [min(share, limit, share if self.is_cpu else each) for each in found]
-
-    def settle(self, core: vllm_core.VllmCore) -> None:
-        """Enters what was allocated at last."""
-        if "model" not in {each.name for each in self.ledger.states()}:
-            # A model without KV is not asked for its size.
-            adapter_bytes = core.blank_slots()
-            self._record_model(self.used_bytes() - self._context, adapter_bytes)
-            self.ledger.reserve(
-                "safety_reserve", self._config.memory.safety_reserve * self._num_ranks
-            )
-        self.ledger.record("kv_pool", core.pool_bytes)
-
-    def attached(self) -> None:
-        """Enters the host tier, which all ranks have attached."""
-        assert self.host_tier is not None
-        self.ledger.record_on_host("kv_host_tier", self.host_tier.num_bytes)
-        self._shared_bytes = self.host_tier.num_bytes * self._num_here
-
-    def _record_model(self, used: int, adapter_bytes: int) -> None:
-        self.ledger.record("model", max(0, used - adapter_bytes))
-        if self._config.adapters:
-            self.ledger.record("adapters", adapter_bytes)
-
-    @property
-    def _staging_bytes(self) -> int:
-        return _STAGING_BYTES + self.adapter_slots * self._copy_bytes if self.is_cpu else 0
-
-    def used_bytes(self) -> int:
-        """Bytes in use: resident ones of all ranks' processes, or those of its GPUs. Other nodes
-        are taken to use as much as this one."""
-        return self._used_here() * self._num_nodes
-
-    def _used_here(self) -> int:
-        if not self.is_cpu:
-            free, total = vllm_core.device_bytes(self._num_here)
-            return total - free
-        used = int(self._process.memory_info().rss)
-        if self._num_ranks > 1:
-            for child in self._process.children(recursive=True):
-                try:
-                    used += int(child.memory_info().rss)
-                except psutil.NoSuchProcess:
-                    continue
-        return used - self._shared_bytes
-
-    def free_bytes(self) -> int:
-        """Bytes of the first device that are free; on a CPU, those the container may take."""
-        return free_bytes() if self.is_cpu else vllm_core.device_bytes(1)[0]
 
 
 class _Progress:

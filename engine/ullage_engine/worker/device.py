@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -54,51 +54,66 @@ class HostTier(NamedTuple):
     num_bytes: int
 
 
-class GpuDriver:
-    """A rank's GPU as the driver shows it to this process, without a CUDA context."""
+class GpuAtStart(NamedTuple):
+    """A GPU as the driver showed it before this process had anything of it."""
 
-    def __init__(self, gpu: Gpu, total: int) -> None:
-        """Wait until memory of processes that have ended is returned.
-
-        `total`: bytes of the GPU.
-        """
-        self._gpu = gpu
-        started = time.monotonic()
-        self.free_before = wait_for_memory(self._free_bytes, total - _IDLE_BYTES)
-        """Bytes that were free before this process had anything of the GPU."""
-        seconds = round(time.monotonic() - started, 1)
-        extra = {"free_bytes": self.free_before, "seconds": seconds}
-        log.info("%s of the GPU are free at the start", mib(self.free_before), extra=extra)
-
-    @property
-    def uuid(self) -> str:
-        return self._gpu.uuid
-
-    def process_bytes(self) -> dict[int, int]:
-        """Return the bytes of each process, by the driver's id of it; see `Gpu.process_bytes`."""
-        return self._gpu.process_bytes()
-
-    def _free_bytes(self) -> int:
-        memory = self._gpu.free_and_total_bytes()
-        return memory[0] if memory else 0
+    gpu: Gpu
+    free_bytes: int
+    """Bytes that were free when processes that have ended had returned theirs."""
+    total_bytes: int
 
 
-def open_driver(config: EngineConfig, rank: int) -> GpuDriver | None:
-    """Return what the driver says of a rank's GPU; None on a CPU, or where it says nothing.
+def open_driver(config: EngineConfig, rank: int) -> GpuAtStart | None:
+    """Return a rank's GPU as the driver shows it; None on a CPU, or where it shows nothing.
 
     Call it before anything touches the GPU: CUDA's context is memory of this process, too.
     """
     if config.device == "cpu" or not torch.cuda.is_available():
         return None
 
-    try:
-        gpus = Nvml().gpus(os.environ, rank + 1)
-        memory = gpus[rank].free_and_total_bytes() if len(gpus) > rank else None
-    except (NvmlUnavailableError, AttributeError) as error:  # the latter of other bindings
-        log.info("the driver does not tell whose memory is whose: %s", error)
-        return None
+    gpus = visible_gpus(rank + 1)
+    return at_start(gpus[rank]) if len(gpus) > rank else None
 
-    return GpuDriver(gpus[rank], memory[1]) if memory else None
+
+def visible_gpus(num_gpus: int) -> list[Gpu]:
+    """Return the first GPUs that CUDA sees; fewer than asked for where the driver shows fewer."""
+    try:
+        return Nvml().gpus(os.environ, num_gpus)
+    except (NvmlUnavailableError, AttributeError) as error:  # the latter of other bindings
+        log.info("the driver does not show whose memory of GPUs is whose: %s", error)
+        return []
+
+
+def at_start(gpu: Gpu) -> GpuAtStart | None:
+    """Wait until memory of processes that have ended is returned, and return what is free then.
+
+    None: the driver does not show the GPU's memory.
+    """
+    memory = gpu.free_and_total_bytes()
+    if memory is None:
+        return None
+    total = memory[1]
+
+    started = time.monotonic()
+    free = wait_for_memory(lambda: free_of(gpu), total - _IDLE_BYTES)
+    seconds = round(time.monotonic() - started, 1)
+    extra = {"free_bytes": free, "seconds": seconds}
+    log.info("%s of the GPU are free at the start", mib(free), extra=extra)
+
+    return GpuAtStart(gpu, free, total)
+
+
+def free_of(gpu: Gpu) -> int:
+    """Return the free bytes of a GPU, without a CUDA context; 0 where the driver fails."""
+    memory = gpu.free_and_total_bytes()
+    return memory[0] if memory else 0
+
+
+def names_of(sizes: Mapping[int, int]) -> str:
+    """Return processes with their bytes, the largest first, for a message."""
+    largest = sorted(sizes.items(), key=lambda entry: entry[1], reverse=True)
+    listed = [f"process {pid} with {mib(size)}" for pid, size in largest]
+    return ", ".join(listed) or "other processes"
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
@@ -187,25 +202,33 @@ def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
 class MemoryMeter:
     """A meter of this process's memory: resident bytes, or its own bytes of a CUDA device."""
 
-    def __init__(self, device: torch.device, driver: GpuDriver | None = None) -> None:
+    def __init__(self, device: torch.device, driver: GpuAtStart | None = None) -> None:
         """`driver`: opened before the device was prepared."""
         self._device = device
         self._process = psutil.Process()
-        self._driver = driver
-        self._pid: int | None = None
         self._recent = (0, -_RECENT_S)
         self.shared_bytes = 0
         """Resident bytes that belong to another process and do not count."""
-        self.source = "resident"
-        """Where the figures come from: resident, nvml, difference or device."""
+        self._driver = driver if driver is not None and self._is_shown_by(driver) else None
+        self._pid = self._probe(self._driver) if self._driver is not None else None
+        """Id by which the driver knows this process; None: it does not list it."""
         if device.type == "cuda":
-            self._find_source()
+            log.info("source of the GPU's own bytes: %s", self.source, extra={"pid": self._pid})
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from: resident, nvml, difference or device."""
+        if self._device.type != "cuda":
+            return "resident"
+        if self._driver is None:
+            return "device"
+        return "difference" if self._pid is None else "nvml"
 
     def used_bytes(self) -> int:
         """Return the bytes that this process has now."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            free_before = total if self._driver is None else self._driver.free_before
+            free_before = total if self._driver is None else self._driver.free_bytes
             return own_bytes(self._listed(), free_before, int(free), self.reserved_bytes())
         return int(self._process.memory_info().rss) - self.shared_bytes
 
@@ -228,14 +251,13 @@ class MemoryMeter:
 
     def others(self) -> str:
         """Return the other processes of the device with their bytes, for a message."""
-        listed = self._driver.process_bytes() if self._driver is not None else {}
-        sizes = sorted(((size, pid) for pid, size in listed.items() if pid != self._pid))
-        if self._pid is None or not sizes:
-            return "other processes"
-        return ", ".join(f"process {pid} with {mib(size)}" for size, pid in reversed(sizes))
+        if self._driver is None or self._pid is None:
+            return names_of({})
+        listed = self._driver.gpu.process_bytes()
+        return names_of({pid: size for pid, size in listed.items() if pid != self._pid})
 
     def free_bytes(self) -> int:
-        """Bytes of the device that are free; on a CPU, those that the container may take."""
+        """Return the bytes of the device that are free; on a CPU, what the container may take."""
         if self._device.type == "cuda":
             return int(torch.cuda.mem_get_info(self._device)[0])
         return free_bytes()
@@ -249,40 +271,43 @@ class MemoryMeter:
     def _listed(self) -> int | None:
         if self._driver is None or self._pid is None:
             return None
-        return self._driver.process_bytes().get(self._pid)
+        return self._driver.gpu.process_bytes().get(self._pid)
 
-    def _find_source(self) -> None:
-        driver = self._driver
-        uuid = str(torch.cuda.get_device_properties(self._device).uuid).removeprefix("GPU-")
-        if driver is not None and driver.uuid.startswith("GPU-") and uuid not in driver.uuid:
-            # CUDA numbers unequal GPUs by their speed, the driver by their bus.
-            log.warning(
-                "CUDA uses the GPU %s where the driver shows %s, which is not asked any more; set "
-                "CUDA_DEVICE_ORDER=PCI_BUS_ID",
-                uuid,
-                driver.uuid,
-            )
-            driver = self._driver = None
+    def _is_shown_by(self, driver: GpuAtStart) -> bool:
+        """Return whether CUDA uses the GPU that the driver shows; warn if it does not.
 
-        if driver is not None:
-            self._pid = self._probe(driver)
-        self.source = "device" if driver is None else "difference" if self._pid is None else "nvml"
-        log.info("own bytes of the GPU are told by: %s", self.source, extra={"pid": self._pid})
+        CUDA numbers unequal GPUs by their speed, the driver by their bus.
+        """
+        used = str(torch.cuda.get_device_properties(self._device).uuid).removeprefix("GPU-")
+        shown = driver.gpu.uuid
+        if used in shown or not shown.startswith("GPU-"):
+            return True
 
-    def _probe(self, driver: GpuDriver) -> int | None:
-        """Return the id by which the driver knows this process, from what it says of a probe."""
+        log.warning(
+            "CUDA uses the GPU %s where the driver shows %s, which is not asked any more; set "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            used,
+            shown,
+        )
+        return False
+
+    def _probe(self, driver: GpuAtStart) -> int | None:
+        """Return the id by which the driver knows this process, by its answers to a probe."""
         torch.cuda.empty_cache()
         reserved = self.reserved_bytes()
-        before = driver.process_bytes()
+        before = driver.gpu.process_bytes()
         size = _PROBE_BYTES + _PROBE_STEP * secrets.randbelow(_PROBE_SIZES)
-        probe = torch.empty(size, dtype=torch.uint8, device=self._device)
+        try:
+            probe = torch.empty(size, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return None
 
         grown = self.reserved_bytes() - reserved
-        during = driver.process_bytes()
+        during = driver.gpu.process_bytes()
         del probe
         torch.cuda.empty_cache()
 
-        return find_own(before, during, driver.process_bytes(), grown)
+        return find_own(before, during, driver.gpu.process_bytes(), grown)
 
 
 def reserve_for_others(

@@ -16,9 +16,10 @@ from ullage_engine.gpu.nvml import Gpu
 from ullage_engine.memory import shared_device
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.worker.device import (
-    GpuDriver,
+    GpuAtStart,
     MemoryMeter,
     Workspace,
+    at_start,
     enforce_ledger,
     reserve_for_others,
 )
@@ -35,8 +36,8 @@ torch.cuda.is_available = lambda: True
 for device, rank in (("auto", 1), ("auto", 2), ("cpu", 0)):
     config = EngineConfig(model=ModelSection(source="pkg://a/b", name="m"), device=device)
     driver = open_driver(config, rank)
-    own = driver and driver.process_bytes().get(os.getpid())
-    print(json.dumps(driver and [driver.uuid, driver.free_before, own]))
+    own = driver and driver.gpu.process_bytes().get(os.getpid())
+    print(json.dumps(driver and [driver.gpu.uuid, driver.free_bytes, own]))
 """
 
 
@@ -50,8 +51,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.undo()
 
 
-def open_driver(gpu: FakeGpu) -> GpuDriver:
-    return GpuDriver(cast(Gpu, gpu), gpu.total_bytes)
+def open_driver(gpu: FakeGpu) -> GpuAtStart | None:
+    return at_start(cast(Gpu, gpu))
 
 
 def start(gpu: FakeGpu) -> MemoryMeter:

@@ -23,7 +23,7 @@ class _Block:
 class FakeGpu:
     """The memory of one GPU: this process's context and allocator, and other processes' bytes.
 
-    Installed, it takes the place of torch.cuda. Passed to a `GpuDriver` it is what NVML shows.
+    Installed, it takes the place of torch.cuda. Passed to `at_start` it is what NVML shows.
     """
 
     uuid = "GPU-12345678-9abc"

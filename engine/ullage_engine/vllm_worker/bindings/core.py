@@ -151,24 +151,9 @@ def cpu_budget(config: EngineConfig, host_tier: int) -> int:
     return open_ledger(config, torch.device("cpu"), host_tier).total_bytes * config.gpus
 
 
-def device_bytes(num_ranks: int) -> tuple[int, int]:
-    """Returns the free and all bytes of the ranks' GPUs, without a context of this process on
-    them."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    free = total = 0
-    for rank in range(num_ranks):
-        # NVML counts all GPUs of the machine, CUDA those that are visible.
-        index = current_platform.device_id_to_physical_device_id(rank)
-        info = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
-        free, total = free + int(info.free), total + int(info.total)
-    return free, total
-
-
-SizePool = Callable[[list[int], int], list[int]]
-"""Returns the KV bytes of each rank, of those that vLLM found to be free for it, and the bytes of
-all ranks' slots of adapters."""
+SizePool = Callable[[list[int], int, list[int]], list[int]]
+"""Function from the KV bytes that vLLM leaves to each rank, the bytes of all ranks' slots of
+adapters, and the bytes that were free of each rank's GPU, to the KV bytes of each rank."""
 
 
 def _sized_executor(
@@ -185,7 +170,8 @@ def _sized_executor(
             if is_cpu():
                 self.collective_rpc("ullage_warm_up")
             num_bytes = super().determine_available_memory()
-            return size_pool(num_bytes, _blank_slots(self))
+            free_first = [] if is_cpu() else self.collective_rpc("ullage_free_first")
+            return size_pool(num_bytes, _blank_slots(self), free_first)
 
         def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
             self.kv_configs = kv_cache_configs

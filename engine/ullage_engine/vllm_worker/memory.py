@@ -1,0 +1,243 @@
+"""The ledger of a start of vLLM, on CPUs and GPUs, and the meter of the memory in use."""
+
+import logging
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process.memory import free_bytes
+from ullage_engine.memory.ledger import Ledger, mib
+from ullage_engine.memory.shared_device import own_bytes
+from ullage_engine.protocol.errors import WorkerStartError
+from ullage_engine.vllm_worker import arguments
+from ullage_engine.vllm_worker.adapters import num_slots, slot_bytes
+from ullage_engine.vllm_worker.bindings import core as vllm_core
+from ullage_engine.worker.device import (
+    GpuAtStart,
+    HostTier,
+    MemoryMeter,
+    at_start,
+    free_of,
+    names_of,
+    visible_gpus,
+)
+
+log = logging.getLogger("ullage.engine.vllm")
+
+_STAGING_BYTES = 64 << 20
+"""Bytes for messages, token lists, grammars and queues, which come and go with requests, as copies
+of adapters do."""
+
+
+class StartMemory:
+    """The ledger of a start, on CPUs and GPUs."""
+
+    def __init__(self, config: EngineConfig, host_tier: HostTier | None = None) -> None:
+        self._config = config
+        self.host_tier = host_tier
+        self._shared_bytes = 0
+        """Resident bytes of this node's ranks that belong to the host tier."""
+        self._num_ranks = config.gpus
+        self._num_nodes = config.group.nodes
+        self._num_here = config.num_local_ranks
+        self.is_cpu = vllm_core.is_cpu()
+        self._process = psutil.Process()
+        self._gpus: list[GpuAtStart] = []
+        """This node's GPUs, one for each rank; empty on CPUs."""
+        self._meter: MemoryMeter | None = None
+        """Meter of the only rank's GPU, which this process computes on; None: ranks are processes
+        of their own, or it is a CPU's."""
+        memory = config.memory
+        if self.is_cpu:
+            cores = sorted(os.sched_getaffinity(0))[: (config.server.threads or 1 << 20)]
+            binding = arguments.core_binding(cores, self._num_here)
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+            total = vllm_core.cpu_budget(config, host_tier.num_bytes if host_tier else 0)
+        else:
+            self._gpus = _local_gpus(self._num_here)
+            total = sum(gpu.total_bytes for gpu in self._gpus) * self._num_nodes
+        self.ledger = Ledger(total, memory.threshold, configurable=self.is_cpu)
+        self._context = self.used_bytes() if self.is_cpu else 0
+        if self.is_cpu:
+            self.ledger.record("context", self._context)
+        else:
+            self._reserve_for_others()
+        if self.is_cpu and config.server.standby_worker:
+            # It has imported what this process has by now.
+            self.ledger.reserve("standby", self._context // self._num_nodes)
+        self.adapter_slots = 0
+        """Adapters that are loaded at a time."""
+        self._copy_bytes = 0
+        """Most bytes of a CPU's memory that the ranks take for an adapter beside its slot."""
+
+    @property
+    def rank_bytes(self) -> int:
+        """Memory of a rank's device."""
+        return self.ledger.total_bytes // self._num_ranks
+
+    def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
+        """Decides how many adapters are loaded at a time, of the model in `folder`: on all nodes as
+        many as a rank's device of the leader has memory for.
+
+        Raises:
+            WeightsError: the checkpoint is incomplete.
+        """
+        config = self._config
+        if not config.adapters:
+            return
+        rank = arguments.lora_rank(config)
+        size = slot_bytes(folder, rank, vllm_core.item_bytes(dtype))
+        copy_bytes = size if self.is_cpu else 0  # vLLM keeps one where it keeps the slots
+        self.adapter_slots = num_slots(
+            len(config.adapters),
+            int(rank_bytes * config.memory.adapter_share),
+            # Of tensor ranks each is taken to have all of it, which is no less than it has.
+            -(-size // config.parallelism.pipeline),
+            copy_bytes=copy_bytes,
+            num_spare=arguments.spare_slots(self.is_cpu),
+        )
+        self._copy_bytes = copy_bytes * self._num_ranks
+        facts = {"slot_bytes": size, "rank": rank}
+        log.info("%d of %d adapters fit", self.adapter_slots, len(config.adapters), extra=facts)
+
+    @property
+    def device_share(self) -> float | None:
+        """Share of a GPU's memory that vLLM may plan with; None on CPUs, of which only the ledger
+        knows how much is there."""
+        if self.is_cpu:
+            return None
+        reserve = self._config.memory.safety_reserve * self._num_ranks
+        share = (self.ledger.budget_bytes - reserve) / self.ledger.total_bytes
+        if share <= 0:
+            raise self.ledger.shortage("safety_reserve", reserve)
+        return share
+
+    def _reserve_for_others(self) -> None:
+        """Set aside what other processes hold of the budget.
+
+        It is as much of every GPU as of the fullest one, since vLLM plans with the same share of
+        each of them. The start of vLLM fails if less than that share is free.
+        """
+        threshold = self.ledger.threshold
+        taken = [int(gpu.total_bytes * threshold) - gpu.free_bytes for gpu in self._gpus]
+        most = max(taken)
+        if most <= 0:
+            return
+        names = names_of(self._gpus[taken.index(most)].gpu.process_bytes())
+        self.ledger.reserve_for_others(most * self._num_ranks, names)
+        log.warning("%s of each GPU's budget are held by %s", mib(most), names)
+
+    def size_pool(self, found: list[int], adapter_bytes: int, free_first: list[int]) -> list[int]:
+        """Return the KV bytes of each rank, of those that vLLM found to be free for it.
+
+        Args:
+            found: bytes that vLLM leaves to KV of each rank. It counts from the moment when a rank
+                had its context, and so leaves out what that takes.
+            adapter_bytes: bytes of all slots of adapters.
+            free_first: bytes that were free of each rank's GPU at that moment; empty on CPUs.
+        """
+        config, ledger = self._config, self.ledger
+        reserve = config.memory.safety_reserve * self._num_ranks
+        used = self.used_bytes() - self._context
+        if not self.is_cpu:
+            contexts = self._contexts(free_first)
+            ledger.record("context", sum(contexts))
+            found = [each - context for each, context in zip(found, contexts, strict=True)]
+            used = ledger.available_bytes - reserve - sum(found)
+        self._record_model(used, adapter_bytes)
+        ledger.reserve("staging", self._staging_bytes)
+        ledger.reserve("safety_reserve", reserve)
+        share = ledger.available_bytes // self._num_ranks
+        if share <= 0:
+            raise ledger.shortage("kv_pool", 1 << 20)
+        limit = config.memory.max_kv
+        log.info("KV: %s are free a rank, at most %s are taken", mib(share), mib(limit))
+        return [min(share, limit, share if self.is_cpu else each) for each in found]
+
+    def _contexts(self, free_first: list[int]) -> list[int]:
+        """Return the bytes of each rank's context, libraries and buffers of transfers.
+
+        GPUs of other nodes are taken to have been as free as the same ones of this node.
+        """
+        before = [gpu.free_bytes for gpu in self._gpus] * self._num_nodes
+        return [
+            own_bytes(None, free_before, free, 0)
+            for free_before, free in zip(before, free_first, strict=True)
+        ]
+
+    def settle(self, core: vllm_core.VllmCore) -> None:
+        """Enter what was allocated at last."""
+        if "model" not in {each.name for each in self.ledger.states()}:
+            # A model without KV is not asked for its size.
+            adapter_bytes = core.blank_slots()
+            self._record_model(self.used_bytes() - self._context, adapter_bytes)
+            self.ledger.reserve(
+                "safety_reserve", self._config.memory.safety_reserve * self._num_ranks
+            )
+        self.ledger.record("kv_pool", core.pool_bytes)
+        if self._gpus and self._num_ranks == 1:
+            self._meter = MemoryMeter(torch.device("cuda", 0), self._gpus[0])
+
+    def attached(self) -> None:
+        """Enters the host tier, which all ranks have attached."""
+        assert self.host_tier is not None
+        self.ledger.record_on_host("kv_host_tier", self.host_tier.num_bytes)
+        self._shared_bytes = self.host_tier.num_bytes * self._num_here
+
+    def _record_model(self, used: int, adapter_bytes: int) -> None:
+        self.ledger.record("model", max(0, used - adapter_bytes))
+        if self._config.adapters:
+            self.ledger.record("adapters", adapter_bytes)
+
+    @property
+    def _staging_bytes(self) -> int:
+        return _STAGING_BYTES + self.adapter_slots * self._copy_bytes if self.is_cpu else 0
+
+    def used_bytes(self) -> int:
+        """Return the bytes in use: resident ones of all ranks, or what they have of their GPUs.
+
+        Other nodes are taken to use as much as this one.
+        """
+        return self._used_here() * self._num_nodes
+
+    def _used_here(self) -> int:
+        if self._meter is not None:
+            return self._meter.recent_bytes()
+        if not self.is_cpu:
+            # A neighbour that came later is counted, too: ranks are processes of their own, which
+            # the driver may list under ids of another namespace.
+            return sum(max(0, each.free_bytes - free_of(each.gpu)) for each in self._gpus)
+        used = int(self._process.memory_info().rss)
+        if self._num_ranks > 1:
+            for child in self._process.children(recursive=True):
+                try:
+                    used += int(child.memory_info().rss)
+                except psutil.NoSuchProcess:
+                    continue
+        return used - self._shared_bytes
+
+    def allocator_bytes(self) -> int:
+        """Return the bytes of the first GPU that torch's allocator has; 0 if a rank has it."""
+        return 0 if self._meter is None else self._meter.reserved_bytes()
+
+    def free_bytes(self) -> int:
+        """Return the free bytes of the first device; on a CPU, what the container may take."""
+        return free_bytes() if self.is_cpu else free_of(self._gpus[0].gpu)
+
+
+def _local_gpus(num_ranks: int) -> list[GpuAtStart]:
+    """Wait until memory of ended processes is returned, and return the ranks' GPUs as they are.
+
+    Raises:
+        WorkerStartError: the driver does not show as many.
+    """
+    gpus = [shown for gpu in visible_gpus(num_ranks) if (shown := at_start(gpu))]
+    if len(gpus) < num_ranks:
+        raise WorkerStartError(
+            f"device: this node computes with {num_ranks} GPUs, but the driver shows the memory of "
+            f"{len(gpus)}; see the container's devices and the node's driver, or set fewer gpus"
+        )
+    return gpus
