@@ -32,9 +32,12 @@ MOST_P95_S = 20.0
 KILLED_AT = 0.3
 """Share of the time after which the worker is killed."""
 REFUSED = "RESOURCE_EXHAUSTED"
+NOT_READY = "UNAVAILABLE"
 REFUSED_PAUSE_S = 0.5
 SETTLE_S = 2.0
 """Seconds after a start in which memory is not judged yet."""
+JUDGED_S = 3.0
+"""Least seconds afterwards in which it is."""
 
 
 @dataclass
@@ -51,6 +54,20 @@ class Soak:
     errors: list[str] = field(default_factory=list)
     killed: float = 0.0
     back: float = 0.0
+    is_judged: bool = False
+    """Whether the worker was killed, and the next one has served long enough."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_judged and time.monotonic() >= self.until
+
+    def is_refusal(self, error: str) -> bool:
+        """Return whether what put a request off may be: memory that is short for a moment, or the
+        only engine between two workers, which the router may know a moment later."""
+        if error.startswith(REFUSED):
+            return True
+        is_between = self.killed > 0.0 and not (0.0 < self.back < time.monotonic() - SETTLE_S)
+        return error.startswith(NOT_READY) and is_between
 
 
 def run(job: Job, report: Report) -> None:
@@ -104,7 +121,7 @@ async def session(soak: Soak, channel: Any, number: int) -> None:
     vocab = service_shape(soak.job).vocab
     tokens: list[int] = []
     conversation = 0
-    while time.monotonic() < soak.until:
+    while not soak.is_over:
         if len(tokens) > soak.longest:
             tokens = []
             conversation += 1
@@ -112,8 +129,7 @@ async def session(soak: Soak, channel: Any, number: int) -> None:
         tokens += [chooser.randrange(vocab) for _ in range(new)]
         output = soak.longest // chooser.choice([30, 60, 120])
         answer = await ask(channel, tokens, output, session=f"{number}-{conversation}")
-        if answer.error.startswith(REFUSED):
-            # Memory is short for a moment, which is an answer and no fault.
+        if soak.is_refusal(answer.error):
             soak.refused += 1
             del tokens[-new:]
             await asyncio.sleep(REFUSED_PAUSE_S)
@@ -127,17 +143,22 @@ async def session(soak: Soak, channel: Any, number: int) -> None:
 
 
 async def kill(soak: Soak, engine: Engine, after_s: float) -> None:
-    """Kill the worker in the middle, and note when another serves."""
-    await asyncio.sleep(after_s)
-    pid = engine.worker_pid()
-    soak.killed = time.monotonic()
-    if pid is None:
-        soak.errors.append("there was no worker to kill")
-        return
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: engine.worker_pid() not in (pid, None), "another worker")
-    await serves_again(engine)
-    soak.back = time.monotonic()
+    """Kill the worker in the middle, note when another serves, and wait until it has shown how much
+    memory it takes."""
+    try:
+        await asyncio.sleep(after_s)
+        pid = engine.worker_pid()
+        soak.killed = time.monotonic()
+        if pid is None:
+            soak.errors.append("there was no worker to kill")
+            return
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: engine.worker_pid() not in (pid, None), "another worker")
+        await serves_again(engine)
+        soak.back = time.monotonic()
+        await asyncio.sleep(SETTLE_S + JUDGED_S)
+    finally:
+        soak.is_judged = True
 
 
 async def serves_again(engine: Engine) -> None:
