@@ -46,6 +46,8 @@ class Image:
     extra: str
     alone: tuple[str, ...] = ()
     """Packages without their dependencies."""
+    without: tuple[str, ...] = ()
+    """Packages of the product's wheel that the image's programs never import."""
     target: str = ""
     """Where it is not the image's name."""
     constraints: str = "constraints.txt"
@@ -55,7 +57,7 @@ class Image:
 
 
 IMAGES = {
-    "operator": Image("operator,router", limit_bytes=350 * MB),
+    "operator": Image("operator,router", without=("ullage_engine",), limit_bytes=350 * MB),
     "engine": Image("engine", (DEMO_MODEL,)),
     "engine-cuda": Image("gpu", (DEMO_MODEL,)),
     "engine-vllm": Image("gpu,vllm", (DEMO_MODEL,), constraints=VLLM_CONSTRAINTS),
@@ -102,7 +104,12 @@ class Build:
         """Builds one image of docker/Dockerfile; its build context is the folder of wheels."""
         image, wheels = IMAGES[name], self.folder / "wheels" / name
         options = ["--target", image.target or name, "--build-context", f"wheels={wheels}"]
-        values = {"BASE": base, "EXTRA": image.extra, "ALONE": " ".join(image.alone)}
+        values = {
+            "BASE": base,
+            "EXTRA": image.extra,
+            "ALONE": " ".join(image.alone),
+            "WITHOUT": " ".join(image.without),
+        }
         for key, value in values.items():
             options += ["--build-arg", f"{key}={value}"]
         return self.build("docker/Dockerfile", wheels, tag, *options)
