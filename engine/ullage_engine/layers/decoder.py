@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from ullage_engine.kernels.arena import SERIAL_ELEMENTS, StepLimits
-from ullage_engine.kernels.batch import Ints, StepBatch
+from ullage_engine.kernels.batch import StepBatch
+from ullage_engine.kernels.block_tables import Ints
 from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales, shaped
 from ullage_engine.kernels.moe import clamped_gate
 from ullage_engine.kernels.staging import Staging

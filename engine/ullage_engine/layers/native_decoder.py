@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.kernels.block_tables import BlockTables
 from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales, shaped
 from ullage_engine.layers.attention import fill_tables
 from ullage_engine.layers.decoder import head_bounds
@@ -121,6 +122,7 @@ class NativeDecoder:
         self._num_threads = limits.library_threads
         self._slice_tokens = limits.slice_tokens(limits.max_tokens)
         self.team = shared_team(self._num_threads)
+        self._tables = BlockTables(limits.max_rows)
         self._fill_tables(limits)
         self._layers = (Layer * self._config.num_layers)(*self._make_layers())
         self._model = self._make_model()
@@ -188,7 +190,7 @@ class NativeDecoder:
         tokens, token_ids = _int32(itertools.chain(*(chunk.token_ids for chunk in chunks)))
         if tokens and (min(tokens) < 0 or max(tokens) >= self._config.vocab):
             raise IndexError(f"tokens {min(tokens)} to {max(tokens)}, of {self._config.vocab}")
-        tables, place = _int32(itertools.chain(*(chunk.block_ids for chunk in chunks)))
+        tables = self._tables.update(chunks)
         sampled = [
             row
             for chunk, end in zip(chunks, rows[1:], strict=True)
@@ -196,12 +198,16 @@ class NativeDecoder:
             for row in range(end - chunk.num_sampled, end)
         ]
         rows_kept, sampled_rows = _int32(sampled)
+        first_table = self._tables.table.ctypes.data
+        table_bytes = self._tables.table.strides[0]
         own = (Chunk * len(chunks))()
-        for each, chunk, row, size in zip(own, chunks, rows[:-1], sizes, strict=True):
-            each.row, each.num_rows, each.start, each.blocks = row, size, chunk.start, place
+        for each, chunk, row, size, table in zip(
+            own, chunks, rows[:-1], sizes, tables, strict=True
+        ):
+            each.row, each.num_rows, each.start = row, size, chunk.start
+            each.blocks = first_table + table * table_bytes
             each.num_replayed, each.next_state_slot = chunk.num_replayed, chunk.next_state_slot
             each.state_slot = -1 if chunk.state_slot is None else chunk.state_slot
-            place += 4 * len(chunk.block_ids)
         run = layers or range(self._config.num_layers)
         step = Step(
             num_rows=rows[-1],
@@ -217,7 +223,7 @@ class NativeDecoder:
             best=self._best.data_ptr(),
         )
         self.team.step(self._model, step)
-        del tokens, tables, rows_kept  # kept until now, as the library reads them
+        del tokens, rows_kept  # kept until now, as the library reads them
         return [int(token) for token in self._best[: len(sampled)].tolist()]
 
     def logits(self, rows: Sequence[int], out: torch.Tensor) -> None:

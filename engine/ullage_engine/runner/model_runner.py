@@ -16,6 +16,7 @@ from ullage_engine.kernels.arena import (
     step_arena,
 )
 from ullage_engine.kernels.batch import Bucket, StepBatch, begun_blocks, build_batch
+from ullage_engine.kernels.block_tables import BlockTables
 from ullage_engine.kernels.kv_pool import (
     HeadScales,
     HostPool,
@@ -122,6 +123,7 @@ class ModelRunner:
         self._host: HostPool | None = None
         self._state_pool: StatePool | None = None
         self._counts = PenaltyCounts(limits.max_rows)
+        self._tables = BlockTables(limits.max_rows)
         self._graphs: StepGraphs | None = None
         takes_graphs = self._limits.fused and self._rank.is_alone and not self.model_config.experts
         if new_capture is not None and takes_graphs:
@@ -470,6 +472,7 @@ class ModelRunner:
             conv_kernel=self.model_config.conv_kernel if self.model_config.num_conv_layers else 0,
             scratch_block=self._kv.scratch_block,
             windowed=limits.windowed,
+            tables=self._tables,
         )
 
     def _forward(

@@ -12,21 +12,42 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from ullage_engine.kv_cache.radix_tree import Path
 from ullage_engine.protocol.messages import EngineRequest, KvRead, KvSlot, TokenLogprobs
 from ullage_engine.protocol.step_plan import Chunk, SampledToken
 
 Finish = Literal["", "stop", "length"]
 
 
+_FIRST_COMPARED = 16
+"""Tokens of the first slices that are compared."""
+
+
 def common_prefix(one: list[int], other: list[int]) -> int:
-    """Finds the length of the longest common prefix; compares each element about once."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
+    """Return the length of the longest common prefix.
+
+    It costs a multiple of that length, however long the lists are: slices are doubled until two
+    differ, and the first difference is searched for in these two by halves.
+    """
+    low = 0
+    end = min(len(one), len(other))
+    size = _FIRST_COMPARED
+    while low < end:
+        high = min(low + size, end)
+        if one[low:high] != other[low:high]:
+            break
+        low = high
+        size *= 2
+    else:
+        return end
+
+    # The first difference is in `low` to `high` - 1.
+    while high - low > 1:
+        middle = (low + high) // 2
         if one[low:middle] == other[low:middle]:
             low = middle
         else:
-            high = middle - 1
+            high = middle
     return low
 
 
@@ -112,6 +133,8 @@ class Sequence:
     """Slot that the planned step writes the next state to."""
     keys: list[bytes] = field(default_factory=list)
     """Content keys of its first blocks, as many as were needed so far."""
+    cached_path: Path = field(default_factory=list)
+    """Cached blocks of its beginning, as they were found last."""
     num_stored_blocks: int = 0
     """Leading blocks that came from tiers outside the device."""
     cached_prompt_tokens: int | None = None
@@ -534,12 +557,13 @@ def prefix_under_way(
     Returns it and the length of the common prefix in tokens, in whole blocks. Only more important
     sequences count: those never wait for this one, so no two wait for each other.
     """
+    longest = len(sequence.token_ids) - 1
     for other in running:
         if other.rank > sequence.rank or other.num_remaining <= 1:
             continue
         if other.request.cache_salt != sequence.request.cache_salt:
             continue
-        common = common_prefix(sequence.token_ids[:-1], other.token_ids)
+        common = min(common_prefix(sequence.token_ids, other.token_ids), longest)
         whole = common // block_tokens * block_tokens
         if whole > max(sequence.num_computed, other.num_computed):
             return other, whole
