@@ -38,7 +38,7 @@ SETTING = re.compile(r"\b([A-Za-z]+): \"?(\w+)")
 WORD = re.compile(r"`(\w+)`")
 QUEUE = ROOT / "dev" / "gpu-queue.md"
 PROGRAMME = ROOT / "benchmarks" / "gpu" / "programme.py"
-OF_ENGINES = [QUEUE, ROOT / "dev" / "log.md"]
+OF_ENGINES = [QUEUE, ROOT / "dev" / "log.md", ROOT / "docs" / "model-keys.md"]
 """Pages about engines' own files, whose values are in lower case."""
 
 OTHER_SETTINGS = {("strategy", "None"), ("strategy", "Webhook")}

@@ -126,7 +126,9 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
     _check_settings(config, choose(native_refusal=refused_settings)[0], has_vllm)
 
     def launch(files: ModelFiles) -> WorkerLaunch:
-        refusal = "" if config.engine == "vllm" else _native_refusal(files)
+        refusal = ""
+        if config.engine != "vllm":
+            refusal = _native_refusal(files, allows_unknown=config.model.allow_unknown_config)
         name, reason = choose(native_refusal=refused_settings or refusal)
         if name == "native" and refusal:
             raise AppError(f"{refusal}; or {_with_vllm(config, has_vllm)}")
@@ -191,14 +193,14 @@ def _native_refusal_of_settings(config: EngineConfig) -> str:
     return "it computes on one node" if config.group.nodes > 1 else ""
 
 
-def _native_refusal(files: ModelFiles) -> str:
+def _native_refusal(files: ModelFiles, *, allows_unknown: bool) -> str:
     """Returns why the native engine does not serve a model; empty if it does.
 
     Raises:
         WeightsError: config.json is absent, or no JSON object.
     """
     if files.format == "directory":
-        config = read_config(files.path)
+        config = read_config(files.path, allows_unknown=allows_unknown)
     try:
         if files.format == "directory":
             read_model_config(config)

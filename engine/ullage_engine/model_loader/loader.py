@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -50,7 +50,7 @@ log = logging.getLogger("ullage.engine.weights")
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 11
+LAYOUT_VERSION = 12
 """Version of prepared files; raise it when they change in any way."""
 
 ALIGNMENT = 4096
@@ -146,7 +146,7 @@ def load_weights(
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
     """
-    files = resolve_source(model.source)
+    files = replace(resolve_source(model.source), allows_unknown=model.allow_unknown_config)
     form = PreparedForm(dtype, model.quantization, device)
     if form.quantization != "int4":
         calibration = None
@@ -161,7 +161,9 @@ def content_key(
 ) -> str:
     """Hashes what determines the prepared form of exactly these source files."""
     rounding = calibration.name if calibration else "nearest"
-    return source_key(files, f"{LAYOUT_VERSION} {form.name} {rounding}")
+    # Otherwise a start that refuses unknown keys would map what one that allows them prepared.
+    unknown = " unknown" if files.allows_unknown else ""
+    return source_key(files, f"{LAYOUT_VERSION} {form.name} {rounding}{unknown}")
 
 
 def source_key(files: ModelFiles, use: str) -> str:

@@ -328,7 +328,7 @@ def open_checkpoint(files: ModelFiles) -> CheckpointReader:
     if files.format == "gguf":
         from ullage_engine.model_loader.gguf import GgufReader
 
-        return GgufReader(files.path)
+        return GgufReader(files.path, allows_unknown=files.allows_unknown)
     from ullage_engine.model_loader.quantized import open_directory
 
-    return open_directory(files.path)
+    return open_directory(files.path, allows_unknown=files.allows_unknown)

@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ullage_engine.model_config.hf_config import read_config, read_json
+from ullage_engine.model_config.hf_config import HFConfig, read_config, read_json
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.model_loader.own_tensors import check_tensors, with_own_head
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
@@ -64,14 +65,15 @@ class PlainMatrices:
 class SafetensorsReader(PlainMatrices):
     """A reader of one model directory."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads the configuration and maps the tensors.
+    def __init__(self, folder: Path, config: HFConfig | None = None) -> None:
+        """Read the configuration, unless it is given, and map the tensors.
 
         Raises:
             WeightsError: a file is missing, cut short, or the architecture is not supported.
         """
         self._folder = folder
-        self.model_config = read_model_config(read_config(folder))
+        config = config or read_config(folder)
+        self.model_config = read_model_config(config)
         self._stack = ExitStack()
         self._files: dict[str, safe_open] = {}
         for path in weight_files(folder):
@@ -83,6 +85,8 @@ class SafetensorsReader(PlainMatrices):
                     f"{path}: not a whole safetensors file ({reason}); download it again"
                 ) from error
             self._files |= dict.fromkeys(file.keys(), file)
+        self.model_config = with_own_head(self.model_config, self)
+        check_tensors(self.model_config, self, config)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -98,6 +102,11 @@ class SafetensorsReader(PlainMatrices):
     def dtype(self, name: str) -> str:
         """Returns the type of one tensor as safetensors name it (BF16, I8), without reading it."""
         return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read some rows of one tensor as stored."""
+        rows: torch.Tensor = self._file(name).get_slice(name)[start:stop]  # type: ignore[no-untyped-call]
+        return rows
 
     def read(self, name: str) -> torch.Tensor:
         """Reads one tensor as stored."""

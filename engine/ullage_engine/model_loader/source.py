@@ -25,6 +25,8 @@ class ModelFiles:
     """Path of a `.gguf` file, or of a directory with config.json, tokenizer.json and
     safetensors."""
     format: Literal["gguf", "directory"]
+    allows_unknown: bool = False
+    """Whether keys of the configuration that are not known are logged instead of refused."""
 
 
 def resolve_source(source: str) -> ModelFiles:

@@ -381,7 +381,12 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _config(files: ModelFiles, reader: CheckpointReader) -> dict[str, object]:
     if isinstance(reader, GgufReader):
         return dict(reader.config.values)
-    return dict(read_config(files.path).values)
+    config = dict(read_config(files.path).values)
+    if not reader.model_config.tied:
+        # The files may have a head of their own where the configuration says otherwise.
+        ties = config.keys() & {"tie_word_embeddings", "tie_embedding"}
+        config |= dict.fromkeys(ties, False)
+    return config
 
 
 class _Smoothed:

@@ -79,6 +79,9 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     max_model_len: int | None = None
     """Longest prompt plus output, tokens; None is the model's own limit."""
     deterministic: bool = False
+    allow_unknown_config: bool = False
+    """Log keys of the model's configuration that the native engine does not know, and compute
+    without them, instead of refusing the model."""
 
 
 class AdapterSection(Strict, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ullage_common.config.engine import ModelSection
 from ullage_engine.model_config.model_config import ModelConfig
@@ -246,6 +246,43 @@ def test_fp8(tmp_path: Path, seed: int, kind: str) -> None:
     check(tmp_path, save(tmp_path, scaled(seed, torch.float8_e4m3fn, kind), config), "fp8")
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,), (1, 1), ()])
+def test_scales_are_told_apart_by_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Blocks may be as many as rows: 2 x 2 of a matrix with 4 rows."""
+    random = Random(3, 7)
+    values = (random.codes(4, 16) - 64).to(torch.float8_e4m3fn)
+    scales = random.scales(*shape).float()
+    stem = LAYER + "self_attn.q_proj"
+    save(tmp_path, scaled(3, torch.float8_e4m3fn, "row"), {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [2, 8]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {f"{stem}.weight": values, f"{stem}.weight_scale": scales}
+    save_file(tensors, path)
+    own = scales
+    if shape == (2, 2):
+        own = scales.repeat_interleave(2, 0).repeat_interleave(8, 1)
+    elif shape:
+        own = scales.reshape(-1, 1)
+    found = open_directory(tmp_path).read(f"{stem}.weight").float()
+    torch.testing.assert_close(found, values.float() * own)
+
+
+def test_scales_that_lie_along_the_columns_are_refused(tmp_path: Path) -> None:
+    """They are as many as rows, and say nothing about which."""
+    pack = scaled(1, torch.float8_e4m3fn, "row")
+
+    def turned(stem: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        tensors, weights = pack(stem, shape)
+        name = f"{stem}.weight_scale"
+        return tensors | {name: tensors[name].t().contiguous()}, weights
+
+    save(tmp_path, turned, {"quant_method": "fp8"})
+    with pytest.raises(WeightsError, match=r"neither rows nor blocks of 128 x 128"):
+        load(tmp_path)
+
+
 def compressed(rounded: bool = False, format: str = "int-quantized", **weights: Any) -> Config:
     """A quantization_config as llm-compressor writes it; `weights` changes that of weights."""
     numbers = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -308,6 +345,8 @@ def test_small_numbers_without_a_scale_are_refused(tmp_path: Path, seed: int) ->
         (compressed(twist=1), "weights.twist 1 is not known"),
         (compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
         (compressed() | {"transform_config": {"config_groups": {}}}, "transform_config is"),
+        (compressed() | {"twist": 1}, "quantization_config.twist 1 is not known"),
+        ({"quant_method": "gptq", "bits": 4, "twist": 1}, "twist 1 is not known"),
         (compressed() | {"sparsity_config": {"format": "bitmask"}}, "format is 'bitmask'"),
         (compressed() | {"config_groups": {}}, "config_groups has 0"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),

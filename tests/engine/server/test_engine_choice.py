@@ -71,6 +71,7 @@ def choose(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Choose:
     [
         (LLAMA, NATIVE),
         (LLAMA | {"hidden_act": "gelu"}, VLLM),
+        (LLAMA | {"surprise": 1}, VLLM),
         ({"model_type": "gemma3_text"}, VLLM),
         ({"model_type": "bert"}, VLLM),
         ("llama", NATIVE),
@@ -95,6 +96,19 @@ def test_a_model_that_only_vllm_serves_is_refused_with_what_to_do(
     message = str(refusal.value)
     assert "config.json: model_type 'gemma3_text' is not supported" in message
     assert message.endswith(f"; or {SET_VLLM} and {INSTALL}")
+
+
+def test_an_unknown_key_of_the_configuration_is_refused_or_allowed(
+    choose: Choose, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = folder_of(tmp_path, LLAMA | {"surprise": 1})
+    with pytest.raises(
+        AppError, match=r"config.json: surprise 1 is not known .*allowUnknownConfig"
+    ):
+        choose(files, has_vllm=False)
+    allowed = replace(config.model, allow_unknown_config=True)
+    assert choose(files, has_vllm=False, model=allowed) == NATIVE
+    assert any("surprise 1 is not known here" in each.getMessage() for each in caplog.records)
 
 
 def test_what_stops_vllm_is_named_where_the_native_engine_does_not_serve_a_model(
