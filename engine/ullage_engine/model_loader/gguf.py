@@ -19,6 +19,7 @@ from gguf.quants import dequantize
 from ullage_engine.model_config.hf_config import HFConfig, Json
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import gguf_model_type, read_model_config
+from ullage_engine.model_loader.gguf_file import check_gguf
 from ullage_engine.model_loader.safetensors import PlainMatrices
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
@@ -239,19 +240,20 @@ QUANTISATIONS = (
 
 
 class GgufReader(PlainMatrices):
-    """One open GGUF file."""
+    """One open GGUF file, or all parts of one that is split."""
 
     def __init__(self, path: Path) -> None:
-        """Maps the file and reads its header.
+        """Map the file, or all parts where it is the first of several, and read the headers.
 
         Raises:
-            WeightsError: not GGUF, cut short, or of an architecture or quantisation not supported.
+            WeightsError: not GGUF, cut short, without some of its parts, or of an architecture or
+                quantisation not supported.
         """
         self._path = path
-        self._file = _open(path)
-        self._tensors = {tensor.name: tensor for tensor in self._file.tensors}
+        files = [_open(header.path) for header in check_gguf(path)]
+        self._tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
         self._check_quantisation()
-        self._metadata = GgufMetadata(path, self._file)
+        self._metadata = GgufMetadata(path, files[0])
         self.model_config = self._load_model_config()
         self._check_names()
 

@@ -31,6 +31,7 @@ from ullage_common.config.engine import ModelSection
 from ullage_common.process.cores import usable_cores
 from ullage_engine.model_config.dtypes import DTYPES, dtype_name
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.gguf_file import gguf_parts
 from ullage_engine.model_loader.prepare import (
     Calibration,
     CalibrationError,
@@ -173,10 +174,26 @@ def source_key(files: ModelFiles, use: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def check_unchanged(files: ModelFiles, key: str, key_before: str) -> None:
+    """Check that source files that were read have the key that they had before.
+
+    Raises:
+        WeightsError: they have another, so what was read may be of two versions.
+    """
+    if key != key_before:
+        raise WeightsError(
+            f"{files.path}: its files changed while they were read; start again when whatever "
+            "writes them has ended"
+        )
+
+
 def _source_files(files: ModelFiles) -> list[Path]:
     if files.format == "gguf":
-        return [files.path]
-    return sorted([*files.path.glob("*.json"), *files.path.glob("*.safetensors")])
+        paths = gguf_parts(files.path)
+    else:
+        paths = sorted([*files.path.glob("*.json"), *files.path.glob("*.safetensors")])
+    # A file that counts and is not there is an error of its reader, which says what to do.
+    return [path for path in paths if path.is_file()]
 
 
 def read_header(path: Path) -> Header | None:
@@ -393,6 +410,7 @@ def _prepare(
             file.seek(0)
             file.write(_encode(header))
             file.flush()
+            check_unchanged(files, content_key(files, form, calibration), path.stem)
             # On the disk before it has its name: a power loss leaves no file, or a whole one.
             os.fsync(file.fileno())
         partial.replace(path)

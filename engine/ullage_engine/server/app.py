@@ -33,6 +33,7 @@ from ullage_engine.gpu.throttling import BoostState
 from ullage_engine.kv_tiers.broker import TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.kv_tiers.tiers import KvTiers
+from ullage_engine.model_loader.files import check_files
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.health import EngineStatus, HeadroomService, RestartPolicy
@@ -352,6 +353,8 @@ class EngineApp:
 
         def load() -> _Loaded:
             files = resolve_source(self._config.model.source)
+            # vLLM has other ways to find weights, which its own arguments choose.
+            check_files(files, reads_weights="load_format" not in self._config.vllm.args)
             return _load_tokenizer(files.path), self._choose_launch(files)
 
         loading = _in_daemon(load)
