@@ -1,6 +1,7 @@
 """A GGUF file is written as a checkpoint once, and what a killed worker left of one is removed."""
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from ullage_testing.small_models import smollm2_path
 
@@ -119,6 +122,39 @@ def test_a_conversion_that_fails_leaves_nothing_and_says_what_to_do(
         checkpoint.checkpoint_folder(model, "bfloat16", tmp_path)
     assert names(tmp_path) == {"vllm.lock"}
     assert (written, checkpoint.written_bytes(tmp_path)) == ([len("bfloat16")], 0)
+
+
+def write_parts(path: Path, part_tensors: int) -> None:
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=part_tensors)
+    for number, name in enumerate(("a", "b", "c")):
+        writer.add_tensor(name, np.full((3, 32), number, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_all_parts_of_a_split_file_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parts(tmp_path / "model.gguf", 1)
+    first, second, _ = sorted(tmp_path.glob("model-*.gguf"))
+    read: list[float] = []
+
+    def convert(path: Path, dtype: str, folder: Path) -> None:
+        read.extend(float(each.data.mean()) for each in gguf.GGUFReader(path).tensors)
+        write_config(path, dtype, folder)
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    files, weights = ModelFiles(first, "gguf"), tmp_path / "weights"
+    made = checkpoint.checkpoint_folder(files, "bfloat16", weights)
+    assert read == [0.0, 1.0, 2.0]
+    assert names(made) == {"config.json"}
+    os.utime(second, ns=(1, 1))
+    assert checkpoint.checkpoint_folder(files, "bfloat16", weights) != made
+    second.unlink()
+    with pytest.raises(WeightsError, match=f"missing beside it are {second.name}; download all"):
+        checkpoint.checkpoint_folder(files, "bfloat16", weights)
 
 
 def test_a_folder_that_is_none_is_not_said_to_be_full(tmp_path: Path, model: ModelFiles) -> None:
