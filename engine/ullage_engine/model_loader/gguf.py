@@ -71,7 +71,12 @@ class GgufMetadata:
     def value(self, key: str) -> object:
         """Returns one value; None where there is none."""
         field = self._fields.get(key)
-        contents: object = None if field is None else field.contents()
+        try:
+            contents: object = None if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise WeightsError(
+                f"{self._path}: metadata {key!r} is no UTF-8; download it again"
+            ) from error
         return contents
 
     def config(self, vocab: int, tied: bool) -> HFConfig:

@@ -44,7 +44,7 @@ from ullage_engine.model_loader.room import check_room
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.model_loader.upload import placing
-from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.errors import WeightsError, one_line
 from ullage_engine.quantization.formats import PIECES, Encoding, Packed
 
 log = logging.getLogger("ullage.engine.weights")
@@ -375,9 +375,10 @@ def _prepare(
     progress: Progress,
     calibration: Calibration | None,
 ) -> Header:
-    reader = open_checkpoint(files)
-    plans = plan_tensors(reader.model_config)
-    prepared = [form.prepare(files.path, reader, plan) for plan in plans]
+    with _foreseen(files):
+        reader = open_checkpoint(files)
+        plans = plan_tensors(reader.model_config)
+        prepared = [form.prepare(files.path, reader, plan) for plan in plans]
     _warn_rounded_twice(prepared, form)
     header = _lay_out(reader.model_config, prepared)
     partial = path.with_suffix(".partial")
@@ -419,6 +420,21 @@ def _prepare(
     _sync_folder(path.parent)
     _mark_verified(path)
     return header
+
+
+@contextmanager
+def _foreseen(files: ModelFiles) -> Iterator[None]:
+    """Turn an error that nobody foresaw while headers are read into one of the model's files: the
+    next start would read the same."""
+    try:
+        yield
+    except (WeightsError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        log.debug("%s cannot be read", files.path, exc_info=True)
+        raise WeightsError(
+            f"{files.path}: its files cannot be read: {one_line(error)}; download the model again"
+        ) from error
 
 
 def _warn_rounded_twice(prepared: list[PreparedTensor], form: PreparedForm) -> None:

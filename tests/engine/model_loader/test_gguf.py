@@ -370,6 +370,29 @@ def test_another_quantisation_is_told(tmp_path: Path, load: Callable[..., Loaded
     fails_with(path, load, "TQ2_0", "token_embd.weight", "Q4_1")
 
 
+def test_metadata_that_are_no_text_are_told(
+    tmp_path: Path, load: Callable[..., LoadedModel]
+) -> None:
+    path = tmp_path / "model.gguf"
+    kind = gguf.RopeScalingType.YARN
+    write(path, random_tensors(), scaling=lambda writer: writer.add_rope_scaling_type(kind))
+    path.write_bytes(path.read_bytes().replace(b"yarn", b"\xffarn"))
+    fails_with(path, load, "'llama.rope.scaling.type' is no UTF-8", "download it again")
+
+
+def test_what_nobody_foresaw_of_a_header_is_no_reason_for_another_start(
+    tmp_path: Path, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors())
+
+    def read(*arguments: object) -> None:
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr("ullage_engine.model_loader.gguf.read_model_config", read)
+    fails_with(path, load, "cannot be read: KeyError: 'unforeseen'; download the model again")
+
+
 def test_missing_metadata_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")

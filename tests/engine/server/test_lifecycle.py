@@ -250,6 +250,23 @@ def test_a_port_in_use_is_named(serve: Serve, config: EngineConfig, field: str) 
             asyncio.run(scenario(port))
 
 
+def test_what_nobody_foresaw_of_a_models_files_is_one_line(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(path: Path) -> None:
+        raise TypeError("unhashable type: 'dict'")
+
+    monkeypatch.setattr(app, "_load_tokenizer", load)
+
+    async def scenario() -> None:
+        words = r"^model\.source 'pkg://.*cannot be read: TypeError: unhashable.*; download"
+        with pytest.raises(AppError, match=words):
+            async with serve(ready=False) as engine:
+                await engine.running
+
+    asyncio.run(scenario())
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ullage_engine.main", *arguments],
