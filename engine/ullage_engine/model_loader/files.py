@@ -85,9 +85,6 @@ def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
         path = files.path / name
         if os.path.lexists(path):
             check_file(path)
-            # The tokenizers library ends the process over some text that is no JSON.
-            if path.suffix == ".json":
-                read_json(path)
     if reads_weights:
         weight_files(files.path)
 

@@ -119,19 +119,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda at: replace(at, "tokenizer.json", POINTER),
         ["tokenizer.json", "Git LFS pointer"],
     ),
-    "tokenizer is cut": (lambda at: replace(at, "tokenizer.json", b'{"a"'), ["not JSON"]),
-    "tokenizer is a list": (
-        lambda at: replace(at, "tokenizer.json", b"[]"),
-        ["tokenizer.json: not a JSON object"],
-    ),
-    "config nests": (
-        lambda at: replace(at, "config.json", b"[" * 200_000),
-        ["config.json: not JSON"],
-    ),
-    "generation config is no text": (
-        lambda at: replace(at, "generation_config.json", b"\xff\xfe\xa0"),
-        ["generation_config.json: not JSON"],
-    ),
     "weights are a page": (
         lambda at: replace(at, SINGLE, b"<!DOCTYPE html><html>Sign in</html>"),
         [SINGLE, "an HTML page", "download it again"],
