@@ -12,7 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from ullage_testing.small_models import smollm2_path
+from ullage_testing.small_models import foreign_warnings_allowed, smollm2_path
 
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
@@ -155,6 +155,27 @@ def test_all_parts_of_a_split_file_are_converted(
     second.unlink()
     with pytest.raises(WeightsError, match=f"missing beside it are {second.name}; download all"):
         checkpoint.checkpoint_folder(files, "bfloat16", weights)
+
+
+def test_tensors_that_a_file_lacks_get_no_random_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(8)
+    writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    words = r"model\.gguf lacks 9 tensors of its model, such as model\.layers\.0\..*; download it"
+    with foreign_warnings_allowed(), pytest.raises(WeightsError, match=words):
+        checkpoint.checkpoint_folder(ModelFiles(path, "gguf"), "float32", tmp_path / "weights")
 
 
 def test_a_folder_that_is_none_is_not_said_to_be_full(tmp_path: Path, model: ModelFiles) -> None:
