@@ -21,6 +21,7 @@ from ullage_common.process.cores import pin
 from ullage_common.process.stacks import dump_loop_on_signal, dump_on_signal
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import gguf_model_type, read_model_config
+from ullage_engine.model_loader.files import check_for_vllm
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.app import AppError, ChooseLaunch, EngineApp
@@ -132,6 +133,8 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
         name, reason = choose(native_refusal=refused_settings or refusal)
         if name == "native" and refusal:
             raise AppError(f"{refusal}; or {_with_vllm(config, has_vllm)}")
+        if name == "vllm":
+            check_for_vllm(files, config.vllm.args)
         log.info("engine %s: %s", name, reason)
         module, environment = _WORKERS[name]
         return WorkerLaunch(

@@ -73,7 +73,7 @@ def read_json(path: Path) -> Json:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}; download the model again") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: not JSON: {error}; download the model again") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: not a JSON object; download the model again")

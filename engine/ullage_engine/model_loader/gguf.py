@@ -22,6 +22,7 @@ from ullage_engine.model_config.hf_config import HFConfig, Json
 from ullage_engine.model_config.keys import check_keys
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import gguf_model_type, read_model_config
+from ullage_engine.model_loader.gguf_file import check_gguf
 from ullage_engine.model_loader.safetensors import PlainMatrices
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
@@ -48,7 +49,12 @@ class GgufMetadata:
     def value(self, key: str) -> object:
         """Returns one value; None where there is none."""
         field = self._fields.get(key)
-        contents: object = None if field is None else field.contents()
+        try:
+            contents: object = None if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise WeightsError(
+                f"{self._path}: metadata {key!r} is no UTF-8; download it again"
+            ) from error
         return contents
 
     def config(self, vocab: int, tied: bool) -> HFConfig:
@@ -244,19 +250,20 @@ QUANTISATIONS = (
 
 
 class GgufReader(PlainMatrices):
-    """One open GGUF file."""
+    """One open GGUF file, or all parts of one that is split."""
 
     def __init__(self, path: Path, *, allows_unknown: bool = False) -> None:
-        """Map the file and read its header.
+        """Map the file, or all parts where it is the first of several, and read the headers.
 
         Raises:
-            WeightsError: not GGUF, cut short, or of an architecture or quantisation not supported.
+            WeightsError: not GGUF, cut short, without some of its parts, or of an architecture or
+                quantisation not supported.
         """
         self._path = path
-        self._file = _open(path)
-        self._tensors = {tensor.name: tensor for tensor in self._file.tensors}
+        files = [_open(header.path) for header in check_gguf(path)]
+        self._tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
         self._check_quantisation()
-        self._metadata = GgufMetadata(path, self._file, allows_unknown=allows_unknown)
+        self._metadata = GgufMetadata(path, files[0], allows_unknown=allows_unknown)
         self.model_config = self._load_model_config()
         self._check_names()
 

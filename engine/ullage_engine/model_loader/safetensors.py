@@ -7,9 +7,10 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ullage_engine.model_config.hf_config import HFConfig, read_config, read_json
+from ullage_engine.model_config.hf_config import HFConfig, read_config
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.model_loader.files import weight_files
 from ullage_engine.model_loader.own_tensors import check_tensors, with_own_head
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import Encoding, Format, Quantized
@@ -69,7 +70,8 @@ class SafetensorsReader(PlainMatrices):
         """Read the configuration, unless it is given, and map the tensors.
 
         Raises:
-            WeightsError: a file is missing, cut short, or the architecture is not supported.
+            WeightsError: a file is missing or broken, files leave a choice, or the architecture is
+                not supported.
         """
         self._folder = folder
         config = config or read_config(folder)
@@ -119,24 +121,3 @@ class SafetensorsReader(PlainMatrices):
                 f"{self._folder}: tensor {name!r} is missing; download the model again"
             )
         return self._files[name]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Lists the safetensors files of a model, those of its index if it has one."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"{folder}: no .safetensors file; download the model again")
-        return files
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict):
-        raise WeightsError(f"{index}: no 'weight_map'; download the model again")
-    for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise WeightsError(f"{index}: {name!r} is no file of this folder; check the source")
-    files = [folder / name for name in sorted(set(names.values()))]
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise WeightsError(f"{folder}: {missing[0]} is missing; download the model again")
-    return files

@@ -33,8 +33,9 @@ from ullage_engine.gpu.throttling import BoostState
 from ullage_engine.kv_tiers.broker import TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.kv_tiers.tiers import KvTiers
+from ullage_engine.model_loader.files import check_files
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
-from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.errors import WeightsError, one_line
 from ullage_engine.server.health import EngineStatus, HeadroomService, RestartPolicy
 from ullage_engine.server.journal import Journal, TierHit
 from ullage_engine.server.metrics import EngineMetrics
@@ -352,6 +353,8 @@ class EngineApp:
 
         def load() -> _Loaded:
             files = resolve_source(self._config.model.source)
+            # vLLM has other ways to find weights, which its own arguments choose.
+            check_files(files, reads_weights="load_format" not in self._config.vllm.args)
             return _load_tokenizer(files.path), self._choose_launch(files)
 
         loading = _in_daemon(load)
@@ -362,6 +365,13 @@ class EngineApp:
             return loading.result()
         except (WeightsError, TokenizerError, ChatTemplateError) as error:
             raise AppError(str(error)) from error
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            # Nobody foresaw it of these files, and the next start would read the same.
+            log.debug("the model's files cannot be read", exc_info=True)
+            raise AppError(
+                f"model.source {self._config.model.source!r}: its files cannot be read: "
+                f"{one_line(error)}; download the model again"
+            ) from error
 
     async def _follow_health(self) -> None:
         """Publishes health: readiness falls with every worker, liveness only when a new pod may

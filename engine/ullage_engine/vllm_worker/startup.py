@@ -16,7 +16,8 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.memory.ledger import Ledger
 from ullage_engine.memory.pressure import FreeMemoryMonitor
-from ullage_engine.model_loader.loader import source_key
+from ullage_engine.model_loader.files import check_for_vllm
+from ullage_engine.model_loader.loader import check_unchanged, source_key
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
@@ -203,6 +204,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     adapter_folders(config.adapters, may_lack=True)
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
+    check_for_vllm(files, config.vllm.args)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
     memory = StartMemory(config)
     memory.plan_adapters(folder, dtype, rank_bytes)
@@ -234,6 +236,8 @@ def _load(
     progress.begin("weights")
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
+    check_for_vllm(files, config.vllm.args)
+    key = source_key(files, "load")
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir), progress.repeat)
     adapters = adapter_folders(config.adapters, may_lack=is_restart)
     memory.plan_adapters(folder, dtype, memory.rank_bytes)
@@ -250,6 +254,7 @@ def _load(
         partial(_load_vocabulary, files.path),
         progress.begin,
     )
+    check_unchanged(files, source_key(files, "load"), key)
     return core, max_model_len
 
 

@@ -109,6 +109,8 @@ def test_broken_or_absent_files_are_told(save_llama: Save, load: Load) -> None:
     _, folder = save_llama()
     (folder / "config.json").write_text("{")
     fails_with(load, folder, "config.json", "not JSON")
+    (folder / "config.json").write_text("[" * 200_000)
+    fails_with(load, folder, "config.json", "not JSON")
     (folder / "config.json").write_text("[]")
     fails_with(load, folder, "config.json", "not a JSON object")
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 from ullage_testing.small_models import smollm2_path
 
 from ullage_common.config.engine import AdapterSection, EngineConfig, MemorySection
@@ -41,6 +43,7 @@ SET_VLLM = "set engine: vllm (spec.engine: VLLM)"
 
 def folder_of(folder: Path, config: object) -> ModelFiles:
     (folder / "config.json").write_text(json.dumps(config))
+    save_file({"weight": np.ones(2)}, folder / "model.safetensors")
     return ModelFiles(folder, "directory")
 
 
@@ -155,7 +158,6 @@ def test_models_of_the_hub_are_looked_at_when_they_are_there(
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("abc")
     folder_of(folder, {"model_type": "gemma3_text"})
-    (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").write_bytes(load_tokenizer(smollm2_path()).json_bytes)
     if absent:
         (folder / absent).unlink()
