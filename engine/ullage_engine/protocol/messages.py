@@ -358,6 +358,8 @@ class Ready(Message, frozen=True, kw_only=True):
     computes_beside_loads: bool = True
     """Whether it computes the first blocks of a sequence while the last ones are loaded from tiers;
     else every `KvWanted` has its answer when all that it begins with is loaded."""
+    longest_step_s: float = 0.0
+    """Seconds that a step takes at most, as measured at the start; 0: not measured."""
     state: WorkerState
 
 

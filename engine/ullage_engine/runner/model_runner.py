@@ -277,10 +277,12 @@ class ModelRunner:
         )
         return max(0.0, long - short) / max(1, rows * (longest - 1))
 
-    def measure_prompt_seconds(self, tokens: int) -> float:
-        """Measures the seconds of a step with so many tokens of one prompt. Overwrites the KV
-        pool."""
-        chunk = make_chunk(0, tokens, 0, self._limits, self._kv.num_blocks, None)
+    def measure_prompt_seconds(self, tokens: int, start: int = 0) -> float:
+        """Measure the seconds of a step with so many tokens of one prompt, from `start` on.
+
+        Overwrites the KV pool; of several ranks all measure together.
+        """
+        chunk = make_chunk(0, tokens, start, self._limits, self._kv.num_blocks, None)
         # Of any tokens: equal ones would choose the same experts.
         vocab = self.model_config.vocab
         chunk = msgspec.structs.replace(chunk, token_ids=[7919 * i % vocab for i in range(tokens)])

@@ -318,6 +318,38 @@ class Planned(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptCost:
+    """The cost of prompt tokens, in tokens at a prompt's beginning.
+
+    A token costs 1, and 1 more for every `even_context` tokens of context that it attends to.
+    """
+
+    even_context: float = math.inf
+    """Tokens of context whose reading costs as much as all else of a token; inf: nothing that is
+    seen."""
+    step_budget: float = math.inf
+    """Cost of all prompt tokens of one step. One token is always computed."""
+
+    def of(self, start: int, count: int) -> float:
+        """Return the cost of `count` tokens from the position `start` on."""
+        return count * (1.0 + (start + count / 2) / self.even_context)
+
+    def tokens_within(self, budget: float, start: int, most: int) -> int:
+        """Return how many tokens from `start` on cost no more than a budget, and at most `most`."""
+        if self.of(start, most) <= budget:
+            return most
+        if budget <= 0.0:
+            return 0
+
+        # The cost is a quadratic function of the count, whose positive root this is.
+        per_token = 1.0 + start / self.even_context
+        fitting = (
+            2.0 * budget / (per_token + math.sqrt(per_token**2 + 2.0 * budget / self.even_context))
+        )
+        return min(most, int(fitting))
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Limits of one step and of the worker."""
 
@@ -341,6 +373,8 @@ class SchedulerLimits:
     num_speculative_tokens: int = 0
     """Most draft tokens of a sequence that one step checks; 0: none. Only with one plan in flight,
     and for models without states and windows."""
+    prompt_cost: PromptCost = PromptCost()
+    """What the prompt tokens of one step cost by their position, and how much they may cost."""
 
 
 _FREELY_WALKED = 64
@@ -477,11 +511,32 @@ def postponed_decodes(
 _last_step_of = operator.attrgetter("last_step")
 
 
-def prompt_share(remaining: int, budget: int, is_chunked: bool) -> int:
-    """Prompt tokens of one sequence to compute in a step that has `budget` of them left."""
-    if is_chunked:
-        return min(remaining, max(0, budget))
-    return remaining if remaining <= budget else 0
+class PromptBudget:
+    """What one step may still compute of prompts."""
+
+    def __init__(self, tokens: int, is_chunked: bool, cost: PromptCost) -> None:
+        """`tokens`: most of them. Without chunking only whole prompts are computed."""
+        self._tokens = tokens
+        self._is_chunked = is_chunked
+        self._cost = cost
+        self._left = cost.step_budget
+        self._is_untouched = True
+
+    def share(self, start: int, remaining: int) -> int:
+        """Return how many of a sequence's remaining tokens, from `start` on, have room."""
+        if not self._is_chunked:
+            return remaining if remaining <= self._tokens else 0
+
+        most = min(remaining, max(0, self._tokens))
+        count = self._cost.tokens_within(self._left, start, most)
+        # However deep its context, a prompt goes on.
+        return max(count, min(most, 1)) if self._is_untouched else count
+
+    def take(self, start: int, count: int) -> None:
+        """Count tokens that are computed."""
+        self._tokens -= count
+        self._left -= self._cost.of(start, count)
+        self._is_untouched = False
 
 
 def make_chunk(

@@ -6,6 +6,7 @@ together.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -41,7 +42,7 @@ from ullage_engine.quantization.formats import Encoding
 from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.runner.step_graphs import CudaCapture, NewCapture
-from ullage_engine.scheduler.sequence import SchedulerLimits
+from ullage_engine.scheduler.sequence import PromptCost, SchedulerLimits
 from ullage_engine.worker.device import (
     HostTier,
     MemoryMeter,
@@ -70,6 +71,14 @@ _PREFILL_S = 0.5
 """Seconds that a step with a prompt's first tokens may take, since decodes wait for them; where the
 configuration says nothing and chunks change no answer."""
 _LEAST_CHUNK_TOKENS, _CHUNK_UNIT = 128, 64
+_DEEP_TOKENS = 64
+"""Prompt tokens whose time is measured at a prompt's beginning and behind a long context."""
+_DEEP_CONTEXT = 4096
+"""Tokens of that context, or what the longest sequence has."""
+_SHALLOW_CONTEXT = 256
+"""Tokens of context whose reading is too short to be seen."""
+_DEADLINE_SHARE = 0.25
+"""Share of limits.step_deadline that the prompt tokens of one step take at most."""
 _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may read KV, so that a new prompt waits no longer for
 them."""
@@ -85,6 +94,29 @@ def chunk_tokens(token_s: float, most: int) -> int:
     get slower, and at most `most`."""
     fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
     return min(max(fitting, _LEAST_CHUNK_TOKENS), most)
+
+
+def measured_cost(
+    token_s: float, context_s: float, tokens: int, deadline_s: float, *, is_free: bool
+) -> PromptCost:
+    """Return what prompt tokens cost by their position, and what all of one step may cost.
+
+    Args:
+        token_s: seconds of one token at a prompt's beginning.
+        context_s: seconds more for each token of context that it attends to.
+        tokens: prompt tokens of a step at a prompt's beginning.
+        deadline_s: seconds after which a worker without an end of its step hangs.
+        is_free: whether a step deep in a prompt computes fewer tokens as soon as decodes would wait
+            longer for it than for one at the beginning. Otherwise it does so only for the deadline.
+    """
+    if token_s <= 0.0:
+        return PromptCost()
+
+    cost = PromptCost(token_s / context_s if context_s > 0.0 else math.inf)
+    budget = _DEADLINE_SHARE * deadline_s / token_s
+    if is_free:
+        budget = min(budget, max(cost.of(0, tokens), _PREFILL_S / token_s))
+    return replace(cost, step_budget=budget)
 
 
 class RankStartup:
@@ -122,6 +154,10 @@ class RankStartup:
         """Tokens of context that the decodes of one step may read, measured by `finalize`."""
         self.prompt_tokens = 0
         """Most prompt tokens of one step; `finalize` measures it or takes what is configured."""
+        self.prompt_cost = PromptCost()
+        """Their cost by position, measured by `finalize`."""
+        self.longest_step_s = 0.0
+        """Seconds that a step takes at most, as measured by `finalize`."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -347,20 +383,46 @@ class RankStartup:
             self.decode_tokens = max(GATHER_TOKENS, round(_DECODE_READ_S / seconds))
         if self.rank == 0:
             log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
-        self.prompt_tokens = self._prompt_tokens()
+        self._measure_prompts()
         self._settle_workspace()
         enforce_ledger(self.ledger, self.device, self.meter)
         self._workspace = Workspace(self.device, self.meter)
 
-    def _prompt_tokens(self) -> int:
+    def _measure_prompts(self) -> None:
+        """Measure what prompt tokens cost, and decide how many of them a step computes where."""
         most = self.limits.prompt_tokens
+        measured = min(_LEAST_CHUNK_TOKENS, most)
+        token_s = self.runner.measure_prompt_seconds(measured) / measured
+        context_s = self._measure_context()
+
+        # Where chunks change no answer, and nobody says how large they are.
         is_free = self.config.batching.prefill_chunk_tokens is None and not self.library_refusal
-        if not is_free or most <= _LEAST_CHUNK_TOKENS:
-            return most
-        seconds = self.runner.measure_prompt_seconds(_LEAST_CHUNK_TOKENS) / _LEAST_CHUNK_TOKENS
-        tokens = chunk_tokens(seconds, most)
-        log.info("a step computes at most %d prompt tokens", tokens)
-        return tokens
+        self.prompt_tokens = chunk_tokens(token_s, most) if is_free else most
+        deadline_s = self.config.limits.step_deadline
+        cost = measured_cost(token_s, context_s, self.prompt_tokens, deadline_s, is_free=is_free)
+        self.prompt_cost = cost
+
+        deepest = cost.of(self.max_model_len - self.prompt_tokens, self.prompt_tokens)
+        rows = min(deepest, cost.step_budget) + self.limits.max_sequences
+        self.longest_step_s = rows * token_s + _DECODE_READ_S
+        if self.rank:
+            return
+
+        log.info("a step computes at most %d prompt tokens", self.prompt_tokens)
+        if cost.even_context < self.max_model_len:
+            tokens = round(cost.even_context)
+            log.info("a prompt token behind %d others costs twice as much as the first", tokens)
+
+    def _measure_context(self) -> float:
+        """Measure the seconds that a token of context costs each prompt token behind it."""
+        tokens = min(_DEEP_TOKENS, self.limits.prompt_tokens)
+        context = min(_DEEP_CONTEXT, self.max_model_len - tokens)
+        if context < _SHALLOW_CONTEXT:
+            return 0.0
+
+        first = self.runner.measure_prompt_seconds(tokens)
+        deep = self.runner.measure_prompt_seconds(tokens, context)
+        return max(0.0, deep - first) / (tokens * context)
 
     def close(self) -> None:
         """Ends the transfers to other ranks."""

@@ -76,6 +76,8 @@ class Started:
     ranks: list[RankPlace]
     kv_space: bytes
     """Namespace of KV outside the device; empty: there is none."""
+    longest_step_s: float
+    """Seconds that a step takes at most, as measured at the start."""
 
     def state(self) -> WorkerState:
         """Measures memory and load; ends idle sessions and withholds KV that others took."""
@@ -110,6 +112,7 @@ class Started:
             dtype=self.dtype,
             ranks=self.ranks,
             kv_space=self.kv_space,
+            longest_step_s=self.longest_step_s,
             state=state,
         )
 
@@ -240,7 +243,12 @@ def _started(
     if own.swap_bytes_per_second:
         policy = replace(policy, swap_bytes_per_second=own.swap_bytes_per_second)
     output_lengths = OutputLengthEstimator(own.max_model_len)
-    limits = replace(own.limits, decode_tokens=own.decode_tokens, prompt_tokens=own.prompt_tokens)
+    limits = replace(
+        own.limits,
+        decode_tokens=own.decode_tokens,
+        prompt_tokens=own.prompt_tokens,
+        prompt_cost=own.prompt_cost,
+    )
     scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
     return Started(
         engine=_engine(scheduler, runner, throughput, own),
@@ -260,6 +268,7 @@ def _started(
         name=own.config.model.name,
         ranks=device_map(own.model_config, own.layout, own.device.type),
         kv_space=own.kv_space,
+        longest_step_s=own.longest_step_s,
     )
 
 
