@@ -459,7 +459,8 @@ def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> Se
     if error.code in _NO_ENGINE:
         return ServiceError(
             grpc.StatusCode.UNAVAILABLE,
-            "NO_ENGINE",
+            # The one of these that an operator can do something about.
+            error.reason if error.reason == "MEMORY_SHORT" else "NO_ENGINE",
             f"{num_failures} attempts failed, the last with: {error.message}; retry",
             retry_after_s=error.retry_after_s or 1,
         )
