@@ -41,6 +41,9 @@ GROUP_LOST = 3
 MEMORY_SHORT = 5
 """Exit status of a worker that ends with a MemoryShortError; 4 is a rank's."""
 
+OUT_OF_MEMORY = 6
+"""Exit status of a rank, and of the worker whose group it ends, that ran out of memory."""
+
 
 def one_line(error: Exception) -> str:
     """Describes an unforeseen error for a message: its class and its first line."""

@@ -89,6 +89,10 @@ class EngineMetrics:
         self._blocks.set(state.kv_pool_bytes // self._block_bytes)
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
 
+    def workers_ran_out_of_memory(self, count: int) -> None:
+        """Count workers that ended because memory ran out and could not report it themselves."""
+        self._worker.count(names.OOM_EVENTS, count)
+
     def watch_tiers(
         self,
         stats: Callable[[], list[TierStats]],
@@ -236,6 +240,11 @@ class _WorkerCollector(Collector):
     @state.setter
     def state(self, state: WorkerState) -> None:
         self._seen = (state, *self._seen[1:])
+
+    def count(self, name: CounterName, count: int) -> None:
+        """Add what no worker has reported."""
+        state, counts, tallies, changes = self._seen
+        self._seen = (state, {**counts, name: counts[name] + count}, tallies, changes)
 
     def replace(self) -> None:
         """Keeps what the worker has counted: the next one counts from zero."""

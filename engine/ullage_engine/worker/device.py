@@ -34,6 +34,8 @@ _PAGE = 4096
 _MIB = 1 << 20
 _IDLE_BYTES = 2048 * _MIB
 """Bytes of a GPU that may be in use, by the driver too, while nothing is worth waiting for."""
+_HOST_PROBE_BYTES = 8 << 20
+"""Bytes whose allocation shows that a step which ran out of host memory may be tried again."""
 _PROBE_BYTES = 40 * _MIB
 _PROBE_STEP = 2 * _MIB
 _PROBE_SIZES = 64
@@ -383,7 +385,7 @@ class Workspace:
         Call it outside the handler of the error, whose frames keep the step's tensors alive.
         """
         if self._device.type != "cuda":
-            return True
+            return _has_host_memory()
         if not self._take_back():
             return False
         if self._meter.free_bytes() >= _FREE_FOR_LIBRARIES:
@@ -405,6 +407,15 @@ class Workspace:
         except torch.OutOfMemoryError:
             return False
         return True
+
+
+def _has_host_memory() -> bool:
+    """Return whether the allocator gets memory from the host, or has some that was freed."""
+    try:
+        torch.empty(_HOST_PROBE_BYTES, dtype=torch.uint8)
+    except RuntimeError:
+        return False
+    return True
 
 
 def processor_of(device: torch.device) -> str:

@@ -27,7 +27,12 @@ import zmq
 from msgspec.structs import replace
 
 from ullage_engine.parallel.layout import RankLayout
-from ullage_engine.protocol.errors import GROUP_LOST, GroupLostError, RankFailedError
+from ullage_engine.protocol.errors import (
+    GROUP_LOST,
+    OUT_OF_MEMORY,
+    GroupLostError,
+    RankFailedError,
+)
 from ullage_engine.protocol.messages import Loading, ReservationState
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.worker.histories import SentHistories
@@ -280,6 +285,10 @@ class RankProcesses:
     def _watch(self, rank: int) -> None:
         """Ends this process as soon as another rank has ended without a report."""
         status = self._popens[rank].wait()
+        if status == OUT_OF_MEMORY:  # for which the group may be about to end already
+            log.error("rank %d ran out of memory; the group starts again", rank)
+            sys.stderr.flush()
+            os._exit(OUT_OF_MEMORY)
         if self._is_stopping.is_set() or status in (CANNOT_SERVE, START_FAILED):
             return
         log.error("rank %d ended with status %d; the group starts again", rank, status)

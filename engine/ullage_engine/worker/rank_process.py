@@ -5,7 +5,7 @@ every step. It ends with rank 0, killed by the kernel if need be. Whatever it ca
 serving ends it, and with it the group.
 
 exit status: 0 after Stop, 2 it has reported to rank 0 why it cannot serve, 4 it has reported an
-unforeseen error of its start
+unforeseen error of its start, 6 it ran out of memory while serving
 """
 
 import argparse
@@ -25,8 +25,14 @@ from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_common.process.stacks import dump_on_signal
 from ullage_engine.memory.ledger import LedgerError
+from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.parallel.layout import RankLayout
-from ullage_engine.protocol.errors import WeightsError, WorkerStartError, one_line
+from ullage_engine.protocol.errors import (
+    OUT_OF_MEMORY,
+    WeightsError,
+    WorkerStartError,
+    one_line,
+)
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.worker.device import HostTier, with_budget
@@ -180,7 +186,13 @@ def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
         return START_FAILED
     gc.freeze()
     max_sequences = config.batching.max_sequences
-    serve_steps(rank.runner, _samples(rank.layout, number), link, max_sequences)
+    try:
+        serve_steps(rank.runner, _samples(rank.layout, number), link, max_sequences)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        log.exception("the rank ran out of memory")
+        return OUT_OF_MEMORY
     rank.close()
     return 0
 

@@ -61,6 +61,7 @@ class Script(enum.IntEnum):
     NONSENSE_ONCE = 14
     LOST_TWICE = 15
     FAULTY = 16
+    KILLS_BEFORE_ADMISSION = 17
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -214,6 +215,8 @@ class FakeWorker:
 
     def _admit(self, request: EngineRequest) -> None:
         first = request.token_ids[0]
+        if first == Script.KILLS_BEFORE_ADMISSION:
+            os.kill(os.getpid(), 9)
         if first == Script.LOST_TWICE and (self._once("first") or self._once("second")):
             os.kill(os.getpid(), 9)
         if first not in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
