@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage_common.process.memory import OomKills
+from ullage_common.process.memory import RECENT_LOOKS, OomKills
 
 V1 = "9:name=systemd:/\n4:memory:/kubepods/pod7\n1:cpu,cpuacct:/\n"
 V2 = "0::/kubepods/pod7\n"
@@ -48,11 +48,12 @@ def test_a_kill_is_seen_when_the_process_is_gone(tmp_path: Path, text: str, even
     machine = Machine(tmp_path, text, Path(events))
     machine.count(3)
     kills = machine.watch()
-    for _ in range(4):
+    for _ in range(RECENT_LOOKS):
         kills.look()
     assert kills.recent() == 0
     machine.count(4)
-    kills.look()  # when it was killed and had not ended
+    for _ in range(RECENT_LOOKS - 1):
+        kills.look()  # when it was killed and had not ended
     machine.end_process()
     kills.look()
     assert kills.recent() == 1
@@ -62,7 +63,7 @@ def test_kills_of_before_are_not_recent(tmp_path: Path) -> None:
     machine = Machine(tmp_path, V2, Path("memory.events"))
     kills = machine.watch()
     machine.count(2)  # of a neighbour in the same container
-    for _ in range(2):
+    for _ in range(RECENT_LOOKS):
         kills.look()
     machine.end_process()
     assert kills.recent() == 0

@@ -65,6 +65,11 @@ def container_limit(cgroup_root: Path = CGROUP) -> int | None:
     return None
 
 
+RECENT_LOOKS = 20
+"""Looks at a count for which a kill is recent: where memory is short, a killed process may take
+seconds to end."""
+
+
 class OomKills:
     """Counts the processes beside one, itself included, that the kernel killed to free memory.
 
@@ -78,8 +83,7 @@ class OomKills:
         self._cgroups = proc_root / str(pid) / "cgroup"
         self._root = cgroup_root
         self._path: Path | None = None
-        # The last look may have been when it was killed and had not ended yet.
-        self._looks: deque[int] = deque(maxlen=2)
+        self._looks: deque[int] = deque(maxlen=RECENT_LOOKS)
         self.look()
 
     def look(self) -> None:
@@ -96,7 +100,7 @@ class OomKills:
         self._looks.append(self._count())
 
     def recent(self) -> int:
-        """Return how many were killed since the look before the last one; 0 before any look."""
+        """Return how many were killed since the oldest of the recent looks."""
         return self._count() - self._looks[0] if self._looks else 0
 
     def _events(self, lines: list[str]) -> Path | None:

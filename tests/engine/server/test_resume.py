@@ -350,6 +350,26 @@ def test_many_innocent_requests_do_not_wait_long_for_one_another(
     asyncio.run(scenario())
 
 
+def test_a_worker_that_computes_without_an_end_is_replaced_long_before_the_deadline(
+    serve: Serve, fake: ModuleType, config: EngineConfig
+) -> None:
+    policy = RestartPolicy(step_deadline_s=600.0, min_busy_s=0.5, slow_start_steps=0)
+    limits = msgspec.structs.replace(config.limits, request_timeout=120.0)
+
+    async def scenario() -> None:
+        own = msgspec.structs.replace(config, limits=limits)
+        async with serve(own, policy, step_s=0.02, longest_step_s=0.02) as engine:
+            whole = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            answer = await engine.generate(ask(fake.Script.SPINS_ONCE, 2, 3))
+            assert answer.token_ids == expected(fake)
+            assert answer.finished.resumes == 1
+            assert (await whole).token_ids == expected(fake)
+            assert (await engine.state()).worker_restarts == 1
+
+    asyncio.run(scenario())
+
+
 class Break(Exception):
     """An error of the server's own."""
 

@@ -62,6 +62,7 @@ class Script(enum.IntEnum):
     LOST_TWICE = 15
     FAULTY = 16
     KILLS_BEFORE_ADMISSION = 17
+    SPINS_ONCE = 18
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,6 +83,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     trace: str = ""
     """File that gets a line for every request and cancel taken."""
     task: str = "generate"
+    longest_step_s: float = 0.0
     has_kv: bool = True
     """Whether the model has KV, as an encoder has not."""
     device: str = "cpu"
@@ -239,6 +241,9 @@ class FakeWorker:
             self._send(failure)
         elif first == Script.WEDGES_ONCE and self._once():
             time.sleep(3600)
+        elif first == Script.SPINS_ONCE and self._once():
+            while True:
+                pass
         elif first == Script.NONSENSE_ONCE and self._once():
             self._link.send(b"nonsense")
         elif request.embed:
@@ -303,6 +308,7 @@ class FakeWorker:
             dtype="float32",
             task=self._options.task,
             ranks=[self._place()],
+            longest_step_s=self._options.longest_step_s,
             state=self._state(),
         )
 
