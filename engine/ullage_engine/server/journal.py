@@ -151,6 +151,8 @@ class JournalEntry:
         self.resumes = 0
         self.stalled_resumes = 0
         """Number of resumes since the last token."""
+        self.is_inexact = False
+        """Whether workers with different fingerprints generated its tokens."""
         self.accepted_at = time.monotonic()
         self.last_token_at: float | None = None
         self._preemptions_before = 0
@@ -225,6 +227,11 @@ class JournalEntry:
         self.resumes += 1
         self.stalled_resumes += 1
         self._preemptions_before, self._preemptions_now = self.preemptions, 0
+
+    def on_other_fingerprint(self) -> None:
+        """Notes that the next worker computes otherwise than those before it."""
+        # Of tokens from another engine, its reader compares the fingerprints.
+        self.is_inexact |= len(self.output_ids) > self.num_restored
 
     def append_output(self, output: TokenOutput) -> None:
         """Appends a step's output; a stop string may end the request before the worker does."""
