@@ -6,6 +6,7 @@ import pytest
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.continuation import Losses, Progress
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.validation import validate_request
 
 LOST = ServiceError(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "the connection broke")
 BROKEN = ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", "workers died of it")
@@ -70,6 +71,21 @@ def test_tokens_of_engines_that_compute_otherwise_make_an_answer_inexact() -> No
     again = Progress(request)
     accepted("b", again)
     assert again.is_inexact and again.goes_on_inexactly
+
+
+def test_more_fingerprints_than_an_answer_can_have_are_refused() -> None:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[1]), stop=pb.StopConditions(max_tokens=9)
+    )
+    request.continuation.answers.add(token_ids=[2])
+    request.continuation.fingerprints.extend(f"{number:064}" for number in range(32))
+    validate_request(request)
+    request.continuation.fingerprints.append("one more")
+    with pytest.raises(ServiceError, match=r"continuation\.fingerprints.* 33.*at most 32"):
+        validate_request(request)
+    request.continuation.fingerprints[:] = ["x" * 65]
+    with pytest.raises(ServiceError, match=r"65 bytes.*at most 64 bytes"):
+        validate_request(request)
 
 
 def test_an_answer_without_a_token_is_exact_wherever_it_goes() -> None:
