@@ -125,6 +125,12 @@ class Header(msgspec.Struct, frozen=True):
     tensors: list[StoredTensor]
     encodings: dict[str, Encoding]
 
+    @property
+    def content(self) -> str:
+        """Digest of all numbers with their shapes and encodings, wherever they lie in the file."""
+        tensors = [msgspec.structs.replace(each, offset=0) for each in self.tensors]
+        return hashlib.sha256(msgspec.json.encode([tensors, self.encodings])).hexdigest()
+
 
 def load_weights(
     model: ModelSection,
@@ -524,8 +530,9 @@ def _place(
                 progress(stored.end, header.nbytes)
 
     encodings = header.encodings if own is None else own.encodings
-    content = hashlib.sha256(msgspec.json.encode(header)).hexdigest()
-    return LoadedModel(header.model_config, placed, header.nbytes, encodings, path.stem, content)
+    return LoadedModel(
+        header.model_config, placed, header.nbytes, encodings, path.stem, header.content
+    )
 
 
 def _map(path: Path) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from ullage_common.request_cost import MemoryProfile, charged_output
+from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint
 from ullage_engine.protocol.figures import Figures
 
 
@@ -353,6 +354,8 @@ class Ready(Message, frozen=True, kw_only=True):
     """The device map."""
     task: Literal["generate", "embed"] = "generate"
     """What the model is for; no other requests come."""
+    fingerprint: Fingerprint = UNKNOWN
+    """What decides the bits of its answers."""
     kv_space: bytes = b""
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
     computes_beside_loads: bool = True

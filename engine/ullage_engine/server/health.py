@@ -498,6 +498,10 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
         )
         if engine_status.state is not None:
             _fill(headroom, engine_status.state)
+        if engine_status.ready is not None:
+            fingerprint = engine_status.ready.fingerprint
+            headroom.fingerprint = fingerprint.digest
+            headroom.fingerprint_facts.update(fingerprint.facts)
         for tier in engine_status.tiers():
             headroom.tiers.add(
                 name=tier.name,

@@ -157,6 +157,8 @@ class JournalEntry:
         """Workers since the last token that may have died of the sample."""
         self.lone_deaths = 0
         """Those of them that had no other request."""
+        self.is_inexact = False
+        """Whether workers with different fingerprints generated its tokens."""
         self.accepted_at = time.monotonic()
         self.last_token_at: float | None = None
         self._preemptions_before = 0
@@ -244,6 +246,11 @@ class JournalEntry:
         """Note that the present worker has admitted the sample."""
         self.admitted = True
         self.is_taken = True
+
+    def on_other_fingerprint(self) -> None:
+        """Notes that the next worker computes otherwise than those before it."""
+        # Of tokens from another engine, its reader compares the fingerprints.
+        self.is_inexact |= len(self.output_ids) > self.num_restored
 
     def append_output(self, output: TokenOutput) -> None:
         """Appends a step's output; a stop string may end the request before the worker does."""

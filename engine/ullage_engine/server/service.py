@@ -310,7 +310,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         num_samples = group.job.samples.num_sequences
         blocks = request_blocks(profile, request.num_prompt_tokens, num_tokens, num_samples)
         charged = blocks * profile.block_bytes
-        return responses.accepted(group, self._config.server.engine_id, charged)
+        engine_id, digest = self._config.server.engine_id, ready.fingerprint.digest
+        return responses.accepted(group, engine_id, charged, digest)
 
 
 def _pace_of(context: Context) -> Pace:
@@ -346,6 +347,7 @@ def _log_end(
         "output_tokens": group.num_output_tokens,
         "preemptions": group.preemptions,
         "resumes": group.resumes,
+        **({"resumed_inexact": True} if group.is_inexact else {}),
         "seconds": served.seconds,
     }
     served.end("refused" if is_refused else "finished", fields, error=outcome if is_failed else "")

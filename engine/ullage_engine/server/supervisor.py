@@ -19,6 +19,7 @@ import grpc
 import psutil
 
 from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.fingerprint import Fingerprint, describe, differences
 from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.protocol.errors import (
     GROUP_LOST,
@@ -466,10 +467,23 @@ class WorkerSupervisor:
         extra = {"stage": "ready", "seconds": took, "resumed_requests": len(waiting)}
         log.info("worker ready", extra=extra)
         self._metrics.worker_ready(ready)
+        if before := self._engine_status.ready:
+            self._compare_fingerprints(before.fingerprint, ready.fingerprint)
         self._engine_status.worker_ready(ready)
         if self._batch_limit < 1.0:  # before it starts any request
             worker.link.post(LimitBatch(share=self._batch_limit))
         self._send_waiting(worker)
+
+    def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
+        """Marks the answers that a worker with another fingerprint than the last one's goes on
+        with."""
+        differing = differences({"before": before, "now": now})
+        if not differing:
+            return
+        extra = {"fingerprint": now.digest, "reason": describe(differing)}
+        log.warning("the new worker computes otherwise than the last one", extra=extra)
+        for entry in self._journal.unfinished():
+            entry.on_other_fingerprint()
 
     async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:
         """Lets a worker use the tiers of KV; False: they cannot be had, and it is killed."""

@@ -14,8 +14,10 @@ from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_common.wire.fingerprint import Fingerprint, fingerprint_of
 from ullage_engine.memory.ledger import Ledger
 from ullage_engine.memory.pressure import FreeMemoryMonitor
+from ullage_engine.model_loader import digest
 from ullage_engine.model_loader.files import check_for_vllm
 from ullage_engine.model_loader.loader import check_unchanged, source_key
 from ullage_engine.model_loader.source import resolve_source
@@ -28,6 +30,7 @@ from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder, written_bytes
 from ullage_engine.vllm_worker.engine import VllmEngine
+from ullage_engine.vllm_worker.fingerprint import Backend, adapter_facts, engine_facts
 from ullage_engine.vllm_worker.group import lead
 from ullage_engine.vllm_worker.interface import AdapterError
 from ullage_engine.vllm_worker.memory import StartMemory
@@ -61,6 +64,8 @@ class Started:
     name: str
     """Name by which clients ask for the model."""
     ranks: list[RankPlace]
+    fingerprint: Fingerprint
+    """What decides the bits of its answers."""
     kv_space: bytes = b""
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
 
@@ -97,6 +102,7 @@ class Started:
             dtype=self.core.dtype,
             ranks=self.ranks,
             task=self.core.task,
+            fingerprint=self.fingerprint,
             kv_space=self.kv_space,
             # vLLM starts a request with what its connector has then, and computes the rest.
             computes_beside_loads=False,
@@ -107,7 +113,11 @@ class Started:
         """Writes the device map and what is served to the log."""
         for place in self.ranks:
             log.info("%s", place)
-        facts = {"dtype": self.core.dtype, "max_model_len": self.max_model_len}
+        facts = {
+            "dtype": self.core.dtype,
+            "max_model_len": self.max_model_len,
+            "fingerprint": self.fingerprint.digest,
+        }
         log.info("worker serves %s with vLLM %s", self.name, vllm_core.VERSION, extra=facts)
 
     def stop(self) -> None:
@@ -139,7 +149,7 @@ def start(
     weights_dir = Path(config.server.weights_dir)
     progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():
-        core, max_model_len = _load(config, memory, progress, node, is_restart)
+        core, max_model_len, weights_digest = _load(config, memory, progress, node, is_restart)
     core.probe()
     memory.settle(core)
     profile = _profile(core, config)
@@ -152,7 +162,8 @@ def start(
         clock=time.monotonic,
     )
     limits = _limits(core, config, memory)
-    kv_space = _kv_space(core, config, profile, host_tier) if host_tier else b""
+    facts = _facts(core, config, weights_digest(progress.repeat))
+    kv_space = _kv_space(core, facts, profile, host_tier) if host_tier else b""
     tiers = None
     if kv_space:
         tiers = core.use_tiers(kv_space, profile.block_tokens, profile.block_bytes)
@@ -175,6 +186,7 @@ def start(
         max_model_len=max_model_len,
         name=config.model.name,
         ranks=core.ranks,
+        fingerprint=fingerprint_of(facts | adapter_facts(config)),
         kv_space=kv_space,
     )
 
@@ -231,14 +243,17 @@ def _load(
     progress: "_Progress",
     node: Node | None,
     is_restart: bool,
-) -> tuple[vllm_core.VllmCore, int]:
-    """Returns vLLM's engine and the longest sequence of the model as configured, tokens."""
+) -> tuple[vllm_core.VllmCore, int, digest.Wait]:
+    """Returns vLLM's engine, the longest sequence of the model as configured, tokens, and what
+    waits for the digest of its weights."""
     progress.begin("weights")
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
     check_for_vllm(files, config.vllm.args)
     key = source_key(files, "load")
-    folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir), progress.repeat)
+    weights_dir = Path(config.server.weights_dir)
+    folder = checkpoint_folder(files, dtype, weights_dir, progress.repeat)
+    weights_digest = digest.begin(partial(digest.model_digest, files, weights_dir))
     adapters = adapter_folders(config.adapters, may_lack=is_restart)
     memory.plan_adapters(folder, dtype, memory.rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
@@ -255,7 +270,7 @@ def _load(
         progress.begin,
     )
     check_unchanged(files, source_key(files, "load"), key)
-    return core, max_model_len
+    return core, max_model_len, weights_digest
 
 
 def _check_adapters(engine: VllmEngine, names: tuple[str, ...], report: Report) -> None:
@@ -313,13 +328,24 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
     )
 
 
+def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
+    """Return what decides the bits of answers without adapters; `weights`: digest of the files."""
+    backend = Backend(
+        version=vllm_core.VERSION,
+        device="cpu" if vllm_core.is_cpu() else "cuda",
+        processor=vllm_core.processor(),
+        dtype=core.dtype,
+    )
+    return engine_facts(config, resolve_source(config.model.source), weights, backend)
+
+
 def _kv_space(
-    core: vllm_core.VllmCore, config: EngineConfig, profile: MemoryProfile, host_tier: HostTier
+    core: vllm_core.VllmCore, facts: dict[str, str], profile: MemoryProfile, host_tier: HostTier
 ) -> bytes:
     """Returns the namespace of the KV that is kept outside the device: all that the bytes of a
     block depend on beside its tokens. Empty: none is kept."""
     try:
-        block_bytes, facts = core.tier_format()
+        block_bytes, block_format = core.tier_format()
     except TiersRefusedError as error:
         log.info("memory.tiers: the model's KV stays on its device: %s", error)
         return b""
@@ -328,21 +354,13 @@ def _kv_space(
         return b""
     if host_tier.num_bytes < profile.block_bytes:
         return b""
-    model = config.model
     return namespace(
         {
-            "weights": source_key(resolve_source(model.source), f"vllm {model.quantization}"),
-            "dtype": core.dtype,
-            "kv_dtype": model.kv_dtype,
-            "max_model_len": model.max_model_len,
-            "vllm": vllm_core.VERSION,
-            # They may say how positions are computed, and much else.
-            "args": config.vllm.args,
+            # Requests of adapters keep no KV there.
+            "fingerprint": fingerprint_of(facts).digest,
             "block_tokens": profile.block_tokens,
             "block_bytes": block_bytes,
-            "tensor": config.parallelism.tensor,
-            "device": "cpu" if vllm_core.is_cpu() else "cuda",
-            "format": facts,
+            "format": block_format,
         }
     )
 

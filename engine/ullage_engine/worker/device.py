@@ -418,13 +418,6 @@ def _has_host_memory() -> bool:
     return True
 
 
-def processor_of(device: torch.device) -> str:
-    """Names what decides in which order and precision a device computes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return torch.backends.cpu.get_cpu_capability()
-
-
 def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
     """Checks that the host has the memory that one rank pins for swapped KV.
 

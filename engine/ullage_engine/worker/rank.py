@@ -16,6 +16,7 @@ import torch
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
+from ullage_common.wire.fingerprint import Fingerprint, fingerprint_of
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.kernels.kv_pool import LAYOUT_VERSION, kv_block_bytes
 from ullage_engine.kernels.ranges import ranges
@@ -53,9 +54,15 @@ from ullage_engine.worker.device import (
     open_driver,
     open_ledger,
     prepare_device,
-    processor_of,
     reserve_for_others,
     touch_pages,
+)
+from ullage_engine.worker.fingerprint import (
+    build_digest,
+    canonical_order,
+    digest_of,
+    processor_of,
+    yes_or_no,
 )
 from ullage_engine.worker.rank_group import Report
 from ullage_kv import Arena, namespace
@@ -560,6 +567,39 @@ class RankStartup:
         own = rank_model_config(self.model_config, self.layout, rank)
         return kv_block_bytes(own, limits.block_tokens, self.kv_itemsize, windowed=limits.windowed)
 
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What decides the bits of the group's answers, the same after every restart."""
+        assert self._loaded is not None, "load comes first"
+        layout, encodings = self.layout, self._loaded.encodings.values()
+        is_fp8 = self.config.model.kv_dtype == "fp8"
+        facts = {
+            "engine": "ullage",
+            "weights": self._loaded.content[:32],
+            "model_config": digest_of(self.model_config),
+            "dtype": dtype_name(self.dtype),
+            "kv_dtype": "float8" if is_fp8 else dtype_name(self.kv_type),
+            "quantization": "+".join(sorted({each.format for each in encodings})) or "none",
+            "deterministic": yes_or_no(self.config.model.deterministic),
+            "ranks": f"tensor {layout.tensor}, pipeline {layout.pipeline}",
+            "device": self.device.type,
+        }
+        # On CPUs the library at least samples.
+        order = canonical_order() if self.device.type == "cpu" else ""
+        facts["build"] = build_digest(with_library=bool(order))
+        if order:
+            facts["order"] = order
+        if not self.library_refusal:
+            facts["computed_by"] = "library"
+            return fingerprint_of(facts)
+        # Other processors, and other numbers of threads, round otherwise.
+        facts["computed_by"] = "torch"
+        facts["torch"] = torch.__version__
+        facts["processor"] = processor_of(self.device)
+        if self.device.type == "cpu":
+            facts["threads"] = str(torch.get_num_threads())
+        return fingerprint_of(facts)
+
     @property
     def kv_space(self) -> bytes:
         """Namespace of this group's KV outside the device; empty: there is no host tier, or it
@@ -568,22 +608,13 @@ class RankStartup:
             return b""
         if not self.config.memory.prefix_cache:
             return b""
-        layout, limits = self.layout, self.step_limits
         return namespace(
             {
                 "layout": LAYOUT_VERSION,
-                "weights": self._loaded.content if self._loaded else "",
-                "dtype": dtype_name(self.dtype),
-                "kv_itemsize": self.kv_itemsize,
-                "library": not self.library_refusal,
-                "block_tokens": limits.block_tokens,
+                "fingerprint": self.fingerprint.digest,
+                "block_tokens": self.step_limits.block_tokens,
                 "block_bytes": self.block_bytes,
                 "window_tokens": self.window_tokens,
-                "tensor": layout.tensor,
-                "pipeline": layout.pipeline,
-                # Other processors round otherwise, which only these steps promise not to show.
-                "deterministic": processor_of(self.device) if limits.deterministic else "",
-                "device": self.device.type,
             }
         )
 

@@ -14,6 +14,7 @@ from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_common.wire.fingerprint import Fingerprint
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_config.dtypes import dtype_name
@@ -74,6 +75,8 @@ class Started:
     name: str
     """Name by which clients ask for the model."""
     ranks: list[RankPlace]
+    fingerprint: Fingerprint
+    """What decides the bits of its answers."""
     kv_space: bytes
     """Namespace of KV outside the device; empty: there is none."""
     longest_step_s: float
@@ -111,6 +114,7 @@ class Started:
             vocab_size=self.vocab_size,
             dtype=self.dtype,
             ranks=self.ranks,
+            fingerprint=self.fingerprint,
             kv_space=self.kv_space,
             longest_step_s=self.longest_step_s,
             state=state,
@@ -120,7 +124,11 @@ class Started:
         """Writes the device map and what is served to the log."""
         for place in self.ranks:
             log.info("%s", place)
-        facts = {"dtype": self.dtype, "max_model_len": self.max_model_len}
+        facts = {
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "fingerprint": self.fingerprint.digest,
+        }
         log.info("worker serves %s", self.name, extra=facts)
 
     def stop(self) -> None:
@@ -267,6 +275,7 @@ def _started(
         dtype=dtype_name(own.dtype),
         name=own.config.model.name,
         ranks=device_map(own.model_config, own.layout, own.device.type),
+        fingerprint=own.fingerprint,
         kv_space=own.kv_space,
         longest_step_s=own.longest_step_s,
     )

@@ -316,6 +316,14 @@ def connection_alerts(service: Service) -> list[Alert]:
             "2m",
         ),
         Alert(
+            "UllageEnginesDiffer",
+            f"max by (pool) (ullage_router_fingerprints{{{of_routers}}}) > 1",
+            "warning",
+            "Engines of a pool compute otherwise than one another, and so may their answers.",
+            "They share no KV. The condition EnginesConsistent says in what they differ.",
+            "30m",
+        ),
+        Alert(
             "UllageCertificateExpires",
             f"min by (pod) ({ends} > 0) - time() < {CERTIFICATE_S}",
             "warning",

@@ -76,6 +76,36 @@ def test_streams_survive_a_killed_worker(serve: Serve, fake: ModuleType, run_dir
     assert submits == ["False"] * 3 + ["True"] * 3
 
 
+@pytest.mark.parametrize("later", ["", "91bc"])
+def test_a_worker_that_computes_otherwise_marks_what_it_goes_on_with(
+    serve: Serve, fake: ModuleType, later: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02, weights="3f1a", later_weights=later) as engine:
+            before = await engine.state()
+            assert before.fingerprint and before.fingerprint_facts["weights"] == "3f1a"
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            await asyncio.sleep(0)
+            await engine.admin.InjectFault(KILL)
+            found = await answer
+            assert found.token_ids == expected(fake)
+            assert found.accepted.fingerprint == before.fingerprint
+            after = await engine.state()
+            assert (after.fingerprint != before.fingerprint) == bool(later)
+            assert found.finished.resumed_inexact == bool(later)
+            described = await engine.inference.GetModel(pb.GetModelRequest())
+            assert described.fingerprint == after.fingerprint
+            assert dict(described.fingerprint_facts) == dict(after.fingerprint_facts)
+            # All of the next answer is the new worker's.
+            assert not (await engine.generate(ask(max_tokens=2))).finished.resumed_inexact
+
+    asyncio.run(scenario())
+    reasons = [record.reason for record in caplog.records if "otherwise" in record.message]
+    expected_reason = "weights differ: 3f1a (before), 91bc (now)"
+    assert reasons == ([expected_reason] if later else [])
+
+
 def test_a_stream_survives_many_deaths(serve: Serve, fake: ModuleType) -> None:
     async def scenario() -> None:
         async with serve(step_s=0.02, policy=EAGER) as engine:

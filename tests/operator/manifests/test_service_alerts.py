@@ -193,6 +193,16 @@ CASES = [
     Case("UllageEnginesSilent", [series("ullage_router_reports_missed_total", "0+1x30 30x60")]),
     Case("UllageEnginesStale", [series("ullage_router_stale_engines", "1x30 0x60")]),
     Case(
+        "UllageEnginesDiffer",
+        [
+            series("ullage_router_fingerprints", "2x60 1x60", pool="single"),
+            series("ullage_router_fingerprints", "1x120", pool="large"),
+        ],
+        [{"pool": "single"}],
+        fires=40,
+        is_clear=90,
+    ),
+    Case(
         "UllageCertificateExpires",
         [
             series("ullage_certificate_expiry_timestamp_seconds", "86400x30 864000x60"),

@@ -15,6 +15,7 @@ import msgspec
 
 from ullage_common.config.engine import DegradeSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint, fingerprint_of
 from ullage_engine.memory.pressure import PressureController
 from ullage_engine.protocol.frames import connect
 from ullage_engine.protocol.messages import (
@@ -87,6 +88,10 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     has_kv: bool = True
     """Whether the model has KV, as an encoder has not."""
     device: str = "cpu"
+    weights: str = ""
+    """Digest of its weights, which is a fact of its fingerprint; empty: it has none."""
+    later_weights: str = ""
+    """That of later workers of this server; empty: the same."""
     degrade: DegradeSection = DegradeSection()
     """Each sequence takes 2 % of the pool's headroom."""
 
@@ -309,8 +314,17 @@ class FakeWorker:
             task=self._options.task,
             ranks=[self._place()],
             longest_step_s=self._options.longest_step_s,
+            fingerprint=self._fingerprint(),
             state=self._state(),
         )
+
+    def _fingerprint(self) -> Fingerprint:
+        options = self._options
+        if not options.weights:
+            return UNKNOWN
+        is_first = self._once("ready")
+        weights = options.weights if is_first else options.later_weights or options.weights
+        return fingerprint_of({"weights": weights, "engine": "fake"})
 
     def _place(self) -> RankPlace:
         return RankPlace(

@@ -61,6 +61,7 @@ from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput, Invali
 from ullage_engine.vllm_worker.ranks import RESUMED
 from ullage_engine.vllm_worker.tiers import TiersRefusedError, TierTransfers
 from ullage_engine.worker.device import HostTier, open_ledger
+from ullage_engine.worker.fingerprint import cpu_kind
 from ullage_engine.worker.grammar import Grammars
 
 log = logging.getLogger("ullage.engine.vllm")
@@ -130,6 +131,11 @@ def check_device(asked: str) -> None:
             f"device: {asked} is asked for, but this vLLM computes on {own}; install the other one "
             f"(make install-vllm{' CUDA=1' if is_cpu() else ''}), or set device: {own}"
         )
+
+
+def processor() -> str:
+    """Returns the kind of processor that vLLM computes with, without a context on a GPU."""
+    return cpu_kind() if is_cpu() else str(current_platform.get_device_name())
 
 
 def item_bytes(dtype: str) -> int:
