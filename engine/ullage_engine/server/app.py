@@ -355,7 +355,8 @@ class EngineApp:
             files = resolve_source(self._config.model.source)
             # vLLM has other ways to find weights, which its own arguments choose.
             check_files(files, reads_weights="load_format" not in self._config.vllm.args)
-            return _load_tokenizer(files.path), self._choose_launch(files)
+            defaults = self._config.model.generation_defaults
+            return _load_tokenizer(files.path, defaults), self._choose_launch(files)
 
         loading = _in_daemon(load)
         await _first_of(stop.wait(), loading)
@@ -416,11 +417,13 @@ def _make_ticket_verifier(config: EngineConfig) -> TicketVerifier:
         raise AppError(str(error)) from error
 
 
-def _load_tokenizer(path: Path) -> TokenizerBundle:
-    tokenizer = load_tokenizer(path)
+def _load_tokenizer(path: Path, generation_defaults: bool) -> TokenizerBundle:
+    tokenizer = load_tokenizer(path, generation_defaults)
     chat = None
     if tokenizer.chat_template:
-        chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        chat = ChatTemplate(
+            tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_chat_template
+        )
     tokenizer_bundle = TokenizerBundle(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
     trim_heap()  # parsing took as much again
     return tokenizer_bundle

@@ -207,6 +207,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
             eos_token_ids=tokenizer_bundle.tokenizer.eos_token_ids,
+            sampling_defaults=tokenizer_bundle.tokenizer.sampling_defaults,
         )
 
     async def _job(

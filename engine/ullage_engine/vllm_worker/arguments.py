@@ -73,6 +73,8 @@ def engine_args(
         "enable_prefix_caching": None,
         "scheduling_policy": "priority",
         "seed": 0,
+        # The server fills in what a request leaves out, for both engines.
+        "generation_config": "vllm",
         "disable_log_stats": True,
         "structured_outputs_config": {"backend": "guidance"},
         "worker_extension_cls": EXTENSION,

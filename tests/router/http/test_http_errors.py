@@ -275,6 +275,25 @@ def test_unknown_paths_methods_and_models(start_service: "StartService") -> None
             listed = (await http.get("/v1/models")).json()
             assert [model["id"] for model in listed["data"]] == ["tiny"]
             assert listed["data"][0]["max_model_len"] == 2000
+            assert listed["data"][0]["sampling_defaults"] == {}
+
+    asyncio.run(scenario())
+
+
+REFUSING = (
+    "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with\n a user') }}{% endif %}"
+    "{{ messages[0].content }}"
+)
+
+
+def test_a_refusal_of_the_chat_template_has_its_words(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=REFUSING) as service:
+            turns = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "Hi"}]
+            answer = await service.chat(messages=turns)
+            error = refused(answer, 400, "messages")
+            assert "chat template: Begin with a user" in error["message"]
+            assert (await service.chat()).status_code == 200
 
     asyncio.run(scenario())
 

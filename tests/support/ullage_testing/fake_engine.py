@@ -89,6 +89,8 @@ class FakeEngine(
         self.grid = (2, 2) if pool == "large" else (1, 1)
         """Tensor ranks and pipeline stages."""
         self.template = TEMPLATE
+        self.tool_template = ""
+        self.sampling_defaults = inference_pb2.SamplingParams()
         self.task = inference_pb2.TASK_GENERATE
         self.has_kv = True
         """Whether the model has KV, as an encoder has not."""
@@ -179,6 +181,8 @@ class FakeEngine(
             model=self.headroom.model,
             tokenizer_json=TOKENIZER,
             chat_template=self.template,
+            tool_chat_template=self.tool_template,
+            sampling_defaults=self.sampling_defaults,
             max_model_len=self.max_model_len,
             vocab_size=256,
             created=1_700_000_000,
