@@ -150,6 +150,11 @@ class Edits:
     more_penalties: Sequence[HostArrays]
     """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
 
+    @property
+    def rules_out(self) -> bool:
+        """Whether any token is ruled out."""
+        return "banned" in self.arrays or "ruled_out" in self.arrays
+
 
 def plan_edits(chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int) -> Edits:
     """Return the edits of the chunks' rows of logits [rows, vocab]."""
