@@ -39,6 +39,8 @@ class RestartPolicy:
     """Workers in a row that may die without having served before the engine gives up."""
     stable_after_s: float = 30.0
     """Age in seconds at which an idle worker counts as having served."""
+    max_unproven: int = 3
+    """Starts in a row that fail their proof after which the engine stays out."""
     max_stalled_resumes: int = 3
     """Restarts that a request may live through without a single new token; it is the likely cause.
     In the last two of them it runs alone, so that others are not blamed for its faults."""
@@ -281,6 +283,8 @@ class EngineStatus:
         """Number of workers that ended unasked."""
         self.live = True
         """Whether one more worker may help; False when only a new pod can."""
+        self.not_ready_reason = ""
+        """Why no worker serves and none will be started; empty while one does or will."""
         self.created = int(time.time())
         self.step_limits = StepLimits()
         self.throttle_reasons: frozenset[str] = frozenset()
@@ -331,6 +335,11 @@ class EngineStatus:
     def fault(self, factor: float = 0.5) -> None:
         """Lowers the health, which recovers with time."""
         self._health.fault(time.monotonic(), factor)
+        self._wake()
+
+    def stay_out(self, reason: str) -> None:
+        """Serves nothing from now on; there is no way back."""
+        self.serving, self.not_ready_reason = False, reason
         self._wake()
 
     def drain(self) -> None:
@@ -405,6 +414,7 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             throttle_reasons=sorted(engine_status.throttle_reasons),
             kv_bytes_per_token=engine_status.profile.growing_bytes_per_token,
             step_limit_s=engine_status.step_limits.shortest_s,
+            not_ready_reason=engine_status.not_ready_reason,
         )
         if engine_status.state is not None:
             _fill(headroom, engine_status.state)

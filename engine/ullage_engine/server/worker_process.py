@@ -300,6 +300,8 @@ class WorkerHandle:
         self.start_error = ""
         self.may_retry = True
         """Whether another start may do better."""
+        self.is_unproven = False
+        """Whether the start ended because it computed otherwise than a verified one."""
         self._logged = (("", 0), 0.0)
         self._detector = detector
         self._checked_at = self.started_at
