@@ -4,16 +4,21 @@ library, as a service computes by default."""
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ullage_testing.small_models import SOURCE, make_family
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.wire.channels import open_channel
+from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     Engine = Any
 
+OWN = {"dtype": "auto", "quantization": "int8"}
 STREAMS = 8
 OUTPUT_TOKENS = 40
 STRUCK_AFTER = 15
@@ -70,18 +75,24 @@ async def strike_for(engine: "Engine", seconds: float) -> int:
     return kills
 
 
-@pytest.fixture
-def engine(start_engine: Callable[..., "Engine"]) -> "Engine":
-    return start_engine(model={"dtype": "auto"}, batching={"max_sequences": STREAMS})
-
-
-def test_two_kills_change_no_text(engine: "Engine") -> None:
+def test_two_kills_change_no_text(start_engine: Callable[..., "Engine"], tmp_path: Path) -> None:
+    """With a small random model, which is loaded at once."""
+    make_family("llama", 1, vocab_size=49_152, hidden_size=96, head_dim=32).save_pretrained(
+        tmp_path
+    )
+    tokenizer = load_tokenizer(resolve_source(SOURCE).path)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.json_bytes)
+    engine = start_engine(
+        model={"source": f"file://{tmp_path}", "name": "small", "max_model_len": 512, **OWN},
+        batching={"max_sequences": STREAMS},
+    )
     assert asyncio.run(strike_for(engine, 0.0)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_minutes_of_kills_change_no_text(engine: "Engine") -> None:
+def test_two_minutes_of_kills_change_no_text(start_engine: Callable[..., "Engine"]) -> None:
+    engine = start_engine(model=OWN, batching={"max_sequences": STREAMS})
     kills = asyncio.run(strike_for(engine, 120.0))
     print(f"{kills} kills")
     assert kills >= 3
