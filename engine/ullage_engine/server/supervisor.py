@@ -478,7 +478,7 @@ class WorkerSupervisor:
         self._metrics.worker_restarts.inc()
         self._metrics.collective_errors.inc(_is_group_lost(status, self._engine_status.ready))
         self._resume_entries(is_short=status == MEMORY_SHORT)
-        if worker.is_unproven and await self._is_out(worker.start_error):
+        if worker.is_unproven and await self._take_unproven(worker.start_error):
             return
         self._num_failures = 1 if worker.has_served(self._policy) else self._num_failures + 1
         self._engine_status.set_live(not self._policy.is_last_chance(self._num_failures))
@@ -490,7 +490,7 @@ class WorkerSupervisor:
             async with asyncio.timeout(backoff):
                 await self._stopping.wait()
 
-    async def _is_out(self, reason: str) -> bool:
+    async def _take_unproven(self, reason: str) -> bool:
         """Counts a start that computed otherwise than a verified one; after too many in a row
         serves nothing until `stop`, and returns True."""
         self._num_unproven += 1
