@@ -79,6 +79,10 @@ DEGRADED = _counter(
 )
 STEPS = _counter("ullage_steps", "Steps that produced tokens")
 WORKER_RESTARTS = _counter("ullage_worker_restarts", "Workers replaced")
+START_PROOF_FAILURES = _counter(
+    "ullage_start_proof_failures",
+    "Starts of a worker that ended because they computed otherwise than a verified one",
+)
 COLLECTIVE_ERRORS = _counter(
     "ullage_collective_errors",
     "Groups of ranks that were lost in a collective (NCCL or gloo) or to another rank's end",

@@ -372,6 +372,8 @@ class StartFailed(Message, frozen=True, kw_only=True):
     error: str
     may_retry: bool = False
     """Whether restarting may help, since nobody foresaw the error."""
+    is_unproven: bool = False
+    """Whether it computes otherwise than a start that was verified."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

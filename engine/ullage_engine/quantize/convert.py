@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 
 from ullage_common.config.engine import ModelSection
 from ullage_common.process.cores import usable_cores
+from ullage_engine.kernels.first_calls import make_first_calls
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.model_config import ModelConfig
@@ -468,6 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the conversion; the exit status."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads or usable_cores())
+    make_first_calls()
     conversion = Conversion(
         model=options.model,
         format=options.format,

@@ -53,9 +53,13 @@ from ullage_engine.runner.warm_up_plans import (
     decode_plans,
     largest_plans,
     make_chunk,
+    probe_plans,
     shape_plans,
 )
 from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
+
+_CONSTANTS = ("cos", "sin", "mask")
+"""Buffers of the arena that are filled once."""
 
 _MEASURED_ROWS = 8
 """Sequences of the steps whose time is measured at the start."""
@@ -287,6 +291,40 @@ class ModelRunner:
         vocab = self.model_config.vocab
         chunk = msgspec.structs.replace(chunk, token_ids=[7919 * i % vocab for i in range(tokens)])
         return min(self._step_seconds([chunk]) for _ in "ab")
+
+    def derived(self) -> dict[str, torch.Tensor]:
+        """Return what was computed of the model at the start and stays as it is, by name."""
+        tensors = {name: self._arena[name] for name in _CONSTANTS if name in self._arena}
+        for index, scales in enumerate(self._kv_scales or ()):
+            tensors[f"kv_scales.{index}"] = scales.values
+        if self._native is not None:
+            tensors |= self._native.vectors()
+        return tensors
+
+    @torch.inference_mode()
+    def check_derived(self) -> str:
+        """Compute tables and scales a second time; return the name of one that comes out otherwise,
+        else nothing. Overwrites the arena's activations."""
+        decoder = self._native or self.decoder
+        if self._kv_scales is not None:
+            again = decoder.kv_scales()
+            for index, (one, other) in enumerate(zip(self._kv_scales, again, strict=True)):
+                if not torch.equal(one.values, other.values):
+                    return f"kv_scales.{index}"
+        return decoder.check_tables()
+
+    @torch.inference_mode()
+    def probe(self) -> Iterator[torch.Tensor]:
+        """Compute the steps of the probe; yield logits [rows, vocab], which live until the next
+        are computed. Overwrites the KV pool; of several ranks all compute it together, and those
+        that do not sample have none."""
+        for plan in self.probe_plans():
+            for _, logits in self.logits(plan):
+                yield logits
+
+    def probe_plans(self) -> list[StepPlan]:
+        """Return the steps of the probe."""
+        return probe_plans(self._limits, self._kv.num_blocks, self.model_config.vocab)
 
     def _decode_seconds(self, rows: int, context: int) -> float:
         return self._step_seconds(

@@ -40,6 +40,8 @@ class RestartPolicy:
     """Workers in a row that may die without having served before the engine gives up."""
     stable_after_s: float = 30.0
     """Age in seconds at which an idle worker counts as having served."""
+    max_unproven: int = 3
+    """Starts in a row that fail their proof after which the engine stays out."""
     max_deaths: int = 3
     """Workers that may have died of a request since its last token before it is given up. In all
     but one of these deaths nothing else can have been the cause."""
@@ -371,6 +373,8 @@ class EngineStatus:
         """Number of workers that ended unasked."""
         self.live = True
         """Whether one more worker may help; False when only a new pod can."""
+        self.not_ready_reason = ""
+        """Why no worker serves and none will be started; empty while one does or will."""
         self.created = int(time.time())
         self.step_limits = StepLimits()
         self.throttle_reasons: frozenset[str] = frozenset()
@@ -421,6 +425,11 @@ class EngineStatus:
     def fault(self, factor: float = 0.5) -> None:
         """Lowers the health, which recovers with time."""
         self._health.fault(time.monotonic(), factor)
+        self._wake()
+
+    def stay_out(self, reason: str) -> None:
+        """Serves nothing from now on; there is no way back."""
+        self.serving, self.not_ready_reason = False, reason
         self._wake()
 
     def drain(self) -> None:
@@ -495,6 +504,7 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             throttle_reasons=sorted(engine_status.throttle_reasons),
             kv_bytes_per_token=engine_status.profile.growing_bytes_per_token,
             step_limit_s=engine_status.step_limits.shortest_s,
+            not_ready_reason=engine_status.not_ready_reason,
         )
         if engine_status.state is not None:
             _fill(headroom, engine_status.state)

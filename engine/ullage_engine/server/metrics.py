@@ -57,6 +57,7 @@ class EngineMetrics:
         self._steps = names.STEPS.counts(native, *self._values)
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS)
         self.worker_restarts = self._counter(names.WORKER_RESTARTS)
+        self.start_proof_failures = self._counter(names.START_PROOF_FAILURES)
         self.collective_errors = self._counter(names.COLLECTIVE_ERRORS)
         self._requests = names.REQUESTS.counts(native, *self._values)
         self._degraded = names.DEGRADED.counts(native, *self._values)

@@ -188,6 +188,8 @@ class InferenceService(rpc.InferenceServiceServicer):
                 "this engine is stopping; use another",
                 retry_after_s=RETRY_AFTER_LOADING_S,
             )
+        if reason := self._engine_status.not_ready_reason:
+            raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", reason)
         if len(self._journal) >= MAX_OPEN_REQUESTS:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -139,6 +139,8 @@ class WorkerSupervisor:
         self._worker: WorkerHandle | None = None
         self._num_starts = 0
         self._num_failures = 0
+        self._num_unproven = 0
+        """Starts in a row that computed otherwise than a verified one."""
         self._kv: KvTiers | None = None
         self._suspect: Submission | None = None
         """The request that runs alone until it has a token; everything else waits for that."""
@@ -437,8 +439,9 @@ class WorkerSupervisor:
                 worker.on_progress(message)
             case Ready():
                 self._ready(worker, message)
-            case StartFailed(error=error, may_retry=may_retry):
-                worker.start_error, worker.may_retry = error, may_retry
+            case StartFailed():
+                worker.start_error, worker.may_retry = message.error, message.may_retry
+                worker.is_unproven = message.is_unproven
 
     def _take_answer(self, answer: TokenOutput | Embedding) -> None:
         entry = self._journal.get(answer.request_id)
@@ -462,6 +465,7 @@ class WorkerSupervisor:
             worker.process.kill()
             return
         worker.ready_at = time.monotonic()
+        self._num_unproven = 0
         took = round(worker.ready_at - worker.started_at, 3)
         waiting = self._journal.unfinished()
         extra = {"stage": "ready", "seconds": took, "resumed_requests": len(waiting)}
@@ -569,6 +573,8 @@ class WorkerSupervisor:
         is_killed_for_memory = self._count_oom(worker, status)
         is_short = status == MEMORY_SHORT or is_killed_for_memory
         self._resume_entries(worker, is_short=is_short)
+        if worker.is_unproven and await self._take_unproven(worker.start_error):
+            return
         self._num_failures = 1 if worker.has_served(self._policy) else self._num_failures + 1
         self._engine_status.set_live(not self._policy.is_last_chance(self._num_failures))
         backoff = self._policy.backoff(self._num_failures)
@@ -588,6 +594,24 @@ class WorkerSupervisor:
         if is_killed or status == OUT_OF_MEMORY:
             self._metrics.workers_ran_out_of_memory(1)
         return is_killed
+
+    async def _take_unproven(self, reason: str) -> bool:
+        """Count a start that computed otherwise than a verified one; after too many in a row serve
+        nothing until `stop`, and return True."""
+        self._num_unproven += 1
+        self._metrics.start_proof_failures.inc()
+        extra = {"reason": reason, "in_a_row": self._num_unproven}
+        log.error("a worker failed the proof of its start", extra=extra)
+        if self._num_unproven < self._policy.max_unproven:
+            return False
+
+        message = f"{self._num_unproven} starts in a row failed their proof, the last one: {reason}"
+        log.error("this engine stays out: %s", message)
+        self._engine_status.stay_out(message)
+        self._journal.end_all(lambda entry: entry.fail(_stays_out(message)))
+        await self._stopping.wait()
+        return True
+
 
     def _resume_entries(self, worker: WorkerHandle, *, is_short: bool) -> None:
         """Make requests ready for the next worker; give up those over which too many died.
@@ -649,6 +673,12 @@ def _memory_short() -> ServiceError:
         "MEMORY_SHORT",
         "other processes hold memory of the device that this engine needs; try again",
         retry_after_s=_SHORT_RETRY_S,
+    )
+
+
+def _stays_out(message: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE, "WORKER_LOST", message, retry_after_s=_SHORT_RETRY_S
     )
 
 

@@ -300,6 +300,8 @@ class WorkerHandle:
         """Whether another start may do better."""
         self.is_blameless = False
         """Whether the server ends it for an error of its own, of which no request is the cause."""
+        self.is_unproven = False
+        """Whether the start ended because it computed otherwise than a verified one."""
         self._logged = (("", 0), 0.0)
         self._detector = detector
         self._checked_at = self.started_at

@@ -16,6 +16,7 @@ from ullage_common.process.cores import usable_cores
 from ullage_common.process.memory import container_limit, free_bytes, trim_heap, usable_bytes
 from ullage_engine.gpu.nvml import Gpu, Nvml, NvmlUnavailableError
 from ullage_engine.kernels import triton
+from ullage_engine.kernels.first_calls import make_first_calls
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.memory.shared_device import (
     allocator_fraction,
@@ -130,6 +131,7 @@ def prepare_device(config: EngineConfig, rank: int) -> torch.device:
             f"device: cuda is asked for, but torch finds no GPU: {_why_no_gpu()}"
         )
     torch.set_num_threads(config.server.threads or max(1, usable_cores() // config.gpus))
+    make_first_calls()
     device = torch.device("cpu")
     if has_cuda and config.device != "cpu":
         device = _cuda_device(config, rank)

@@ -5,7 +5,7 @@ ends with the server: by Shutdown, or killed by the kernel when the server is go
 
 exit status: 0 after Shutdown or when the server is gone, 1 an unforeseen error, 2 wrong
 configuration or model, 3 another rank is gone, 5 other processes hold memory that steps need, 6 a
-rank ran out of memory
+rank ran out of memory, 7 the start computes otherwise than one that was verified
 """
 
 import argparse
@@ -35,10 +35,12 @@ from ullage_engine.protocol.errors import (
     GROUP_LOST,
     MEMORY_SHORT,
     OUT_OF_MEMORY,
+    UNPROVEN,
     GroupLostError,
     MemoryShortError,
     WeightsError,
     WorkerStartError,
+    is_unproven,
     one_line,
 )
 from ullage_engine.protocol.frames import connect
@@ -503,6 +505,10 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
     except ServerGoneError:
         raise
     except Exception as error:
+        if is_unproven(error):
+            log.error("this worker ends before it serves: %s", error)
+            link.send(StartFailed(error=str(error), may_retry=True, is_unproven=True))
+            return UNPROVEN
         log.exception("the worker cannot start")
         link.send(StartFailed(error=one_line(error), may_retry=True))
         return 1

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+import ullage_engine
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
 from ullage_common.wire.fingerprint import Fingerprint, fingerprint_of
@@ -25,6 +26,8 @@ from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, load_weights
+from ullage_engine.model_loader.proof import Proof, ProofFile, code_digest
+from ullage_engine.native.library import instruction_set
 from ullage_engine.parallel.layout import (
     LayoutError,
     RankLayout,
@@ -42,6 +45,7 @@ from ullage_engine.protocol.messages import Loading
 from ullage_engine.quantization.formats import Encoding
 from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.runner.proof import take_proof, tolerance
 from ullage_engine.runner.step_graphs import CudaCapture, NewCapture
 from ullage_engine.scheduler.sequence import PromptCost, SchedulerLimits
 from ullage_engine.worker.device import (
@@ -90,6 +94,17 @@ _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may read KV, so that a new prompt waits no longer for
 them."""
 _ANY_CONTEXT = 1 << 40
+
+_COMPUTING_ROOMS = (
+    "kernels",
+    "layers",
+    "model_config",
+    "native",
+    "parallel",
+    "quantization",
+    "runner",
+)
+"""Folders of the engine whose code decides bits."""
 
 _TRANSFER_TIMEOUT_S = 60.0
 """Least seconds after which a transfer between ranks has failed; the server looks sooner."""
@@ -165,6 +180,8 @@ class RankStartup:
         """Their cost by position, measured by `finalize`."""
         self.longest_step_s = 0.0
         """Seconds that a step takes at most, as measured by `finalize`."""
+        self.proof: Proof | None = None
+        """What this rank computes, from `finalize` on."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -177,6 +194,12 @@ class RankStartup:
         """The key of the prepared weights, which all ranks of a group share."""
         assert self._loaded is not None, "load comes first"
         return self._loaded.key
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The weights that this rank computes with."""
+        assert self._loaded is not None, "load comes first"
+        return self._loaded
 
     @property
     def runner(self) -> ModelRunner:
@@ -379,9 +402,16 @@ class RankStartup:
         progress(size, size)
         self._check_prices(size)
 
-    def finalize(self) -> None:
+    def finalize(self, *, verifies: bool = False) -> None:
         """Runs the largest steps on the pool, which may lie where the first warm-up had its
-        temporaries: they get their place now, or the first requests would. Ends the ledger."""
+        temporaries: they get their place now, or the first requests would. Proves the rank's
+        arithmetic, and ends the ledger.
+
+        `verifies`: no start has proven the same before.
+
+        Raises:
+            ProofError: what is computed twice differs.
+        """
         self.runner.run_largest()
         if self.config.cuda_graphs:
             log.info("%d steps of decodes are CUDA graphs", self.runner.num_graphs)
@@ -391,6 +421,9 @@ class RankStartup:
         if self.rank == 0:
             log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
         self._measure_prompts()
+        self.proof = take_proof(
+            self.runner, self.loaded.tensors, self.proof_tolerance, verifies=verifies
+        )
         self._settle_workspace()
         enforce_ledger(self.ledger, self.device, self.meter)
         self._workspace = Workspace(self.device, self.meter)
@@ -617,6 +650,39 @@ class RankStartup:
                 "window_tokens": self.window_tokens,
             }
         )
+
+    @property
+    def proof_tolerance(self) -> float:
+        """How much logits may differ from one start to another, as a share of their spread; 0: not
+        at all."""
+        is_deterministic = not self.library_refusal or self.step_limits.deterministic
+        is_exact = is_deterministic and self.device.type == "cpu"
+        return tolerance(self.dtype, is_exact=is_exact)
+
+    @cached_property
+    def proof_file(self) -> ProofFile:
+        """The place of the proofs of all ranks, once the KV pool is allocated; its facts are all
+        that may change their bits."""
+        layout = self.layout
+        processor = instruction_set() if not self.library_refusal else processor_of(self.device)
+        steps = self.runner.probe_plans()
+        facts = {
+            "weights": self.loaded.content,
+            "ranks": f"{layout.tensor} tensor, {layout.pipeline} pipeline",
+            "micro_batches": str(self.config.parallelism.micro_batches),
+            "limits": str(self.step_limits),
+            "dtype": dtype_name(self.dtype),
+            "kv_dtype": dtype_name(self.kv_type),
+            "library": str(not self.library_refusal),
+            "device": self.device.type,
+            "processor": str(processor),
+            "code": code_digest(Path(ullage_engine.__file__).parent / e for e in _COMPUTING_ROOMS),
+            "torch": str(torch.__version__),
+            "threads": str(torch.get_num_threads()) if self.library_refusal else "any",
+            "cuda_graphs": str(self.config.cuda_graphs),
+            "probe": str([[len(chunk.token_ids) for chunk in step.chunks] for step in steps]),
+        }
+        return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
         """Compares what was allocated with the formulas that admission and the router use."""

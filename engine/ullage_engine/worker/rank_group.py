@@ -26,6 +26,7 @@ import psutil
 import zmq
 from msgspec.structs import replace
 
+from ullage_engine.model_loader.proof import Proof
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import (
     GROUP_LOST,
@@ -66,7 +67,11 @@ class Allocate(GroupMessage, frozen=True):
 
 
 class Finalize(GroupMessage, frozen=True):
-    """Command: run the largest steps on that pool; report what all of it took."""
+    """Command: run the largest steps on that pool and prove the arithmetic; report the proof and
+    what all of it took."""
+
+    verifies: bool = False
+    """Whether everything that is proven is computed twice, since no start has done it before."""
 
 
 class Execute(GroupMessage, frozen=True):
@@ -99,6 +104,8 @@ class Done(GroupMessage, frozen=True, kw_only=True):
     """Everything the rank has reserved, after `Finalize`."""
     total_bytes: int = 0
     """Bytes of the rank's device, after `Finalize`."""
+    proof: Proof | None = None
+    """What the rank computes, after `Finalize`."""
 
 
 class Failed(GroupMessage, frozen=True):
@@ -107,6 +114,8 @@ class Failed(GroupMessage, frozen=True):
     error: str
     may_retry: bool = False
     """Whether another start may do better, since nobody foresaw the error."""
+    is_unproven: bool = False
+    """Whether the rank computes otherwise than it did before."""
 
 
 class Sampled(GroupMessage, frozen=True):
@@ -303,7 +312,8 @@ def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
         if not each.may_retry:
             return RankFailedError(f"rank {rank}: {each.error}")
     lines = (f"rank {rank}: {each.error}" for rank, each in failed.items())
-    return RankFailedError("; ".join(lines), may_retry=True)
+    is_unproven = any(each.is_unproven for each in failed.values())
+    return RankFailedError("; ".join(lines), may_retry=True, is_unproven=is_unproven)
 
 
 class DistributedRunner:

@@ -29,6 +29,7 @@ from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import (
     OUT_OF_MEMORY,
+    ProofError,
     WeightsError,
     WorkerStartError,
     one_line,
@@ -117,10 +118,10 @@ def prepare(rank: RankStartup, link: Rank0Link) -> None:
             case Allocate(num_blocks=num_blocks):
                 rank.allocate_kv(num_blocks)
                 link.send(Done())
-            case Finalize():
-                rank.finalize()
-                ledger = rank.ledger
-                link.send(Done(ledger=ledger.states(), total_bytes=ledger.total_bytes))
+            case Finalize(verifies=verifies):
+                rank.finalize(verifies=verifies)
+                states, total_bytes = rank.ledger.states(), rank.ledger.total_bytes
+                link.send(Done(ledger=states, total_bytes=total_bytes, proof=rank.proof))
                 return
             case command:
                 raise WorkerStartError(f"{type(command).__name__} came before the rank was ready")
@@ -180,6 +181,9 @@ def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
     except (ConfigError, WorkerStartError, LedgerError, WeightsError) as error:
         link.send(Failed(str(error)))
         return CANNOT_SERVE
+    except ProofError as error:
+        link.send(Failed(str(error), may_retry=True, is_unproven=True))
+        return START_FAILED
     except Exception as error:
         log.exception("the rank cannot start")
         link.send(Failed(one_line(error), may_retry=True))

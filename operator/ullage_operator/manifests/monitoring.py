@@ -374,6 +374,14 @@ def engine_alerts(service: Service) -> list[Alert]:
             "0s",
         ),
         Alert(
+            "UllageStartProofFailures",
+            f"{grows('ullage_start_proof_failures_total')} > 0",
+            "warning",
+            "A worker computed otherwise than at its verified start, and was not let serve.",
+            "The next start is tried; after three in a row the engine stays out.",
+            "0s",
+        ),
+        Alert(
             "UllageNonFiniteLogits",
             f"{grows('ullage_nonfinite_logits_total')} > 0",
             "warning",

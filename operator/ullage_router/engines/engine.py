@@ -322,7 +322,8 @@ class Engine:
     def trouble(self) -> str:
         """Why the engine gets no requests; empty while nothing is wrong."""
         lack = "serves no Multiplex stream; update the engine"
-        return self._loss or (lack if self._lacks_stream else "")
+        out = self.headroom.not_ready_reason if self.headroom else ""
+        return self._loss or out or (lack if self._lacks_stream else "")
 
     @property
     def _lacks_stream(self) -> bool:

@@ -218,6 +218,7 @@ CASES = [
     Case("UllageWorkersRestart", [series("ullage_worker_restarts_total", "0+1x30 30x60")]),
     Case("UllageEngineOutOfMemory", [series("ullage_oom_events_total", "0x10 1x80")]),
     Case("UllageCollectiveErrors", [series("ullage_collective_errors_total", "0x10 1x80")]),
+    Case("UllageStartProofFailures", [series("ullage_start_proof_failures_total", "0x10 1x80")]),
     Case("UllageNonFiniteLogits", [series("ullage_nonfinite_logits_total", "0x10 3x80")]),
     Case(
         "UllageKVTierFails",

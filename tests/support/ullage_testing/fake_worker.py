@@ -17,6 +17,7 @@ from ullage_common.config.engine import DegradeSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint, fingerprint_of
 from ullage_engine.memory.pressure import PressureController
+from ullage_engine.protocol.errors import UNPROVEN
 from ullage_engine.protocol.frames import connect
 from ullage_engine.protocol.messages import (
     Admitted,
@@ -73,6 +74,10 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     start_failed: str = ""
     may_retry: bool = False
     """A failed start is a crash, not a wrong configuration."""
+    unproven: int = 0
+    """Starts of this server that fail their proof, before one does not."""
+    unproven_restarts: bool = False
+    """All starts but the first fail their proof."""
     exit_code: int | None = None
     """Exits with it before saying anything."""
     ends_with: int | None = None
@@ -171,6 +176,13 @@ class FakeWorker:
         time.sleep(self._options.load_s)
         if any(self._once(f"crash-{number}") for number in range(self._options.crashes)):
             return 1
+        is_unproven = self._options.unproven_restarts and not self._once("proven")
+        is_unproven |= any(self._once(f"unproven-{n}") for n in range(self._options.unproven))
+        if is_unproven:
+            error = "this start computes otherwise than the verified one: cos"
+            self._send(StartFailed(error=error, may_retry=True, is_unproven=True))
+            self._link.close()
+            return UNPROVEN
         if self._options.start_failed:
             options = self._options
             self._send(StartFailed(error=options.start_failed, may_retry=options.may_retry))
