@@ -34,9 +34,9 @@ from ullage_engine.vllm_worker.fingerprint import Backend, adapter_facts, engine
 from ullage_engine.vllm_worker.group import lead
 from ullage_engine.vllm_worker.interface import AdapterError
 from ullage_engine.vllm_worker.memory import StartMemory
-from ullage_engine.vllm_worker.ranks import sweep
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
+from ullage_engine.vllm_worker.shared_memory import SharedMemory, shared_memory_of
 from ullage_engine.vllm_worker.tiers import TiersRefusedError
 from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.grammar import GrammarError, vocabulary
@@ -66,6 +66,7 @@ class Started:
     ranks: list[RankPlace]
     fingerprint: Fingerprint
     """What decides the bits of its answers."""
+    shared_memory: SharedMemory
     kv_space: bytes = b""
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
 
@@ -123,6 +124,7 @@ class Started:
     def stop(self) -> None:
         """Ends the processes of other ranks."""
         self.core.close()
+        self.shared_memory.close()
 
 
 def start(
@@ -142,7 +144,7 @@ def start(
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
-    _prepare(config)
+    shared_memory = _prepare(config)
     memory = StartMemory(config, host_tier)
     nodes = config.group.nodes
     node = lead(config.group, report, memory.rank_bytes) if nodes > 1 else None
@@ -187,6 +189,7 @@ def start(
         name=config.model.name,
         ranks=core.ranks,
         fingerprint=fingerprint_of(facts | adapter_facts(config)),
+        shared_memory=shared_memory,
         kv_space=kv_space,
     )
 
@@ -211,7 +214,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
-    _prepare(config)
+    _prepare(config, node.rank)
     # Ranks read them where the leader does, which says so if one cannot.
     adapter_folders(config.adapters, may_lack=True)
     dtype = vllm_core.resolve_dtype(config.model.dtype)
@@ -225,8 +228,10 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     vllm_core.compute(vllm_core.make_config(given, headless=True))
 
 
-def _prepare(config: EngineConfig) -> None:
+def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
     """Checks what can be checked before anything is loaded, and clears what killed ranks left.
+
+    `node`: this one's number in the engine.
 
     Raises:
         WorkerStartError: this vLLM does not take the configuration.
@@ -234,7 +239,11 @@ def _prepare(config: EngineConfig) -> None:
     vllm_core.check_version()
     arguments.check(config)
     vllm_core.check_device(config.device)
-    sweep()
+    shared_memory = shared_memory_of(config.server, node)
+    shared_memory.sweep()
+    if config.gpus > 1:
+        shared_memory.watch()
+    return shared_memory
 
 
 def _load(
