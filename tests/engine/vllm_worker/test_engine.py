@@ -204,6 +204,19 @@ def test_a_step_asks_once_for_each_request_however_many_grow() -> None:
     assert sorted(asked)[BLOCK] == 0
 
 
+def test_the_error_of_a_step_is_told_before_the_engine_ends() -> None:
+    told: list[Exception] = []
+    engine, _, _ = make_engine()
+    engine.on_failed_step = told.append
+    client = Client(engine)
+    client.submit(make_request("a", 40, 30))
+    engine.inject_out_of_memory(2)
+    with pytest.raises(OutOfMemoryFault):
+        client.run()
+    assert engine.num_steps == 2
+    assert [type(each) for each in told] == [OutOfMemoryFault]
+
+
 def test_a_stop_token_ends_it_and_is_part_of_it() -> None:
     text = expected_text(make_request("a", 40, 30))
     engine, _, _ = make_engine()
