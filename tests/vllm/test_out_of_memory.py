@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams
-from ullage_engine.vllm_worker.bindings.core import VllmCore
+from ullage_engine.vllm_worker import startup
 from ullage_engine.vllm_worker.engine import OutOfMemoryFault
 
 BLOCK = 32
@@ -105,18 +105,20 @@ def test_each_start_after_memory_ran_out_takes_less(start: Any) -> None:
     num_blocks, kept_free, chunk_tokens = facts(started)
     # As many as the longest request needs, and the one that is never given out.
     assert num_blocks == LONGEST // BLOCK + 1
-    assert (NUM_BLOCKS - num_blocks) * BLOCK_BYTES == kept_free
+    # A part of a block is of no use to the pool.
+    num_less = NUM_BLOCKS - num_blocks
+    assert (num_less - 1) * BLOCK_BYTES < kept_free <= num_less * BLOCK_BYTES
     assert chunk_tokens == 64
 
 
 def test_a_start_that_ran_out_of_memory_is_counted_by_the_next(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def probe(_: VllmCore) -> None:
+    def load(*_: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(VllmCore, "probe", probe)
+        patch.setattr(startup, "_load", load)
         with pytest.raises(MemoryError):
             start()
     assert start().state().num_oom_events == 1
