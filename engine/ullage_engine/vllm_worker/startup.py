@@ -13,15 +13,16 @@ import msgspec
 from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
-from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_common.request_cost import CacheGroup, MemoryProfile, sample_blocks
 from ullage_common.wire.fingerprint import Fingerprint, fingerprint_of
-from ullage_engine.memory.ledger import Ledger
+from ullage_engine.memory.ledger import Ledger, mib
+from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_loader import digest
 from ullage_engine.model_loader.files import check_for_vllm
 from ullage_engine.model_loader.loader import check_unchanged, source_key
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.errors import WeightsError, WorkerStartError
+from ullage_engine.protocol.errors import MemoryShortError, WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
@@ -34,9 +35,10 @@ from ullage_engine.vllm_worker.fingerprint import Backend, adapter_facts, engine
 from ullage_engine.vllm_worker.group import lead
 from ullage_engine.vllm_worker.interface import AdapterError
 from ullage_engine.vllm_worker.memory import StartMemory
-from ullage_engine.vllm_worker.ranks import sweep
+from ullage_engine.vllm_worker.oom_backoff import OomBackoff, Taken
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
+from ullage_engine.vllm_worker.shared_memory import SharedMemory, shared_memory_of
 from ullage_engine.vllm_worker.tiers import TiersRefusedError
 from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.grammar import GrammarError, vocabulary
@@ -66,8 +68,13 @@ class Started:
     ranks: list[RankPlace]
     fingerprint: Fingerprint
     """What decides the bits of its answers."""
+    shared_memory: SharedMemory
+    backoff: OomBackoff
     kv_space: bytes = b""
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
+    num_oom_events: int = 0
+    """Shortages before this worker that no worker has counted. One of this worker's ends it, and
+    its loop counts that."""
 
     def state(self) -> WorkerState:
         """Measures memory and load; ends idle sessions and withholds KV that others took.
@@ -86,7 +93,7 @@ class Started:
             decode_tokens_per_second=engine.throughput.decode_tokens_per_second,
             prefill_tokens_per_second=engine.throughput.prefill_tokens_per_second,
             step_seconds=engine.throughput.step_seconds,
-            num_oom_events=0,  # the first ends this worker, whose loop reports it
+            num_oom_events=self.num_oom_events,
             releases=engine.releases(),
             ledger=self.ledger.states(),
             rss_bytes=self.used_bytes(),
@@ -120,9 +127,20 @@ class Started:
         }
         log.info("worker serves %s with vLLM %s", self.name, vllm_core.VERSION, extra=facts)
 
+    def on_failed_step(self, error: Exception) -> None:
+        """Note why this worker ends, for the next one.
+
+        Raises:
+            MemoryShortError: memory ran out, and other processes have some of the device's.
+        """
+        self.backoff.on_failed_step(error)
+        if is_out_of_memory(error) and (missing := self.free_memory.missing_bytes()):
+            raise MemoryShortError(f"others took {mib(missing)} of the device") from error
+
     def stop(self) -> None:
         """Ends the processes of other ranks."""
         self.core.close()
+        self.shared_memory.close()
 
 
 def start(
@@ -142,17 +160,36 @@ def start(
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
-    _prepare(config)
-    memory = StartMemory(config, host_tier)
+    shared_memory = _prepare(config)
+    backoff = OomBackoff(Path(config.server.run_dir))
+    try:
+        return _start(config, report, host_tier, is_restart, shared_memory, backoff)
+    except Exception as error:
+        backoff.on_failed_start(error)
+        raise
+
+
+def _start(
+    config: EngineConfig,
+    report: Report,
+    host_tier: HostTier | None,
+    is_restart: bool,
+    shared_memory: SharedMemory,
+    backoff: OomBackoff,
+) -> Started:
+    memory = StartMemory(config, host_tier, backoff.limits)
     nodes = config.group.nodes
     node = lead(config.group, report, memory.rank_bytes) if nodes > 1 else None
     weights_dir = Path(config.server.weights_dir)
     progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():
         core, max_model_len, weights_digest = _load(config, memory, progress, node, is_restart)
+    if chunk_tokens := backoff.limits.chunk_tokens:
+        core.limit_chunk(chunk_tokens)
     core.probe()
     memory.settle(core)
     profile = _profile(core, config)
+    backoff.took(_taken(core, profile))
     reservations = Reservations(
         core.blocks,
         session_blocks=profile.session_kv_bytes // profile.block_bytes
@@ -171,7 +208,7 @@ def start(
     engine = VllmEngine(core, profile, limits, reservations, tiers=tiers)
     if not is_restart:
         _check_adapters(engine, limits.adapters, report)
-    return Started(
+    started = Started(
         engine=engine,
         core=core,
         ledger=memory.ledger,
@@ -187,7 +224,25 @@ def start(
         name=config.model.name,
         ranks=core.ranks,
         fingerprint=fingerprint_of(facts | adapter_facts(config)),
+        shared_memory=shared_memory,
+        backoff=backoff,
         kv_space=kv_space,
+        num_oom_events=backoff.take_unreported(),
+    )
+    engine.on_failed_step = started.on_failed_step
+    return started
+
+
+def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
+    """Return what a start took, by which the next one takes less if memory runs out."""
+    longest = core.max_model_len + core.lookahead_tokens
+    # One block is never given out.
+    num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
+    return Taken(
+        kv_bytes=core.pool_bytes,
+        least_kv_bytes=min(core.pool_bytes, num_blocks * core.block_bytes),
+        chunk_tokens=core.chunk_tokens,
+        least_chunk_tokens=max((each.block_tokens for each in core.groups), default=0),
     )
 
 
@@ -211,7 +266,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
-    _prepare(config)
+    _prepare(config, node.rank)
     # Ranks read them where the leader does, which says so if one cannot.
     adapter_folders(config.adapters, may_lack=True)
     dtype = vllm_core.resolve_dtype(config.model.dtype)
@@ -225,8 +280,10 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     vllm_core.compute(vllm_core.make_config(given, headless=True))
 
 
-def _prepare(config: EngineConfig) -> None:
+def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
     """Checks what can be checked before anything is loaded, and clears what killed ranks left.
+
+    `node`: this one's number in the engine.
 
     Raises:
         WorkerStartError: this vLLM does not take the configuration.
@@ -234,7 +291,11 @@ def _prepare(config: EngineConfig) -> None:
     vllm_core.check_version()
     arguments.check(config)
     vllm_core.check_device(config.device)
-    sweep()
+    shared_memory = shared_memory_of(config.server, node)
+    shared_memory.sweep()
+    if config.gpus > 1:
+        shared_memory.watch()
+    return shared_memory
 
 
 def _load(

@@ -97,11 +97,11 @@ class OomKills:
         if path != self._path:
             self._path = path
             self._looks.clear()
-        self._looks.append(self._count())
+        self._looks.append(self.count())
 
     def recent(self) -> int:
         """Return how many were killed since the oldest of the recent looks."""
-        return self._count() - self._looks[0] if self._looks else 0
+        return self.count() - self._looks[0] if self._looks else 0
 
     def _events(self, lines: list[str]) -> Path | None:
         """Return the file in which the kernel counts, by the lines of a process's cgroups."""
@@ -122,7 +122,8 @@ class OomKills:
                     return file
         return None
 
-    def _count(self) -> int:
+    def count(self) -> int:
+        """Return how many were killed so far; 0 where the kernel does not say."""
         if self._path is None:
             return 0
         with contextlib.suppress(OSError, ValueError):

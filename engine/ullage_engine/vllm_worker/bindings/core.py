@@ -302,6 +302,22 @@ class VllmCore:
         """Most tokens of one sequence whose prompt is computed that are scheduled at a time."""
         return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of one step; 0: prompts are not cut."""
+        limits = self._config.scheduler_config
+        if not limits.enable_chunked_prefill:
+            return 0
+        return max(0, int(self._scheduler.max_num_scheduled_tokens) - int(limits.max_num_seqs))
+
+    def limit_chunk(self, num_tokens: int) -> None:
+        """Lower the prompt tokens of one step, for which buffers and warm-up stay as large."""
+        most = num_tokens + int(self._config.scheduler_config.max_num_seqs)
+        if self.chunk_tokens:
+            self._scheduler.max_num_scheduled_tokens = min(
+                int(self._scheduler.max_num_scheduled_tokens), most
+            )
+
     def blank_slots(self) -> int:
         """Returns the bytes of the slots of adapters, on all ranks, of which none is loaded."""
         return _blank_slots(self._engine.engine_core.engine_core.model_executor)
