@@ -612,7 +612,6 @@ class WorkerSupervisor:
         await self._stopping.wait()
         return True
 
-
     def _resume_entries(self, worker: WorkerHandle, *, is_short: bool) -> None:
         """Make requests ready for the next worker; give up those over which too many died.
 

@@ -17,6 +17,10 @@ _COMPUTING = ("kernels", "layers", "runner")
 
 _DIGITS = 16
 
+_ORDER = "16 sums, 1"
+"""Order of the C++ library's sums, the same with AVX2 and AVX-512 (decision 52); change it with the
+order or with a polynomial."""
+
 _CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 _CPU_FLAGS = {
     *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
@@ -31,9 +35,7 @@ def canonical_order() -> str:
 
     Processors with the same name get the same bits from the same build of the library.
     """
-    # AVX2 and AVX-512 sum in orders of their own, so the instruction set is the name. One constant
-    # takes its place here when both give the same bits.
-    return library.instruction_set() or ""
+    return "" if library.instruction_set() is None else _ORDER
 
 
 @cache

@@ -664,6 +664,7 @@ class RankStartup:
         """The place of the proofs of all ranks, once the KV pool is allocated; its facts are all
         that may change their bits."""
         layout = self.layout
+        # All sets of the library have one order of sums, but a proof is of what has run.
         processor = instruction_set() if not self.library_refusal else processor_of(self.device)
         steps = self.runner.probe_plans()
         facts = {
