@@ -19,6 +19,7 @@ from ullage_router import metric_names as router_names
 
 RUNBOOK = Path(__file__).parents[3] / "docs" / "runbooks" / "service.md"
 OF_ENGINES = {
+    "UllageStartProofFailures",
     "UllageWorkersRestart",
     "UllageEngineOutOfMemory",
     "UllageCollectiveErrors",
