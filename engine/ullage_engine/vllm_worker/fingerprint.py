@@ -56,7 +56,7 @@ def engine_facts(
         "vllm": backend.version,
         # They may say how positions are computed, and much else.
         "args": json.dumps(config.vllm.args, sort_keys=True, separators=(",", ":")),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "processor": backend.processor,
     }
     if backend.device == "cpu":

@@ -627,7 +627,7 @@ class RankStartup:
             return fingerprint_of(facts)
         # Other processors, and other numbers of threads, round otherwise.
         facts["computed_by"] = "torch"
-        facts["torch"] = torch.__version__
+        facts["torch"] = str(torch.__version__)
         facts["processor"] = processor_of(self.device)
         if self.device.type == "cpu":
             facts["threads"] = str(torch.get_num_threads())
