@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig, LimitsSection
@@ -49,6 +51,7 @@ def test_an_embedding_has_none() -> None:
 def directory(tmp_path: Path) -> Path:
     (tmp_path / "tokenizer.json").write_bytes(TOKENIZER.json_bytes)
     (tmp_path / "config.json").write_text("{}")
+    save_file({"norm": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
     tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({**tokens, "chat_template": TEMPLATES})

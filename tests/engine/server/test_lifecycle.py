@@ -253,7 +253,7 @@ def test_a_port_in_use_is_named(serve: Serve, config: EngineConfig, field: str) 
 def test_what_nobody_foresaw_of_a_models_files_is_one_line(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(path: Path) -> None:
+    def load(*arguments: object) -> None:
         raise TypeError("unhashable type: 'dict'")
 
     monkeypatch.setattr(app, "_load_tokenizer", load)
@@ -360,7 +360,7 @@ def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: P
     code = (
         "import sys, threading; from ullage_engine import main; "
         "from ullage_engine.server import app\n"
-        "app._load_tokenizer = lambda path: threading.Event().wait()\n"
+        "app._load_tokenizer = lambda *_: threading.Event().wait()\n"
         "sys.exit(main.main(sys.argv[1:]))"
     )
     ports = ["--grpc-port", "0", "--metrics-port", "0"]
