@@ -65,6 +65,26 @@ class _Stored(msgspec.Struct, frozen=True):
     ranks: list[Proof]
 
 
+_SEPARATOR = b"\n"
+
+
+def _encode(stored: _Stored) -> bytes:
+    """Return the bytes of a file: a digest of what follows, and that. Otherwise every start would
+    differ from a proof of which the disk has lost a bit."""
+    content = msgspec.json.encode(stored)
+    return hashlib.sha256(content).hexdigest().encode() + _SEPARATOR + content
+
+
+def _decode(data: bytes) -> _Stored | None:
+    """Return what a file has; None where it is damaged."""
+    digest, _, content = data.partition(_SEPARATOR)
+    if digest != hashlib.sha256(content).hexdigest().encode():
+        return None
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(content, type=_Stored)
+    return None
+
+
 class ProofFile:
     """The place of the proofs of one model with certain facts."""
 
@@ -75,9 +95,9 @@ class ProofFile:
 
     def read(self) -> list[Proof] | None:
         """Return the proof of each rank; None where there is no usable file."""
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            stored = msgspec.json.decode(self.path.read_bytes(), type=_Stored)
-            if stored.facts == self._facts:
+        with contextlib.suppress(OSError):
+            stored = _decode(self.path.read_bytes())
+            if stored is not None and stored.facts == self._facts:
                 return stored.ranks
         return None
 
@@ -86,7 +106,7 @@ class ProofFile:
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
-                file.write(msgspec.json.encode(_Stored(self._facts, ranks)))
+                file.write(_encode(_Stored(self._facts, ranks)))
                 file.flush()
                 os.fsync(file.fileno())
             if self.read() is None:

@@ -52,6 +52,23 @@ def test_a_file_that_is_no_proof_of_these_facts_is_replaced(tmp_path: Path, cont
     assert file.write([PROOF]) == [PROOF] == file.read()
 
 
+def test_a_damaged_file_is_replaced_and_no_start_differs_from_it(tmp_path: Path) -> None:
+    file = ProofFile(tmp_path, "key", {"torch": "2.11"})
+    file.write([PROOF])
+    whole = file.path.read_bytes()
+
+    damaged = [whole[:length] for length in range(len(whole))]
+    for place in range(len(whole)):
+        for bit in (0x01, 0x80):
+            flipped = bytes([whole[place] ^ bit])
+            damaged.append(whole[:place] + flipped + whole[place + 1 :])
+
+    for content in damaged:
+        file.path.write_bytes(content)
+        assert file.read() is None, content
+    assert file.write([PROOF]) == [PROOF] == file.read()
+
+
 def test_a_folder_that_cannot_be_written_costs_the_file_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
