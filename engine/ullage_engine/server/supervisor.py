@@ -676,8 +676,9 @@ def _memory_short() -> ServiceError:
 
 
 def _stays_out(message: str) -> ServiceError:
+    # As requests that come later: it is the engine's fault, and speaks against no request.
     return ServiceError(
-        grpc.StatusCode.UNAVAILABLE, "WORKER_LOST", message, retry_after_s=_SHORT_RETRY_S
+        grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", message, retry_after_s=_SHORT_RETRY_S
     )
 
 
