@@ -222,7 +222,8 @@ class Engines:
 
     def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
         """Describes the served model with the adapters that any engine serves and the tenant may
-        use, and without its name where the tenant may not use it.
+        use, and without its name where the tenant may not use it. Facts of the fingerprint are for
+        those who may use everything.
 
         Args:
             name: empty: the served model, whatever its name.
@@ -241,6 +242,8 @@ class Engines:
             response.fingerprint = common.digest
             response.fingerprint_facts.clear()
             response.fingerprint_facts.update(common.facts)
+        if allowed:  # facts name adapters, those of other tenants, too
+            response.fingerprint_facts.clear()
         if allowed and response.model not in allowed:
             response.model = ""
         del response.adapters[:]
