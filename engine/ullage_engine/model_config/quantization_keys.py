@@ -5,7 +5,8 @@ from ullage_engine.model_config.keys import Key, fixed, harmless, read
 _METHOD = read("kind of quantisation", "quant_method")
 _BY_TENSORS = harmless(
     "the tensors say which matrices are quantised",
-    *("modules_to_not_convert", "ignored_layers", "ignore", "lm_head", "tie_word_embeddings"),
+    *("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "lm_head"),
+    "tie_word_embeddings",
 )
 _KERNELS = harmless(
     "which kernels of other engines compute",
@@ -19,12 +20,28 @@ _MAKING = harmless(
     *("block_name_to_quantize", "module_name_preceding_first_block", "pad_token_id", "meta"),
     *("modules_in_block_to_quantize", "mse", "act_group_aware", "hyb_act", "quantizer"),
 )
+_AUTO_ROUND = {
+    **harmless(
+        "how the numbers were found",
+        *("autoround_version", "amp", "enable_minmax_tuning", "enable_norm_bias_tuning"),
+        *("enable_quanted_input", "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr"),
+        *("minmax_lr", "nsamples", "seqlen", "scale_dtype", "to_quant_block_names", "model_free"),
+    ),
+    **fixed("kind of the numbers", ("int",), "data_type"),
+    **fixed("bits of activations, which are not rounded", (16,), "act_bits"),
+    **harmless(
+        "how activations would be rounded",
+        *("act_data_type", "act_dynamic", "act_group_size", "act_sym"),
+    ),
+}
 
 GPTQ: dict[str, Key] = {
     **_METHOD,
     **_BY_TENSORS,
     **_KERNELS,
     **_MAKING,
+    **_AUTO_ROUND,
+    **harmless("which kernels of other engines compute", "backend"),
     **read("bits of a number: 4 or 8", "bits"),
     **read("columns that share a scale; -1 is a whole row", "group_size"),
     **read("whether columns are in another order, which g_idx tells", "desc_act"),
@@ -32,8 +49,9 @@ GPTQ: dict[str, Key] = {
     **fixed(
         "whether zero points are stored less one, or as they are",
         ("gptq", "gptq_v2"),
-        "checkpoint_format",
+        *("checkpoint_format", "format"),
     ),
+    **fixed("kind of quantisation", ("gptq",), "method"),
     **fixed("layout of the numbers", (False,), "is_marlin_format"),
     **fixed("layout of the numbers", ("int32",), "pack_dtype"),
     **fixed("bits that differ from layer to layer", ({},), "dynamic"),
@@ -44,10 +62,23 @@ AWQ: dict[str, Key] = {
     **_BY_TENSORS,
     **_KERNELS,
     **_MAKING,
+    **_AUTO_ROUND,
     **fixed("bits of a number", (4,), "bits"),
     **read("columns that share a scale; -1 is a whole row", "group_size"),
-    **fixed("layout of the numbers", ("gemm", "GEMM"), "version"),
-    **fixed("program that made it", ("autoawq",), "backend"),
+    **fixed("layout of the numbers", ("gemm", "GEMM"), "version", "format", "checkpoint_format"),
+    **fixed("layout of the numbers", ("int32",), "pack_dtype"),
+    **fixed("kind of quantisation", ("awq",), "method"),
+    **fixed(
+        "program that made it, or kernels of other engines",
+        (
+            *("autoawq", "auto", "auto_trainable", "gemm", "gemm_triton", "machete", "marlin"),
+            *("exllama_v1", "exllama_v2", "torch_awq", "torch_fused_awq"),
+        ),
+        "backend",
+    ),
+    **harmless("zero points are in the tensors", "sym"),
+    **fixed("whether columns are in another order", (False,), "desc_act"),
+    **fixed("bits that differ from layer to layer", ({},), "dynamic"),
     **fixed("whether there are zero points", (True,), "zero_point"),
 }
 
@@ -68,6 +99,8 @@ FP8: dict[str, Key] = {
     **fixed("kind of the numbers", ("e4m3",), "fmt"),
     **fixed("kind of the scales", ("float", "ue8m0"), "scale_fmt"),
     **read("rows and columns that share a scale", "weight_block_size"),
+    **fixed("kind of the experts' numbers", ("fp8",), "expert_dtype"),
+    **harmless("the engine computes with packed weights", "dequantize"),
 }
 
 COMPRESSED: dict[str, Key] = {

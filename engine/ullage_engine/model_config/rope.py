@@ -35,6 +35,7 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         **_FACTOR,
         **_ORIGINAL,
         **_ATTENTION_FACTOR,
+        **fixed("factor of YaRN's factor, as other engines have it", (1.0,), "attn_factor"),
         **read("factors from which the factor of cosine and sine is made", "mscale"),
         **read("factors from which the factor of cosine and sine is made", "mscale_all_dim"),
         **read("bounds of the ramp, in turns", "beta_fast", "beta_slow"),

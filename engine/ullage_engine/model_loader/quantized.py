@@ -133,7 +133,8 @@ class GptqMatrices(IntegerMatrices):
             )
         super().__init__(reader, config, bits)
         # The second version of the format stores zero points as they are.
-        self._less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        formats = (config.get("checkpoint_format"), config.get("format"))
+        self._less = 0 if "gptq_v2" in formats else 1
         self._path, self._desc_act = config.path, config.bool("desc_act", False)
 
     def _shape(self, stem: str) -> tuple[int, int]:

@@ -34,6 +34,8 @@ _HARMLESS = frozenset(
         "decoder_start_token_id",
         "eos_token_id",
         "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
         "assistant_token_id",
         "user_token_id",
         # Longest answers, which requests and the service bound.
@@ -79,7 +81,15 @@ _HARMLESS = frozenset(
         # Notes of the library that wrote the file.
         "_commit_hash",
         "_from_model_config",
+        "_name_or_path",
+        "dtype",
+        "model_type",
+        "output_router_logits",
+        "torch_dtype",
+        "transformers.js_config",
         "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
     }
 )
 

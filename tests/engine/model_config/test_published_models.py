@@ -175,6 +175,13 @@ def test_what_replaying_costs() -> None:
     assert read(GPT_OSS_20B).replay_tokens == 0
 
 
+def test_a_factor_of_one_that_other_engines_have_changes_nothing() -> None:
+    scaling = {**GPT_OSS_20B["rope_scaling"], "attn_factor": 1.0}
+    assert read(GPT_OSS_20B | {"rope_scaling": scaling}) == read(GPT_OSS_20B)
+    with pytest.raises(WeightsError, match=r"rope_scaling.attn_factor is 2.0"):
+        read(GPT_OSS_20B | {"rope_scaling": scaling | {"attn_factor": 2.0}})
+
+
 def test_gpt_oss_alternates_windows() -> None:
     model_config = read(GPT_OSS_20B)
     assert [layer.window for layer in model_config.layers[:3]] == [128, 0, 128]

@@ -44,6 +44,7 @@ ALL_KEYS = sorted(GenerationConfig().to_dict())
             {"repetition_penalty": 1.05, "min_p": 0.15, "presence_penalty": 1.5},
         ),
         ({"eos_token_id": [1, 2], "max_new_tokens": 2048, "transformers_version": "4.51"}, {}),
+        ({"_name_or_path": "x", "torch_dtype": "bfloat16", "unsloth_fixed": True}, {}),
     ],
 )
 def test_what_a_file_recommends(config: dict[str, Any], expected: dict[str, float]) -> None:
