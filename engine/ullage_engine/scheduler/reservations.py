@@ -252,8 +252,7 @@ class BlockReservations:
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:
-        salt = sequence.request.cache_salt
-        return self._cache.match(sequence.token_ids, salt, sequence.cached_path)
+        return self._cache.match(sequence.token_ids, sequence.request.cache_salt)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
         """Shares the cached blocks of a prefix, of which the sequence may hold the first ones."""
