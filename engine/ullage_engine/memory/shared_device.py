@@ -6,7 +6,7 @@ holds the bytes of this process alone; what others hold only bounds the KV pool.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 _MIB = 1 << 20
 
@@ -60,6 +60,23 @@ def wait_for_memory(
             risen_at = clock()
 
     return free
+
+
+def largest_share_of_others(
+    memory: Sequence[tuple[int, int]], threshold: float
+) -> tuple[float, int]:
+    """Return the share of a GPU's memory that others hold of its budget, and the GPU's index.
+
+    It is that of the GPU where it is largest; not above zero, others hold nothing of any budget.
+    Of every GPU at least `threshold` less this share is free.
+
+    Args:
+        memory: free and all bytes of each GPU, before this process has any.
+        threshold: share of a GPU that is the budget.
+    """
+    shares = [threshold - free / total for free, total in memory]
+    largest = max(shares)
+    return largest, shares.index(largest)
 
 
 def find_own(

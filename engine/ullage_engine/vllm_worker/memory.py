@@ -1,6 +1,7 @@
 """The ledger of a start of vLLM, on CPUs and GPUs, and the meter of the memory in use."""
 
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
 from ullage_engine.memory.ledger import Ledger, mib
-from ullage_engine.memory.shared_device import own_bytes
+from ullage_engine.memory.shared_device import largest_share_of_others, own_bytes
 from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.adapters import num_slots, slot_bytes
@@ -79,8 +80,9 @@ class StartMemory:
         return self.ledger.total_bytes // self._num_ranks
 
     def plan_adapters(self, folder: Path, dtype: str, rank_bytes: int) -> None:
-        """Decides how many adapters are loaded at a time, of the model in `folder`: on all nodes as
-        many as a rank's device of the leader has memory for.
+        """Decide how many adapters of the model in `folder` are loaded at a time.
+
+        All nodes load as many as a rank's device of the leader has memory for.
 
         Raises:
             WeightsError: the checkpoint is incomplete.
@@ -105,8 +107,8 @@ class StartMemory:
 
     @property
     def device_share(self) -> float | None:
-        """Share of a GPU's memory that vLLM may plan with; None on CPUs, of which only the ledger
-        knows how much is there."""
+        """Share of each GPU's memory that vLLM plans with; None on CPUs, whose memory vLLM does not
+        see."""
         if self.is_cpu:
             return None
         reserve = self._config.memory.safety_reserve * self._num_ranks
@@ -118,44 +120,51 @@ class StartMemory:
     def _reserve_for_others(self) -> None:
         """Set aside what other processes hold of the budget.
 
-        It is as much of every GPU as of the fullest one, since vLLM plans with the same share of
-        each of them. The start of vLLM fails if less than that share is free.
+        vLLM plans with one share of every GPU, and its start fails where less than that is free:
+        the fullest GPU decides for all.
         """
-        threshold = self.ledger.threshold
-        taken = [int(gpu.total_bytes * threshold) - gpu.free_bytes for gpu in self._gpus]
-        most = max(taken)
-        if most <= 0:
+        memory = [(gpu.free_bytes, gpu.total_bytes) for gpu in self._gpus]
+        share, fullest = largest_share_of_others(memory, self.ledger.threshold)
+        if share <= 0.0:
             return
-        names = names_of(self._gpus[taken.index(most)].gpu.process_bytes())
-        self.ledger.reserve_for_others(most * self._num_ranks, names)
-        log.warning("%s of each GPU's budget are held by %s", mib(most), names)
+        names = names_of(self._gpus[fullest].gpu.process_bytes())
+        size = math.ceil(share * self.ledger.total_bytes)
+        self.ledger.reserve_for_others(size, names)
+        log.warning("%.1f %% of each GPU are set aside for %s", 100 * share, names)
 
-    def size_pool(self, found: list[int], adapter_bytes: int, free_first: list[int]) -> list[int]:
-        """Return the KV bytes of each rank, of those that vLLM found to be free for it.
+    def size_pool(
+        self, vllm_bytes: list[int], adapter_bytes: int, free_first: list[int]
+    ) -> list[int]:
+        """Return the KV bytes of each rank.
 
         Args:
-            found: bytes that vLLM leaves to KV of each rank. It counts from the moment when a rank
-                had its context, and so leaves out what that takes.
+            vllm_bytes: bytes that vLLM leaves to KV of each rank. It counts from the moment when a
+                rank had its context, and so leaves out the context itself.
             adapter_bytes: bytes of all slots of adapters.
             free_first: bytes that were free of each rank's GPU at that moment; empty on CPUs.
         """
-        config, ledger = self._config, self.ledger
+        config = self._config
+        ledger = self.ledger
         reserve = config.memory.safety_reserve * self._num_ranks
         used = self.used_bytes() - self._context
         if not self.is_cpu:
             contexts = self._contexts(free_first)
             ledger.record("context", sum(contexts))
-            found = [each - context for each, context in zip(found, contexts, strict=True)]
-            used = ledger.available_bytes - reserve - sum(found)
+            vllm_bytes = [
+                size - context for size, context in zip(vllm_bytes, contexts, strict=True)
+            ]
+            used = ledger.available_bytes - reserve - sum(vllm_bytes)
+
         self._record_model(used, adapter_bytes)
         ledger.reserve("staging", self._staging_bytes)
         ledger.reserve("safety_reserve", reserve)
+
         share = ledger.available_bytes // self._num_ranks
         if share <= 0:
             raise ledger.shortage("kv_pool", 1 << 20)
         limit = config.memory.max_kv
         log.info("KV: %s are free a rank, at most %s are taken", mib(share), mib(limit))
-        return [min(share, limit, share if self.is_cpu else each) for each in found]
+        return [min(share, limit, share if self.is_cpu else size) for size in vllm_bytes]
 
     def _contexts(self, free_first: list[int]) -> list[int]:
         """Return the bytes of each rank's context, libraries and buffers of transfers.
@@ -169,7 +178,7 @@ class StartMemory:
         ]
 
     def settle(self, core: vllm_core.VllmCore) -> None:
-        """Enter what was allocated at last."""
+        """Enter the bytes of the finished start in the ledger."""
         if "model" not in {each.name for each in self.ledger.states()}:
             # A model without KV is not asked for its size.
             adapter_bytes = core.blank_slots()
@@ -182,7 +191,7 @@ class StartMemory:
             self._meter = MemoryMeter(torch.device("cuda", 0), self._gpus[0])
 
     def attached(self) -> None:
-        """Enters the host tier, which all ranks have attached."""
+        """Enter the host tier, which all ranks have attached, in the ledger."""
         assert self.host_tier is not None
         self.ledger.record_on_host("kv_host_tier", self.host_tier.num_bytes)
         self._shared_bytes = self.host_tier.num_bytes * self._num_here

@@ -12,6 +12,7 @@ from ullage_engine.memory.shared_device import (
     bytes_of_others,
     differs,
     find_own,
+    largest_share_of_others,
     own_bytes,
     wait_for_memory,
 )
@@ -156,3 +157,20 @@ def test_a_ledger_is_right_within_two_percent() -> None:
     assert not differs(102, 100)
     assert differs(97, 100)
     assert differs(103, 100)
+
+
+GPUS = st.integers(8, 160).flatmap(
+    lambda total: st.tuples(st.integers(0, total * GIB), st.just(total * GIB))
+)
+
+
+@given(st.lists(GPUS, min_size=1, max_size=8), st.floats(0.3, 0.95))
+def test_every_gpu_has_free_what_is_planned_of_it(
+    memory: list[tuple[int, int]], threshold: float
+) -> None:
+    """Also where GPUs are of unequal sizes: one share of each is planned with."""
+    share, fullest = largest_share_of_others(memory, threshold)
+    planned = threshold - max(share, 0.0)
+    assert all(planned * total <= free + 1 for free, total in memory)
+    free, total = memory[fullest]
+    assert share <= 0.0 or abs(planned * total - free) <= 1, "no more is set aside than needed"
