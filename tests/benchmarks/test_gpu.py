@@ -104,7 +104,7 @@ def test_a_wrong_argument_is_named(arguments: list[str], message: str) -> None:
 
 
 PART = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys
 from benchmarks.gpu.figures import Fact, Figure, none_of
 
 def run(job, report):
@@ -174,12 +174,12 @@ def test_what_a_hung_part_leaves_behind_is_ended(
     """A grandchild in a session of its own that ignores SIGTERM, as a worker's driver call does."""
     pid_file = tmp_path / "pid"
     stubborn = (
-        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+        "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); signal.pause()"
     )
     body = (
         f"subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True); "
-        "report(Figure('before', 1.0, '', 1.0)); time.sleep(600)"
+        "report(Figure('before', 1.0, '', 1.0)); signal.pause()"
     )
     part = write_part(monkeypatch, tmp_path, programme, body)
     given = job(programme, tmp_path)
@@ -270,10 +270,14 @@ def test_an_interrupt_ends_the_programme_and_its_parts(number: int, tmp_path: Pa
     ) as process:
         assert process.stdout is not None
         assert "soak" in process.stdout.readline()
-        time.sleep(1.0)
+        # Until the part has started a process, too.
+        while len(started := psutil.Process(process.pid).children(recursive=True)) < 2:
+            os.sched_yield()
         os.killpg(process.pid, number)
         process.communicate(timeout=60)
     assert process.returncode == 130
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive
 
 
 def test_near_ties_are_told_from_other_tokens(programme: Any) -> None:
