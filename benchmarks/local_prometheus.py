@@ -60,7 +60,7 @@ def running(
     groups: Sequence[dict[str, Any]],
     seconds: float = 1.0,
 ) -> Iterator[Prometheus]:
-    """Runs a Prometheus while the block does.
+    """Run a Prometheus until the block ends.
 
     Args:
         folder: of its own, for configuration, log and data.

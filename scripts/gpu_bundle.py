@@ -125,8 +125,8 @@ def fetch_wheels(pins: dict[str, str], wheels: Path, python: str) -> list[Path]:
                 f"pip cannot fetch {', '.join(missing)}",
                 "connect to a package index, or name a folder of wheels in PIP_FIND_LINKS",
             )
-    found = {name: find_wheel(wheels, name, version) for name, version in pins.items()}
-    return [path for path in found.values() if path is not None]
+    paths = [find_wheel(wheels, name, version) for name, version in pins.items()]
+    return [path for path in paths if path is not None]
 
 
 def build_wheel(wheels: Path) -> Path:
@@ -263,7 +263,7 @@ def make(out: Path, python: str, *, has_oracle: bool) -> dict[str, Any]:
         if path not in wheels and path.name != product["file"]:
             path.unlink()
 
-    made = {
+    new_manifest = {
         "python": python,
         "commit": git("rev-parse", "HEAD").strip(),
         "is_modified": bool(git("status", "--porcelain", "--untracked-files=no").strip()),
@@ -272,9 +272,9 @@ def make(out: Path, python: str, *, has_oracle: bool) -> dict[str, Any]:
         "oracle": oracle(out, manifest) if has_oracle else manifest.get("oracle"),
     }
     partial = out / "manifest.tmp"
-    partial.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(new_manifest, indent=1) + "\n", encoding="utf-8")
     partial.replace(out / "manifest.json")
-    return made
+    return new_manifest
 
 
 def check_size(bundle: Sequence[Path], tracked: Sequence[Path], limit: int = LIMIT_BYTES) -> str:
@@ -310,7 +310,7 @@ def main() -> int:
 
     out = arguments.out.resolve()
     try:
-        made = make(out, arguments.python, has_oracle=not arguments.keep_oracle)
+        manifest = make(out, arguments.python, has_oracle=not arguments.keep_oracle)
         tracked = [ROOT / name for name in git("ls-files", "-z").split("\0") if name]
         bundle = [path for path in out.rglob("*") if path.is_file()]
         line = check_size(bundle, [path for path in tracked if path.is_file()])
@@ -318,7 +318,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
-    print(f"{out}: {len(made['wheels']) + 1} wheels, commit {made['commit'][:12]}")
+    print(f"{out}: {len(manifest['wheels']) + 1} wheels, commit {manifest['commit'][:12]}")
     print(line)
     return 0
 

@@ -74,7 +74,7 @@ class Batch:
             self.future.set_result(results)
 
     def expire(self, result: Result) -> bool:
-        """Ends what is under way with this result; False: nothing was."""
+        """End all open transfers with this result; return False if there are none."""
         with self._lock:
             if not self._num_open:
                 return False

@@ -82,7 +82,7 @@ class SeededWeights:
         }
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        """Make one layer's tensors, of which this object keeps none."""
+        """Return new tensors of one layer; this object does not keep them."""
         model_config = self._model_config
         random = self._source(index + 1)
         spec = model_config.layers[index]

@@ -36,15 +36,19 @@ def sample(
     team: Team | None = None,
     computed: torch.Tensor | None = None,
 ) -> list[SampledToken]:
-    """Sample a token of each row of float32 logits [rows, vocab], which are overwritten.
+    """Sample a token for each row of logits.
 
-    `counts` spares counting a history again in each of a request's steps. `likeliest`: the
-    likeliest token of each row, the first of equals, -1 where not all of the row is finite; without
-    it that is looked for here. `team`: the C++ library's threads, which choose if they are given.
-    `computed`: the same logits of any type, which stay as they are and of which only a device other
-    than the CPU has need; without it they are copied there.
+    A row with a NaN or an infinity gets `NO_TOKEN`: weights are damaged or a kernel is wrong.
 
-    A row with a NaN or an infinity, which damaged weights or a wrong kernel give, has `NO_TOKEN`.
+    Args:
+        logits: float32 [rows, vocab], overwritten.
+        chunks: chunk of each row.
+        counts: token counts of the requests' earlier steps; None: histories are counted here.
+        likeliest: likeliest token of each row, the first of equals, or -1 where a logit is not
+            finite; None: it is computed here.
+        team: threads of the C++ library, which then choose on a CPU; None: torch chooses.
+        computed: the same logits in any type, kept unchanged; only devices other than the CPU read
+            it. None: the logits are copied for them.
     """
     counts = counts or PenaltyCounts(len(chunks))
     if logits.device.type != "cpu":
@@ -134,8 +138,11 @@ def _raw_logprobs(logits: torch.Tensor, rows: Sequence[Row]) -> dict[int, _RawLo
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Row], team: Team | None = None) -> list[int]:
-    """Choose the next token of each row, penalties already applied: by the library's threads or,
-    for rows of which these would have to sort too much and where there are none, with torch."""
+    """Choose the next token of each row of logits that have their penalties.
+
+    The library's threads choose. Torch does without a team, and for rows that would make the
+    threads sort too many tokens.
+    """
     if team is None:
         return _choose_with_torch(logits, rows)
     tokens = team.sample(logits, [row.draw() for row in rows])

@@ -40,19 +40,23 @@ millisecond."""
 
 
 class WorkerExtension:
-    """What every vLLM worker has beside its own, in whatever process it is."""
+    """Methods that each of vLLM's workers gets in addition to its own."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Makes the process of a rank end with the one that started it, in whatever it is then:
-        vLLM's own ranks look for the end of that one between two steps only."""
+        """Tie the process of a rank to the process that started it.
+
+        vLLM's own ranks notice the end of that process between two steps only.
+        """
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
             die_with_parent(parent.pid)
         return super().__new__(cls)
 
     def ullage_warm_up(self) -> None:
-        """Computes the largest step, which takes what libraries and activations need. On CPUs vLLM
-        leaves it out where it is told how large the KV pool is."""
+        """Compute the largest step, which allocates the memory of libraries and activations.
+
+        On CPUs vLLM leaves it out if it is given the size of the KV pool.
+        """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         runner.warming_up_model()
         runner.profile_run()

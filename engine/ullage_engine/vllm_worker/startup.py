@@ -88,7 +88,7 @@ class Started:
         )
 
     def ready(self, state: WorkerState) -> Ready:
-        """Returns the message that says what is served, with the first state."""
+        """Return the message that describes the served model, with the first state."""
         return Ready(
             profile=self.profile,
             max_model_len=self.max_model_len,
@@ -103,7 +103,7 @@ class Started:
         )
 
     def log_start(self) -> None:
-        """Writes the device map and what is served to the log."""
+        """Log the device map and the served model."""
         for place in self.ranks:
             log.info("%s", place)
         facts = {"dtype": self.core.dtype, "max_model_len": self.max_model_len}

@@ -85,7 +85,7 @@ def visible_gpus(num_gpus: int) -> list[Gpu]:
 
 
 def at_start(gpu: Gpu) -> GpuAtStart | None:
-    """Wait until memory of processes that have ended is returned, and return what is free then.
+    """Return a GPU's memory once ended processes have returned theirs.
 
     None: the driver does not show the GPU's memory.
     """
@@ -180,9 +180,9 @@ def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
 
 
 def _cpu_bytes(configured: int | None, num_ranks: int, host_tier: int) -> int:
-    """Returns the budget of one worker process: as configured, else its share of what is usable.
+    """Return the budget of one worker process: the configured one, or its share of usable memory.
 
-    `host_tier`: bytes of the host tier, which is beside it.
+    `host_tier`: bytes of the host tier, which the budget does not include.
     """
     limit = container_limit()
     if configured is None:

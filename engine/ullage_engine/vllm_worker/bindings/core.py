@@ -297,7 +297,7 @@ class VllmCore:
         return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
 
     def blank_slots(self) -> int:
-        """Returns the bytes of the slots of adapters, on all ranks, of which none is loaded."""
+        """Return the bytes of all ranks' slots of adapters, while none is loaded."""
         return _blank_slots(self._engine.engine_core.engine_core.model_executor)
 
     @property
@@ -425,7 +425,7 @@ class VllmCore:
             self._tiers.add(internal, request)
 
     def _check(self, request: EngineRequest) -> None:
-        """Checks what vLLM finds out in a step only, of which its engine is broken.
+        """Check what vLLM itself refuses in a step only, which would break its engine.
 
         Raises:
             InvalidRequestError: the request cannot be served.
@@ -496,11 +496,11 @@ class VllmCore:
         return [each for each in outputs if each.request_id not in ids] + failed
 
     def probe(self) -> None:
-        """Computes one token: what fails in every step is to fail the start.
+        """Compute one token, so that a fault of every step fails the start.
 
         Raises:
-            WorkerStartError: the step fails, and not for memory, of which another start may have
-                more.
+            WorkerStartError: the step fails for another reason than memory; after a lack of memory
+                another start may do better.
             RuntimeError: the process of a rank has ended.
         """
         is_embedding = self.task == "embed"
