@@ -129,6 +129,7 @@ lint: install-dev           ## format, lint, types, layers, protos
 	$(BIN)/python scripts/api_reference.py --check
 	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/python scripts/metrics_reference.py --check
+	$(BIN)/python scripts/model_keys_reference.py --check
 
 check: lint test            ## the gate
 

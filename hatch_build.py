@@ -18,6 +18,10 @@ COMPILER = "ziglang==0.17.1"
 
 TARGET = ["-target", "x86_64-linux-gnu.2.28"]
 OPTIONS = ["-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti", "-Wall"]
+OPTIONS += ["-ffp-contract=off"]
+"""Options of all sources. No compiler may fuse a product with a sum on its own, which each would do
+in other places: answers have the same bits with any of them."""
+
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")]
 
@@ -28,6 +32,7 @@ OBJECTS = {
     "library": ("library.cpp", []),
     "avx2": ("isa.cpp", ["-DULLAGE_ISA=avx2", *AVX2]),
     "avx512": ("isa.cpp", ["-DULLAGE_ISA=avx512", "-DULLAGE_AVX512=1", *AVX2, *AVX512]),
+    "portable": ("isa.cpp", ["-DULLAGE_ISA=portable", "-DULLAGE_PORTABLE=1", "-Os"]),
 }
 """Object files: source, and options beside those of all. They are linked in this order: of inline
 functions that several have, as those of Team, the linker keeps the first, which must run on any
@@ -78,13 +83,16 @@ def compile_protos(root: Path) -> None:
         raise RuntimeError("protoc failed; its message above names the file and line")
 
 
-def compile_library(root: Path) -> None:
-    """Compiles the C++ library of `ullage_engine.native`, once for each instruction set."""
+def compile_library(root: Path, library: Path | None = None) -> None:
+    """Compile the C++ library of `ullage_engine.native`, once for each instruction set.
+
+    `library`: the file to write, by default the package's.
+    """
     own = os.environ.get(OWN_COMPILER)
     compiler = shlex.split(own) if own else [sys.executable, "-m", "ziglang", "c++", *TARGET]
     # Nothing of C++'s own library is needed, but g++ before 13 has no option to say so.
     linking = ["-shared", "-s", *([] if own else ["-nostdlib++"])]
-    source, library = root / SOURCES, root / LIBRARY
+    source, library = root / SOURCES, library or root / LIBRARY
     built = {name: library.with_name(f"{name}.{os.getpid()}.tmp.o") for name in OBJECTS}
 
     def compile_one(name: str) -> None:
@@ -96,7 +104,7 @@ def compile_library(root: Path) -> None:
         with ThreadPoolExecutor(len(OBJECTS)) as threads:
             list(threads.map(compile_one, OBJECTS))
         objects = [str(path) for path in built.values()]
-        run([*compiler, *linking, "-o", str(partial), *objects, "-lpthread"])
+        run([*compiler, *linking, "-o", str(partial), *objects, "-lpthread", "-lm"])
         # Processes that have mapped the old file keep it.
         partial.replace(library)
     finally:

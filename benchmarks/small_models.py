@@ -20,20 +20,20 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": 12,
     "intermediate_size": 1792,
     "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
     "rope_theta": 1e4,
     "eos_token_id": 0,
 }
-LLAMA = {**COMMON, "model_type": "llama"}
+LLAMA = {**COMMON, "rms_norm_eps": 1e-5, "model_type": "llama"}
 LFM2 = {
     **COMMON,
+    "norm_eps": 1e-5,
     "num_hidden_layers": 8,
     "num_key_value_heads": 4,
     "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
-    "block_auto_adjust_ff_dim": False,
 }
 GPT_OSS = {
     **COMMON,
+    "rms_norm_eps": 1e-5,
     "model_type": "gpt_oss",
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
@@ -51,8 +51,19 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "llama, every head its own KV": {**LLAMA, "num_hidden_layers": 4},
     "llama, explicit head_dim": {**LLAMA, "head_dim": 128, "num_key_value_heads": 2},
-    "qwen3": {**COMMON, "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 4},
-    "lfm2": {**LFM2, "model_type": "lfm2", "conv_L_cache": 5},
+    "qwen3": {
+        **COMMON,
+        "rms_norm_eps": 1e-5,
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+    },
+    "lfm2": {
+        **LFM2,
+        "model_type": "lfm2",
+        "conv_L_cache": 5,
+        "block_auto_adjust_ff_dim": False,
+    },
     "lfm2_moe": {
         **LFM2,
         "model_type": "lfm2_moe",

@@ -31,6 +31,7 @@ PLACEHOLDER = re.compile(r"wheels/|dist/|NAME")
 FIELD = re.compile(r"`((?:[a-z][A-Za-z]*)(?:\.[A-Za-z]+)+)`")
 OTHER_NAMES = {"tls.crt", "tls.key", "image.repository", "image.pullPolicy"}
 OTHER_NAMES |= {"tenants.keys.problems", "status.storedVersions"}
+OTHER_NAMES |= {"model.safetensors", "model.safetensors.index.json"}
 """Files, values of the chart, parts of /stats and of the definition, which look like fields."""
 
 CODE = re.compile(r"`[^`\n]+`|^```yaml.*?^```", re.MULTILINE | re.DOTALL)
@@ -38,7 +39,7 @@ SETTING = re.compile(r"\b([A-Za-z]+): \"?(\w+)")
 WORD = re.compile(r"`(\w+)`")
 QUEUE = ROOT / "dev" / "gpu-queue.md"
 PROGRAMME = ROOT / "benchmarks" / "gpu" / "programme.py"
-OF_ENGINES = [QUEUE, ROOT / "dev" / "log.md"]
+OF_ENGINES = [QUEUE, ROOT / "dev" / "log.md", ROOT / "docs" / "model-keys.md"]
 """Pages about engines' own files, whose values are in lower case."""
 
 OTHER_SETTINGS = {("strategy", "None"), ("strategy", "Webhook")}

@@ -21,6 +21,7 @@ from ullage_common.process.cores import pin
 from ullage_common.process.stacks import dump_loop_on_signal, dump_on_signal
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import gguf_model_type, read_model_config
+from ullage_engine.model_loader.files import check_for_vllm
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.server.app import AppError, ChooseLaunch, EngineApp
@@ -126,10 +127,14 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
     _check_settings(config, choose(native_refusal=refused_settings)[0], has_vllm)
 
     def launch(files: ModelFiles) -> WorkerLaunch:
-        refusal = "" if config.engine == "vllm" else _native_refusal(files)
+        refusal = ""
+        if config.engine != "vllm":
+            refusal = _native_refusal(files, allows_unknown=config.model.allow_unknown_config)
         name, reason = choose(native_refusal=refused_settings or refusal)
         if name == "native" and refusal:
             raise AppError(f"{refusal}; or {_with_vllm(config, has_vllm)}")
+        if name == "vllm":
+            check_for_vllm(files, config.vllm.args)
         log.info("engine %s: %s", name, reason)
         module, environment = _WORKERS[name]
         return WorkerLaunch(
@@ -191,14 +196,14 @@ def _native_refusal_of_settings(config: EngineConfig) -> str:
     return "it computes on one node" if config.group.nodes > 1 else ""
 
 
-def _native_refusal(files: ModelFiles) -> str:
+def _native_refusal(files: ModelFiles, *, allows_unknown: bool) -> str:
     """Returns why the native engine does not serve a model; empty if it does.
 
     Raises:
         WeightsError: config.json is absent, or no JSON object.
     """
     if files.format == "directory":
-        config = read_config(files.path)
+        config = read_config(files.path, allows_unknown=allows_unknown)
     try:
         if files.format == "directory":
             read_model_config(config)

@@ -79,6 +79,10 @@ DEGRADED = _counter(
 )
 STEPS = _counter("ullage_steps", "Steps that produced tokens")
 WORKER_RESTARTS = _counter("ullage_worker_restarts", "Workers replaced")
+START_PROOF_FAILURES = _counter(
+    "ullage_start_proof_failures",
+    "Starts of a worker that ended because they computed otherwise than a verified one",
+)
 COLLECTIVE_ERRORS = _counter(
     "ullage_collective_errors",
     "Groups of ranks that were lost in a collective (NCCL or gloo) or to another rank's end",
@@ -114,6 +118,9 @@ def _used_ratio(state: WorkerState) -> float:
 REQUESTS_RUNNING = _gauge("ullage_requests_running", "Sequences in the batch")
 REQUESTS_WAITING = _gauge("ullage_requests_waiting", "Sequences admitted, not started")
 KV_USED_RATIO = _gauge("ullage_kv_used_ratio", "Share of the KV pool in use, 0 to 1")
+OOM_EVENTS = _counter(
+    "ullage_oom_events", "Steps that ran out of memory, and workers that the kernel killed for it"
+)
 PREEMPTIONS = _counter("ullage_preemptions", "Sequences preempted for memory")
 PREFIX_QUERIES = _counter(
     "ullage_prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache"
@@ -178,7 +185,7 @@ WORKER_COUNTERS: dict[CounterName, Callable[[WorkerState], float]] = {
     _counter(
         "ullage_swap_seconds", "Time of copying KV to host memory and back, on rank 0"
     ): lambda s: s.swap_seconds,
-    _counter("ullage_oom_events", "Steps that ran out of memory"): lambda s: s.num_oom_events,
+    OOM_EVENTS: lambda s: s.num_oom_events,
     _counter(
         "ullage_nonfinite_logits", "Requests failed because their logits were NaN or infinite"
     ): lambda s: s.num_nonfinite_logits,

@@ -48,6 +48,8 @@ class EnginePod:
     is_ready: bool
     not_ready_s: float = 0.0
     """Seconds for which the pod was not ready since it started, as far as the operator saw."""
+    not_ready_reason: str = ""
+    """Why its engine stays out, as it reports; empty where it does not."""
     has_reported: bool = False
     """Whether it has reported headroom since it started."""
     silent_s: float = 0.0
@@ -173,7 +175,10 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
     if not pod.is_ready:
         if pod.not_ready_s < policy.not_ready_after:
             return None
-        return Restart(pod, "NotReady", f"not ready for more than {policy.not_ready_after:g} s")
+        message = f"not ready for more than {policy.not_ready_after:g} s"
+        if pod.not_ready_reason:
+            message += f": {pod.not_ready_reason}"
+        return Restart(pod, "NotReady", message)
     if pod.has_reported and pod.silent_s >= policy.silent_after:
         message = f"no headroom report for more than {policy.silent_after:g} s"
         return Restart(pod, "Silent", message)
@@ -402,6 +407,7 @@ def _engine_pod(
         is_ready=ready,
         # A pod that has only just started was "not ready" all the time that it loaded.
         not_ready_s=0.0 if ready else min(health.known_s, _since(ready_since(pod), now)),
+        not_ready_reason=health.report.not_ready_reason if health.report else "",
         has_reported=health.report is not None,
         silent_s=health.silent_s,
         unhealthy_s=health.unhealthy_s,

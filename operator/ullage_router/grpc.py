@@ -19,7 +19,7 @@ from ullage_router.errors import draining, retry_after_s
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.pipeline.replace import HEADER
-from ullage_router.telemetry.record import RequestRecord, trace_context
+from ullage_router.telemetry.record import RESUMED_INEXACT, RequestRecord, trace_context
 from ullage_router.tenants import Tenants, TenantSession
 from ullage_router.tickets.picker import TicketIssuer
 
@@ -80,6 +80,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if record.limits:
                     await context.send_initial_metadata(tuple(record.limits.items()))
                 async for response in _responses(stream):
+                    if response.finished.resumed_inexact:
+                        context.set_trailing_metadata(((RESUMED_INEXACT, "true"),))
                     yield response
         except ServiceError as error:
             error.retry_after_s = retry_after_s(error)

@@ -104,6 +104,11 @@ HEADROOM_AGE = GaugeName(
 CREDIT_BYTES = GaugeName(
     "ullage_router_credit_bytes", "Bytes reserved for requests that no report includes yet"
 )
+FINGERPRINTS = GaugeName(
+    "ullage_router_fingerprints",
+    "Different fingerprints among the engines of a pool; above 1 their answers may differ",
+    ("pool",),
+)
 REPORTS_MISSED = CounterName("ullage_router_reports_missed", "Headroom reports that never came")
 EJECTIONS = CounterName("ullage_router_ejections", "Times that a breaker opened")
 OUTPUT_TOKENS = CounterName(

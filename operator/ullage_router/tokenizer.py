@@ -34,6 +34,7 @@ from tokenizers.pre_tokenizers import (
 )
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.chat.affixes import Affixes, affixes_of
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.chat.tool_formats import ToolFormat, Turn
 from ullage_common.process.memory import freeze_gc, trim_heap
@@ -196,8 +197,10 @@ class Model:
     tokenizer: Tokenizer
     encoder: SegmentEncoder
     template: ChatTemplate | None
-    add_bos: str
-    """Text that precedes raw prompts; empty for none."""
+    affixes: Affixes
+    """Special tokens around raw prompts."""
+    chat_prefix: tuple[int, ...]
+    """Tokens that conversations begin with, whether or not the template writes them."""
     vocab_size: int
     bytes_per_token: int
     """The most that one token can stand for; 0 when the tokenizer does not let one say."""
@@ -232,11 +235,11 @@ class Model:
             text = self.template.render(messages, tools=tools, arguments=arguments)
         except ChatTemplateError as error:
             raise PromptError(str(error)) from error
-        return self.encoder.encode(text + opening)
+        return Affixes(self.chat_prefix).around(self.encoder.encode(text + opening))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of raw text."""
-        return self.encoder.encode(self.add_bos + text)
+        return self.affixes.around(self.encoder.encode(text))
 
     def encode_whole(self, text: str) -> list[int]:
         """Token ids of text with the special tokens that the tokenizer itself puts around it, which
@@ -258,9 +261,23 @@ def fingerprint(response: inference_pb2.GetModelResponse) -> str:
     for part in (response.chat_template, response.bos_token, response.eos_token):
         digest.update(b"\0" + part.encode())
     digest.update(bytes([response.add_bos]))
+    for later in _later_parts(response):
+        digest.update(b"\0" + later)
     if response.task == inference_pb2.TASK_EMBED:
         digest.update(b"\0embeddings")
     return digest.hexdigest()[:16]
+
+
+def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
+    """Returns what engines of 0.1.0 do not say, where there is any: their fingerprints stay."""
+    defaults = response.sampling_defaults.SerializeToString(deterministic=True)
+    parts = {
+        b"tools": response.tool_chat_template.encode(),
+        b"tokens": repr(sorted(response.special_tokens.items())).encode(),
+        b"sampling": defaults,
+        b"chat_adds_bos": b"1" if response.chat_adds_bos else b"",
+    }
+    return [name + b"\0" + part for name, part in parts.items() if part]
 
 
 def load_model(response: inference_pb2.GetModelResponse) -> Model:
@@ -274,7 +291,9 @@ def load_model(response: inference_pb2.GetModelResponse) -> Model:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         template = (
-            ChatTemplate(response.chat_template, response.bos_token, response.eos_token)
+            ChatTemplate(
+                response.chat_template, _special_tokens(response), response.tool_chat_template
+            )
             if response.chat_template
             else None
         )
@@ -286,7 +305,8 @@ def load_model(response: inference_pb2.GetModelResponse) -> Model:
         tokenizer=tokenizer,
         encoder=SegmentEncoder(tokenizer),
         template=template,
-        add_bos=response.bos_token if response.add_bos else "",
+        affixes=_affixes(tokenizer, response),
+        chat_prefix=_bos(tokenizer, response) if response.chat_adds_bos else (),
         vocab_size=response.vocab_size or tokenizer.get_vocab_size(),
         bytes_per_token=_bytes_per_token(tokenizer),
         description=response,
@@ -294,6 +314,26 @@ def load_model(response: inference_pb2.GetModelResponse) -> Model:
     trim_heap()  # parsing took as much again
     freeze_gc()
     return model
+
+
+def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
+    """Returns texts of special tokens by name; engines of earlier versions name but two."""
+    two = {"bos_token": response.bos_token, "eos_token": response.eos_token}
+    return dict(response.special_tokens) or {name: text for name, text in two.items() if text}
+
+
+def _affixes(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> Affixes:
+    """Returns the special tokens around raw text; engines of earlier versions say by add_bos alone
+    what the tokenizers of GGUF files add."""
+    affixes = affixes_of(tokenizer)
+    if affixes == Affixes() and response.add_bos:
+        return Affixes(_bos(tokenizer, response))
+    return affixes
+
+
+def _bos(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> tuple[int, ...]:
+    token_id = tokenizer.token_to_id(response.bos_token)
+    return () if token_id is None else (token_id,)
 
 
 def _bytes_per_token(tokenizer: Tokenizer) -> int:

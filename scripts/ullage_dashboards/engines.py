@@ -253,11 +253,12 @@ TROUBLE = Row(
     [
         Panel(
             "Trouble",
-            "Workers replaced, steps out of memory, groups of ranks lost, NaN: zero when all is "
-            "well.",
+            "Workers replaced, starts that failed their proof, steps out of memory, groups of "
+            "ranks lost, NaN: zero when all is well.",
             "none",
             [
                 all_of("ullage_worker_restarts_total"),
+                all_of("ullage_start_proof_failures_total"),
                 all_of("ullage_oom_events_total"),
                 all_of("ullage_collective_errors_total"),
                 all_of("ullage_nonfinite_logits_total"),

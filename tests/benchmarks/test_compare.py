@@ -190,7 +190,7 @@ def test_prompts_are_of_180_tokens_and_no_block_of_two_is_the_same(compare: Any)
     from one_engine import MODEL
 
     tokenizer = load_tokenizer(resolve_source(MODEL).path)
-    chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     prompts = [
         tokenizer.encode_rendered(chat.render(messages(number, INPUT_WORDS)))
         for number in (*range(1_000_000, 1_000_032), *range(32_000_000, 32_000_032))

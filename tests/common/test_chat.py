@@ -46,7 +46,7 @@ GENERATION = """{% for m in messages %}
 @pytest.mark.parametrize("source", [SMOLLM, LLAMA_LIKE, GENERATION])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_renders_as_hugging_face(source: str, add_generation_prompt: bool) -> None:
-    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
     expected, _ = render_jinja_template(
         [CONVERSATION],
         chat_template=source,
@@ -58,7 +58,7 @@ def test_renders_as_hugging_face(source: str, add_generation_prompt: bool) -> No
 
 
 def test_default_system_prompt_and_generation_prompt() -> None:
-    rendered = ChatTemplate(SMOLLM, "", "").render([{"role": "user", "content": "hi"}])
+    rendered = ChatTemplate(SMOLLM).render([{"role": "user", "content": "hi"}])
     assert rendered.startswith("<|im_start|>system\nYou are")
     assert rendered.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
@@ -66,17 +66,17 @@ def test_default_system_prompt_and_generation_prompt() -> None:
 def test_template_refuses_messages() -> None:
     source = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        ChatTemplate(source, "", "").render(CONVERSATION)
+        ChatTemplate(source).render(CONVERSATION)
 
 
 def test_date_is_available() -> None:
-    rendered = ChatTemplate("{{ strftime_now('%Y') }}", "", "").render([])
+    rendered = ChatTemplate("{{ strftime_now('%Y') }}").render([])
     assert rendered == time.strftime("%Y")
 
 
 def test_content_is_data_not_template() -> None:
     content = "{{ 7 * 7 }} {% for %} <|im_end|>"
-    rendered = ChatTemplate("{{ messages[0].content }}", "", "").render(
+    rendered = ChatTemplate("{{ messages[0].content }}").render(
         [{"role": "user", "content": content}]
     )
     assert rendered == content
@@ -96,5 +96,5 @@ def test_content_is_data_not_template() -> None:
 )
 def test_broken_and_hostile_templates_are_typed_errors(source: str, message: str) -> None:
     with pytest.raises(ChatTemplateError, match=message) as raised:
-        ChatTemplate(source, "", "").render(CONVERSATION)
+        ChatTemplate(source).render(CONVERSATION)
     assert "\n" not in str(raised.value)

@@ -6,6 +6,7 @@ import pytest
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.continuation import Losses, Progress
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.validation import validate_request
 
 LOST = ServiceError(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", "the connection broke")
 BROKEN = ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", "workers died of it")
@@ -41,6 +42,81 @@ def test_a_continuation_has_all_that_came_and_what_was_granted() -> None:
     again.on_delta(delta(4))
     again.write(request)
     assert list(request.continuation.answers[0].token_ids) == [1, 2, 3, 4]
+
+
+def accepted(fingerprint: str, progress: Progress) -> None:
+    tokens = progress.num_tokens
+    progress.on_accepted(pb.Accepted(fingerprint=fingerprint, continued_tokens=tokens), 7)
+
+
+def test_tokens_of_engines_that_compute_otherwise_make_an_answer_inexact() -> None:
+    request = pb.GenerateRequest(stop=pb.StopConditions(max_tokens=9))
+    progress = Progress(request)
+    accepted("a", progress)
+    progress.on_delta(delta(1))
+    accepted("a", progress)
+    assert not progress.goes_on_inexactly
+    progress.on_delta(delta(2))
+    assert not progress.is_inexact and progress.fingerprints == ("a",)
+    accepted("b", progress)  # and is lost before it sends anything
+    assert progress.goes_on_inexactly
+    accepted("a", progress)
+    progress.on_delta(delta(3))
+    assert not progress.is_inexact and not progress.goes_on_inexactly
+    accepted("b", progress)
+    progress.on_delta(delta(4))
+    assert progress.is_inexact
+    progress.write(request)
+    assert list(request.continuation.fingerprints) == ["a", "b"]
+    again = Progress(request)
+    accepted("b", again)
+    assert again.is_inexact and again.goes_on_inexactly
+
+
+def test_more_fingerprints_than_an_answer_can_have_are_refused() -> None:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[1]), stop=pb.StopConditions(max_tokens=9)
+    )
+    request.continuation.answers.add(token_ids=[2])
+    request.continuation.fingerprints.extend(f"{number:064}" for number in range(32))
+    validate_request(request)
+    request.continuation.fingerprints.append("one more")
+    with pytest.raises(ServiceError, match=r"continuation\.fingerprints.* 33.*at most 32"):
+        validate_request(request)
+    request.continuation.fingerprints[:] = ["x" * 65]
+    with pytest.raises(ServiceError, match=r"65 bytes.*at most 64 bytes"):
+        validate_request(request)
+
+
+def test_an_answer_without_a_token_is_exact_wherever_it_goes() -> None:
+    progress = Progress(pb.GenerateRequest(stop=pb.StopConditions(max_tokens=9)))
+    accepted("a", progress)
+    accepted("b", progress)
+    progress.on_delta(delta(1))
+    assert not progress.is_inexact
+
+
+def test_an_answer_that_begins_anew_is_exact() -> None:
+    request = pb.GenerateRequest(samples=pb.Samples(n=1, best_of=2))
+    progress = Progress(request)
+    progress.on_accepted(pb.Accepted(fingerprint="a"), 7)
+    progress.on_delta(delta(1, 2))
+    progress.on_loss()
+    progress.on_accepted(pb.Accepted(fingerprint="b"), 7)
+    progress.on_delta(delta(1, 2))
+    assert not progress.is_inexact
+
+
+def test_a_continuation_from_an_unknown_engine_is_inexact_where_the_next_is_known() -> None:
+    request, progress = begun()
+    progress.on_delta(delta(1))
+    progress.write(request)
+    del request.continuation.fingerprints[:]  # as a client of an earlier release sends it
+    for fingerprint, is_inexact in (("a", True), ("", False)):
+        again = Progress(request)
+        accepted(fingerprint, again)
+        again.on_delta(delta(2))
+        assert again.is_inexact == is_inexact
 
 
 def test_what_has_no_token_yet_begins_anew() -> None:

@@ -16,8 +16,8 @@ SOURCE = """{%- if reasoning_effort is not defined %}
 {%- for message in messages %}{%- set text = message.content %}{{- text }}{%- endfor %}
 {%- if enable_thinking is defined and not enable_thinking %}{{- "<think></think>" }}{%- endif %}
 {%- if tools or documents or add_generation_prompt %}{{- "go" }}{%- endif %}"""
-TEMPLATE = ChatTemplate(SOURCE, "<s>", "</s>")
-PLAIN = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "", "")
+TEMPLATE = ChatTemplate(SOURCE, {"bos_token": "<s>", "eos_token": "</s>"})
+PLAIN = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
 def test_what_a_client_may_set_is_what_the_template_looks_up() -> None:

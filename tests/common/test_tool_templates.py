@@ -69,7 +69,7 @@ HARMONY = "{{ '<|channel|>' }}" + HERMES
 )
 def test_the_template_tells_the_format(source: str, expected: ToolFormat) -> None:
     assert tool_format(source) is expected
-    assert ChatTemplate(source, "", "").tool_format is expected
+    assert ChatTemplate(source).tool_format is expected
 
 
 @pytest.mark.parametrize("tools", [[], [WEATHER]], ids=["none", "one"])
@@ -78,19 +78,19 @@ def test_a_template_that_knows_all_renders_as_hugging_face(tools: list[dict[str,
     expected, _ = render_jinja_template(
         [turns], tools=tools or None, chat_template=HERMES, add_generation_prompt=True
     )
-    rendered = ChatTemplate(HERMES, "", "").render(turns, tools=tools)
+    rendered = ChatTemplate(HERMES).render(turns, tools=tools)
     assert rendered == expected[0]
     assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}' in rendered
 
 
 def test_calls_become_text_where_the_template_does_not_write_them() -> None:
-    rendered = ChatTemplate(LFM2, "", "").render(make_turns(MESSAGES), tools=[WEATHER])
+    rendered = ChatTemplate(LFM2).render(make_turns(MESSAGES), tools=[WEATHER])
     assert rendered.startswith(f"List of tools: <|tool_list_start|>{json.dumps([WEATHER])}")
     assert "<|tool_call_start|>[get_weather(city='Oslo')]<|tool_call_end|>" in rendered
 
 
 def test_a_template_without_tools_is_told_in_words() -> None:
-    rendered = ChatTemplate(PLAIN, "", "").render(make_turns(MESSAGES), tools=[WEATHER])
+    rendered = ChatTemplate(PLAIN).render(make_turns(MESSAGES), tools=[WEATHER])
     system, rest = rendered.split("<user>", 1)
     assert system.startswith("<system>Be brief.\n\n")
     assert json.dumps(WEATHER["function"]) in system
@@ -102,14 +102,14 @@ def test_a_template_without_tools_is_told_in_words() -> None:
 
 def test_without_a_system_turn_the_words_are_one() -> None:
     question = [inference_pb2.Message(role="user", content="Hi")]
-    template = ChatTemplate(PLAIN, "", "")
+    template = ChatTemplate(PLAIN)
     assert template.render(make_turns(question), tools=[WEATHER]).startswith("<system>These")
     assert template.render(make_turns(question)) == "<user>Hi\n"
 
 
 def test_results_that_follow_one_another_are_one_turn() -> None:
     results = [inference_pb2.Message(role="tool", name=n, content=n * 2) for n in "ab"]
-    rendered = ChatTemplate(PLAIN, "", "").render(make_turns(results))
+    rendered = ChatTemplate(PLAIN).render(make_turns(results))
     assert rendered == "<user>a returned: aa\nb returned: bb\n"
 
 
@@ -144,6 +144,6 @@ def test_several_calls_of_a_turn_are_told_one_by_one() -> None:
         inference_pb2.Message(role="user", content="So?"),
     ]
     bare: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
-    rendered = ChatTemplate(ONE_CALL, "", "").render(make_turns(messages), tools=[bare])
+    rendered = ChatTemplate(ONE_CALL).render(make_turns(messages), tools=[bare])
     expected = "// |[Look: a](tool of a)[b][c](tool of c)(tool of x)(user So?)"
     assert rendered == expected

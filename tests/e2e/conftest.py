@@ -94,12 +94,13 @@ StartEngine = Callable[..., Engine]
 def _engines(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[StartEngine]:
     with contextlib.ExitStack() as stack:
 
-        def start(**sections: dict[str, Any]) -> Engine:
+        def start(**sections: Any) -> Engine:
             folder = tmp_path_factory.mktemp("engine")
             grpc_port, metrics_port = free_port(), free_port()
             config = default_config(folder, weights_dir, grpc_port, metrics_port)
-            for name, fields in sections.items():
-                config[name] |= fields
+            for name, value in sections.items():
+                is_section = isinstance(value, dict)
+                config[name] = config.get(name, {}) | value if is_section else value
             (folder / "engine.yaml").write_text(yaml.safe_dump(config))
             metrics = f"http://127.0.0.1:{metrics_port}/metrics"
             engine = Engine(start_process(folder), f"127.0.0.1:{grpc_port}", metrics, folder)
@@ -114,7 +115,8 @@ def _engines(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Ite
 def start_engine(
     tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
 ) -> Iterator[StartEngine]:
-    """Starts engines; sections given by keyword replace fields of the default configuration."""
+    """Starts engines; sections given by keyword replace fields of the default configuration, and
+    other values what stands there."""
     with _engines(tmp_path_factory, weights_dir) as start:
         yield start
 

@@ -14,7 +14,7 @@ import pytest
 from ullage_testing.fake_engine import MODEL, TEMPLATE, FakeEngine
 from ullage_testing.ports import hold, port_of
 
-from ullage.inference.v1 import inference_pb2_grpc
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.config.router import RouterConfig
 from ullage_common.process.config_file import read_file
 from ullage_common.wire.channels import open_channel
@@ -102,6 +102,8 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
         model: str = MODEL,
         wait: bool = True,
         template: str = TEMPLATE,
+        tool_template: str = "",
+        sampling_defaults: inference_pb2.SamplingParams | None = None,
         credentials: grpc.ServerCredentials | None = None,
         sleepy: tuple[str, ...] = (),
         **sections: Any,
@@ -113,6 +115,9 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
                     engine = FakeEngine(f"{pool}-{i}", pool, blocks, max_model_len)
                     engine.headroom.model = model
                     engine.template = template
+                    engine.tool_template = tool_template
+                    if sampling_defaults:
+                        engine.sampling_defaults = sampling_defaults
                     engine.credentials = credentials
                     held = stack.enter_context(hold())  # it may start there once more
                     await engine.start(port_of(held))

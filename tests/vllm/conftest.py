@@ -125,12 +125,14 @@ StartHere = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def start_here(weights_dir: Path) -> Iterator[StartHere]:
+def start_here(weights_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartHere]:
     """Starts engines with vLLM in this process, one after the other; sections given by keyword
     replace fields of `vllm_config`. What is returned is a `vllm_worker.startup.Started`."""
     from ullage_engine.vllm_worker.startup import start
 
     running: list[Any] = []
+    # Of its own, where nobody knows of memory that ran out in other tests.
+    run_dir = str(tmp_path_factory.mktemp("run"))
 
     def start_one(
         source: str | Path, *, host_tier: Any = None, is_restart: bool = False, **sections: Any
@@ -138,7 +140,7 @@ def start_here(weights_dir: Path) -> Iterator[StartHere]:
         stop_running(running)
         uri = f"file://{source}" if isinstance(source, Path) else source
         config = vllm_config(uri, **sections)
-        config["server"]["weights_dir"] = str(weights_dir)
+        config["server"] |= {"weights_dir": str(weights_dir), "run_dir": run_dir}
         with foreign_warnings_allowed():
             checked = msgspec.convert(config, EngineConfig)
             running.append(start(checked, lambda _: None, host_tier, is_restart=is_restart))

@@ -249,6 +249,7 @@ RESUMED = {
         repetition_penalty=1.2,
     ),
 }
+PATIENCE_S = 300.0
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -424,7 +425,7 @@ def test_a_resumed_request_goes_on_the_same(small: Any, sampling: Sampling) -> N
 
 def compiled(started: Any, request: EngineRequest) -> EngineRequest:
     """Returns the request once its grammar is compiled."""
-    started.core._grammars.compile(request.grammar).result(60)
+    started.core._grammars.compile(request.grammar).result(PATIENCE_S)
     return request
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,11 @@ from ullage_testing.ports import free_port
 from ullage_testing.small_models import continue_greedily, foreign_warnings_allowed
 from ullage_testing.worker_link import WorkerProcess, launcher
 
+from ullage_common.config.engine import ServerSection
 from ullage_engine.protocol.errors import GROUP_LOST
 from ullage_engine.protocol.messages import EngineRequest, RankPlace, SamplingParams
 from ullage_engine.server.worker_process import vllm_env
-from ullage_engine.vllm_worker.ranks import SHARED_MEMORY, sweep
+from ullage_engine.vllm_worker.shared_memory import FOLDER, shared_memory_of
 
 from .conftest import vllm_config
 
@@ -39,8 +39,17 @@ def checkpoint(write_checkpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run_dir of all workers of this module."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
 def launch(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
+    checkpoint: Path,
+    run_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    weights_dir: Path,
 ) -> Iterator[Launch]:
     """Launches workers of so many ranks, on so many nodes."""
     with launcher() as launch_command:
@@ -54,7 +63,7 @@ def launch(
                 gpus=tensor * pipeline,
                 parallelism={"tensor": tensor, "pipeline": pipeline},
                 memory={"device_bytes": 2 << 30, "max_kv": POOL},
-                server={"weights_dir": str(weights_dir)},
+                server={"weights_dir": str(weights_dir), "run_dir": str(run_dir)},
                 group=group,
             )
             # A subset of YAML.
@@ -97,14 +106,21 @@ def ranks_of_process(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return [child for child in children if "VLLM::Worker" in " ".join(child.cmdline())]
 
 
-def assert_nothing_is_left(processes: list[psutil.Process]) -> None:
+def assert_nothing_is_left(processes: list[psutil.Process], run_dir: Path) -> None:
     assert psutil.wait_procs(processes, PATIENCE_S)[1] == []
-    # What the next worker does first; files are removed when they are some seconds old.
-    deadline = time.monotonic() + PATIENCE_S
-    while list(SHARED_MEMORY.glob("vllm_dist_*")) or list(SHARED_MEMORY.glob("psm_*")):
-        assert time.monotonic() < deadline, list(SHARED_MEMORY.iterdir())
-        sweep()
-        time.sleep(0.5)
+    # What the next worker does first, on each of two nodes.
+    for node in range(2):
+        shared_memory_of(ServerSection(run_dir=str(run_dir)), node).sweep()
+    assert files_of_ranks() <= BEFORE
+
+
+def files_of_ranks() -> set[str]:
+    names = ("vllm_dist_*", "psm_*", "nccl-*", "ullage-ranks-*")
+    return {path.name for name in names for path in FOLDER.glob(name)}
+
+
+BEFORE = files_of_ranks()
+"""Those of other programs."""
 
 
 def test_four_ranks_compute_what_one_does(worker: WorkerProcess, checkpoint: Path) -> None:
@@ -152,14 +168,16 @@ def test_memory_and_places_are_those_of_all_ranks(pair: tuple[WorkerProcess, Any
     assert reserved["context"] + reserved["model"] > used / 2
 
 
-def test_a_worker_that_stops_leaves_nothing(worker: WorkerProcess) -> None:
+def test_a_worker_that_stops_leaves_nothing(worker: WorkerProcess, run_dir: Path) -> None:
     ranks = ranks_of(worker)
     assert worker.stop() == 0
-    assert_nothing_is_left(ranks)
+    assert_nothing_is_left(ranks, run_dir)
 
 
 @pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
-def test_a_worker_ends_when_one_of_its_ranks_does(launch: Launch, is_busy: bool) -> None:
+def test_a_worker_ends_when_one_of_its_ranks_does(
+    launch: Launch, run_dir: Path, is_busy: bool
+) -> None:
     worker = launch(tensor=2)
     worker.wait_ready()
     ranks = ranks_of(worker)
@@ -168,17 +186,17 @@ def test_a_worker_ends_when_one_of_its_ranks_does(launch: Launch, is_busy: bool)
         worker.wait_for(lambda: len(answer.token_ids) > 3)
     ranks[1].kill()
     assert worker.process.wait(PATIENCE_S) == GROUP_LOST
-    assert_nothing_is_left(ranks)
+    assert_nothing_is_left(ranks, run_dir)
 
 
-def test_no_rank_outlives_its_worker(launch: Launch) -> None:
+def test_no_rank_outlives_its_worker(launch: Launch, run_dir: Path) -> None:
     worker = launch(tensor=2)
     worker.wait_ready()
     ranks = ranks_of(worker)
     # As a rank is that waits for another one.
     ranks[0].suspend()
     worker.process.kill()
-    assert_nothing_is_left(ranks)
+    assert_nothing_is_left(ranks, run_dir)
 
 
 @contextmanager
@@ -194,7 +212,11 @@ def follower(config: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_two_nodes_compute_what_one_does_and_end_together(
-    launch: Launch, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch,
+    checkpoint: Path,
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     ports = {"join_port": free_port(), "vllm_port": free_port()}
@@ -214,4 +236,4 @@ def test_two_nodes_compute_what_one_does_and_end_together(
         assert answer.finish == "length"
         worker.process.kill()
         assert other.wait(PATIENCE_S) == 0
-    assert_nothing_is_left([rank, further])
+    assert_nothing_is_left([rank, further], run_dir)

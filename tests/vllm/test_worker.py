@@ -57,7 +57,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Itera
                 source,
                 memory=memory,
                 batching={"max_sequences": 4},
-                server={"weights_dir": str(weights_dir)},
+                server={"weights_dir": str(weights_dir), "run_dir": str(folder)},
                 **sections,
             )
             (folder / "engine.yaml").write_text(yaml.safe_dump(config))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ullage_engine.kernels.batch import DecodeGroup, Ints, PrefillTile
+from ullage_engine.kernels.batch import DecodeGroup, PrefillTile
+from ullage_engine.kernels.block_tables import Ints
 from ullage_engine.kernels.kv_pool import LayerCache, gather, shaped
 from ullage_engine.model_config.model_config import ModelConfig
 

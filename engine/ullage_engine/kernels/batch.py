@@ -7,7 +7,7 @@ and tiles of prompts; groups and tiles are cut here, too, from the same arrays.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from ullage_engine.kernels.arena import (
     tile_bucket,
     tile_rows,
 )
+from ullage_engine.kernels.block_tables import BlockTables, Ints
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
 GROUP_WASTE_TOKENS = 1024
@@ -29,7 +30,6 @@ a layer gathers and scores about that many tokens."""
 NO_SLOT = -1
 """Slot of what is read as zero, or written nowhere."""
 
-Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 """Indices that torch takes as int64 alone: those of `index_copy_`."""
 
@@ -152,6 +152,7 @@ def build_batch(
     conv_kernel: int = 0,
     scratch_block: int | None = None,
     windowed: bool = False,
+    tables: BlockTables | None = None,
 ) -> StepBatch:
     """Lay out the chunks of a step, decodes first.
 
@@ -165,6 +166,7 @@ def build_batch(
         scratch_block: where the KV of replayed tokens goes, in no sequence's table; only models
             with convolutions need one.
         windowed: layers with sliding windows have blocks of their own.
+        tables: block tables of the steps before; None: there were none.
     """
     decodes = [chunk for chunk in plan.chunks if _is_decode(chunk)]
     prompts = [chunk for chunk in plan.chunks if not _is_decode(chunk)]
@@ -182,7 +184,8 @@ def build_batch(
     }
     sampled = plan.sampled_parts()
     last_rows = [first_rows[part.request_id] + len(part.token_ids) - 1 for part in sampled]
-    rows = _paged_rows(layout, block_tokens, bucket, scratch_block)
+    tables = tables or BlockTables(len(layout.chunks))
+    rows = _paged_rows(layout, block_tokens, bucket, scratch_block, tables)
 
     return StepBatch(
         num_tokens=len(layout.owners) - num_padding,
@@ -192,9 +195,7 @@ def build_batch(
         sampled=sampled,
         sampled_rows=np.array(last_rows, np.int32),
         conv=_conv_plan(layout, conv_kernel) if conv_kernel else None,
-        windowed=_paged_rows(layout.windowed(), block_tokens, bucket, scratch_block)
-        if windowed
-        else None,
+        windowed=_windowed_rows(layout, block_tokens, bucket, scratch_block) if windowed else None,
     )
 
 
@@ -253,12 +254,24 @@ def _flat(lists: Sequence[Sequence[int]], count: int) -> Ints:
     return np.fromiter(chain.from_iterable(lists), np.int32, count)
 
 
-def _paged_rows(
+def _windowed_rows(
     layout: _Layout, block_tokens: int, bucket: Bucket, scratch_block: int | None
+) -> PagedRows:
+    # Their lists are made for each step, so no table could be kept.
+    tables = BlockTables(len(layout.chunks))
+    return _paged_rows(layout.windowed(), block_tokens, bucket, scratch_block, tables)
+
+
+def _paged_rows(
+    layout: _Layout,
+    block_tokens: int,
+    bucket: Bucket,
+    scratch_block: int | None,
+    block_tables: BlockTables,
 ) -> PagedRows:
     decodes = layout.num_decodes
     num_blocks = -(-(layout.starts + layout.counts) // block_tokens)
-    tables = _block_tables(layout.chunks, num_blocks, bucket)
+    tables = _padded_tables(layout.chunks, num_blocks, bucket, block_tables)
     width = bucket(int(num_blocks[:decodes].max(initial=1)))
 
     lengths = layout.starts[:decodes] + 1
@@ -279,20 +292,15 @@ def _paged_rows(
     )
 
 
-def _block_tables(
-    chunks: Sequence[Chunk], num_blocks: npt.NDArray[np.int32], bucket: Bucket
+def _padded_tables(
+    chunks: Sequence[Chunk], num_blocks: Ints, bucket: Bucket, block_tables: BlockTables
 ) -> Ints:
     """Return the chunks' block ids [chunks, width]; padding repeats a sequence's last block."""
-    total, width = int(num_blocks.sum()), bucket(int(num_blocks.max(initial=1)))
-    own = [
-        islice(chunk.block_ids, blocks)
-        for chunk, blocks in zip(chunks, num_blocks.tolist(), strict=True)
-    ]
-    flat = np.fromiter(chain.from_iterable(own), np.int32, total)
-    first = np.cumsum(num_blocks) - num_blocks
+    width = bucket(int(num_blocks.max(initial=1)))
+    rows = np.array(block_tables.update(chunks), np.intp)
     # Padding reads the sequence's own memory, so no other sequence's fault can reach it.
-    column = np.minimum(np.arange(width), num_blocks[:, None] - 1)
-    tables: Ints = flat[first[:, None] + column]
+    columns = np.minimum(np.arange(width), num_blocks[:, None] - 1)
+    tables: Ints = block_tables.table[rows[:, None], columns]
     return tables
 
 

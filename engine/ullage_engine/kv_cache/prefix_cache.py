@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ullage_engine.kv_cache.block_pool import BlockPool
-from ullage_engine.kv_cache.radix_tree import RadixTree
+from ullage_engine.kv_cache.radix_tree import Path, RadixTree
 
 _MAX_SESSIONS = 1024
 
@@ -187,12 +187,13 @@ class PrefixCache:
         """Whether a table has a block at an index, and it is shared."""
         return 0 <= index < len(table) and self.is_shared(table[index])
 
-    def match(self, token_ids: list[int], salt: str = "") -> list[int]:
-        """Finds the cached blocks of the longest prefix of `token_ids`, its last token excluded.
+    def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
+        """Find the cached blocks of the longest prefix of `token_ids`, its last token excluded.
 
-        Only requests with the same cache salt find one another's blocks.
+        Only requests with the same cache salt find one another's blocks. `path`: as
+        `RadixTree.match` has it.
         """
-        return self._tree.match(token_ids, salt) if self.has_cache else []
+        return self._tree.match(token_ids, salt, path) if self.has_cache else []
 
     def window_blocks(self, hits: list[int]) -> list[int]:
         """Returns the window blocks that whoever goes on from these cached blocks reads."""

@@ -40,6 +40,10 @@ class _Node:
     """Key under which a copy of the block may be kept elsewhere; None: nobody asked for one."""
 
 
+Path = list[_Node]
+"""Nodes from the root's child on; they may leave the tree."""
+
+
 class RadixTree:
     """Maps token blocks to KV blocks and decides which cached block is evicted next.
 
@@ -121,26 +125,47 @@ class RadixTree:
             branch.extend(node.children.values())
             node.content_key = None
 
-    def match(self, token_ids: list[int], salt: str = "") -> list[int]:
-        """Finds the longest run of blocks that store a beginning of `token_ids` under a salt.
+    def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
+        """Find the longest run of blocks that store a beginning of `token_ids` under a salt.
 
         It ends before the last token, which is always computed because its logits are needed, and
         where the window blocks that are read next are there.
+
+        Args:
+            path: of the last match of these tokens and this salt, and then of this one. Tokens
+                that it stands for are not read again.
         """
-        size, node = self._block_tokens, self._root
-        blocks: list[int] = []
-        num_windows = length = 0
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
+        nodes = [] if path is None else path
+        # A branch that must not be found any more may still be held; its first key is changed.
+        if nodes and nodes[0].key != (salt, tuple(token_ids[: self._block_tokens])):
+            nodes.clear()
+        # A block is cached as long as those behind it are.
+        while nodes and self._by_block.get(nodes[-1].block) is not nodes[-1]:
+            nodes.pop()
+        self._extend(nodes, token_ids, salt)
+
+        blocks = [node.block for node in nodes]
+        return blocks[: self._readable(nodes)] if self._window_tokens else blocks
+
+    def _extend(self, nodes: Path, token_ids: list[int], salt: str) -> None:
+        size = self._block_tokens
+        node = nodes[-1] if nodes else self._root
+        for start in range(len(nodes) * size, (len(token_ids) - 1) // size * size, size):
             tokens = tuple(token_ids[start : start + size])
             child = node.children.get(("" if start else salt, tokens))
             if child is None:
-                break
-            blocks.append(child.block)
+                return
+            nodes.append(child)
             node = child
-            num_windows = 0 if child.window_block is None else num_windows + 1
-            if num_windows >= len(blocks) - self.first_window_block(start + size):
-                length = len(blocks)
-        return blocks[:length] if self._window_tokens else blocks
+
+    def _readable(self, nodes: Path) -> int:
+        """Return the most leading blocks behind which the last windows are there."""
+        num_windows = length = 0
+        for count, node in enumerate(nodes, start=1):
+            num_windows = 0 if node.window_block is None else num_windows + 1
+            if num_windows >= count - self.first_window_block(count * self._block_tokens):
+                length = count
+        return length
 
     def insert(
         self, parent: int | None, tokens: tuple[int, ...], block: int, salt: str = ""

@@ -67,6 +67,7 @@ from ullage_engine.kernels.triton import (
     paged_attentions,
 )
 from ullage_engine.layers.linear import Linear, PlainLinear, RowInvariantLinear
+from ullage_engine.layers.rotary_tables import fill_tables
 from ullage_engine.model_config.model_config import ModelConfig
 
 
@@ -275,22 +276,6 @@ class ForwardContext:
         """Sends all index arrays to the device: after the last of them, before any operation."""
         if self._staging is not None:
             self._staging.upload()
-
-
-def fill_tables(model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Writes the tables of every position; both are [positions, head_dim].
-
-    The first half of `sin` is negated: rotating is then x * cos + swap_halves(x) * sin.
-    """
-    exponents = torch.arange(0, model_config.head_dim, 2, dtype=torch.int64).float()
-    frequencies = 1.0 / model_config.rope_theta ** (exponents / model_config.head_dim)
-    if model_config.rope_factors is not None:
-        frequencies = frequencies / torch.tensor(model_config.rope_factors)
-    angles = torch.outer(torch.arange(cos.shape[0]).float(), frequencies)
-    half = model_config.head_dim // 2
-    cosine, sine = angles.cos() * model_config.rope_scale, angles.sin() * model_config.rope_scale
-    cos[:, :half], cos[:, half:] = cosine, cosine
-    sin[:, :half], sin[:, half:] = -sine, sine
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from ullage_engine.kernels.arena import SERIAL_ELEMENTS, StepLimits
-from ullage_engine.kernels.batch import Ints, StepBatch
+from ullage_engine.kernels.batch import StepBatch
+from ullage_engine.kernels.block_tables import Ints
 from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales, shaped
 from ullage_engine.kernels.moe import clamped_gate
 from ullage_engine.kernels.staging import Staging
@@ -43,6 +44,7 @@ from ullage_engine.layers.moe import (
     GatedActivation,
     Reduce,
 )
+from ullage_engine.layers.rotary_tables import different_table
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.quantization.formats import VALUES
 
@@ -160,13 +162,13 @@ def _lengths(
     inputs = shaped(arena["normed"], rows, hidden)
     products = shaped(arena["qkv"], rows, model_config.qkv_width)
     kv = products[:, model_config.query_width :]
-    squares = torch.zeros(kv.shape[1], device=norm.device)
+    squares = torch.zeros(kv.shape[1], dtype=torch.float64, device=norm.device)
     for start in range(0, hidden, rows):
         columns = torch.arange(start, min(start + rows, hidden), device=norm.device)
         inputs.zero_()[columns - start, columns] = norm[columns]
         layer.qkv.forward(inputs, products)
-        squares += torch.linalg.vector_norm(kv, dim=0, dtype=torch.float32).square_()
-    return squares.sqrt_()
+        squares += torch.linalg.vector_norm(kv, dim=0, dtype=torch.float64).square_()
+    return squares.sqrt_().float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +346,11 @@ class Decoder:
                 bounds = kv_bounds(layer.mixer, norm, *parts)
                 scales.append(head_scales(bounds.tolist(), norm.dtype, norm.device))
         return scales
+
+    def check_tables(self) -> str:
+        """Compute the rotary tables a second time; return the name of one that comes out
+        otherwise, else nothing."""
+        return different_table(self._model_config, self._tables.cos, self._tables.sin)
 
     def verify_row_invariance(self) -> str | None:
         """See `AttentionBackend.verify_row_invariance`."""

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ullage_engine.kernels.arena import StepLimits
+from ullage_engine.kernels.block_tables import BlockTables
 from ullage_engine.kernels.kv_pool import HeadScales, LayerCache, head_scales, shaped
-from ullage_engine.layers.attention import fill_tables
 from ullage_engine.layers.decoder import head_bounds
 from ullage_engine.layers.linear import native_matrix
+from ullage_engine.layers.rotary_tables import different_table, fill_half_tables
 from ullage_engine.model_config.model_config import LayerSpec
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.native.library import (
@@ -117,10 +118,12 @@ class NativeDecoder:
     ) -> None:
         """`arena` is laid out by `ullage_engine.kernels.arena.native_arena`."""
         self._loaded, self._config, self._arena = loaded, loaded.model_config, arena
-        self._kept: list[torch.Tensor] = []
+        self._limits = limits
+        self._kept: dict[str, torch.Tensor] = {}
         self._num_threads = limits.library_threads
         self._slice_tokens = limits.slice_tokens(limits.max_tokens)
         self.team = shared_team(self._num_threads)
+        self._tables = BlockTables(limits.max_rows)
         self._fill_tables(limits)
         self._layers = (Layer * self._config.num_layers)(*self._make_layers())
         self._model = self._make_model()
@@ -129,14 +132,14 @@ class NativeDecoder:
     def use_memory(self, caches: Sequence[LayerCache], states: Sequence[torch.Tensor]) -> None:
         """Reads and writes KV and convolution states in these from now on."""
         remaining_caches, remaining_states = iter(caches), iter(states)
-        for layer, spec in zip(self._layers, self._config.layers, strict=True):
+        for index, (layer, spec) in enumerate(zip(self._layers, self._config.layers, strict=True)):
             if spec.mixer == "conv":
                 layer.states = next(remaining_states).data_ptr()
             else:
                 cache = next(remaining_caches)
                 layer.cache = cache.blocks.data_ptr()
                 if cache.scales is not None:
-                    layer.kv_scales = self._address(cache.scales.values)
+                    layer.kv_scales = self._address(f"kv_scales.{index}", cache.scales.values)
         if caches:
             self._model.num_blocks = caches[0].blocks.shape[1]
             self._model.cache_format = _FORMATS[caches[0].blocks.dtype]
@@ -155,6 +158,18 @@ class NativeDecoder:
                 scales.append(head_scales(bounds.tolist(), torch.float32, bounds.device))
         return scales
 
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """Return the norms, biases, taps and scales that were converted for the library, by
+        name."""
+        return {f"library.{name}": vector for name, vector in self._kept.items()}
+
+    def check_tables(self) -> str:
+        """Compute the rotary tables a second time; return the name of one that comes out
+        otherwise, else nothing."""
+        positions, half = self._limits.max_model_len, self._config.head_dim // 2
+        cos, sin = (shaped(self._arena[name], positions, half) for name in ("cos", "sin"))
+        return different_table(self._config, cos, sin)
+
     def _kv_lengths(self, prefix: str) -> torch.Tensor:
         """Computes |w * norm| of each row w of keys and values, float32."""
         matrix = self._loaded.packed(prefix + "qkv")
@@ -164,8 +179,8 @@ class NativeDecoder:
         for first in range(0, len(tiles), _TILES_AT_ONCE):
             some = tiles[first : first + _TILES_AT_ONCE]
             rows = unpack_tiles(some, matrix.encoding).dequantise() * norm
-            lengths.append(torch.linalg.vector_norm(rows, dim=1))
-        return torch.cat(lengths)
+            lengths.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64))
+        return torch.cat(lengths).float()
 
     def run(
         self,
@@ -188,7 +203,7 @@ class NativeDecoder:
         tokens, token_ids = _int32(itertools.chain(*(chunk.token_ids for chunk in chunks)))
         if tokens and (min(tokens) < 0 or max(tokens) >= self._config.vocab):
             raise IndexError(f"tokens {min(tokens)} to {max(tokens)}, of {self._config.vocab}")
-        tables, place = _int32(itertools.chain(*(chunk.block_ids for chunk in chunks)))
+        tables = self._tables.update(chunks)
         sampled = [
             row
             for chunk, end in zip(chunks, rows[1:], strict=True)
@@ -196,12 +211,16 @@ class NativeDecoder:
             for row in range(end - chunk.num_sampled, end)
         ]
         rows_kept, sampled_rows = _int32(sampled)
+        first_table = self._tables.table.ctypes.data
+        table_bytes = self._tables.table.strides[0]
         own = (Chunk * len(chunks))()
-        for each, chunk, row, size in zip(own, chunks, rows[:-1], sizes, strict=True):
-            each.row, each.num_rows, each.start, each.blocks = row, size, chunk.start, place
+        for each, chunk, row, size, table in zip(
+            own, chunks, rows[:-1], sizes, tables, strict=True
+        ):
+            each.row, each.num_rows, each.start = row, size, chunk.start
+            each.blocks = first_table + table * table_bytes
             each.num_replayed, each.next_state_slot = chunk.num_replayed, chunk.next_state_slot
             each.state_slot = -1 if chunk.state_slot is None else chunk.state_slot
-            place += 4 * len(chunk.block_ids)
         run = layers or range(self._config.num_layers)
         step = Step(
             num_rows=rows[-1],
@@ -217,7 +236,7 @@ class NativeDecoder:
             best=self._best.data_ptr(),
         )
         self.team.step(self._model, step)
-        del tokens, tables, rows_kept  # kept until now, as the library reads them
+        del tokens, rows_kept  # kept until now, as the library reads them
         return [int(token) for token in self._best[: len(sampled)].tolist()]
 
     def logits(self, rows: Sequence[int], out: torch.Tensor) -> None:
@@ -236,11 +255,9 @@ class NativeDecoder:
         return shaped(self._arena["hidden"], num_rows, self._config.hidden)
 
     def _fill_tables(self, limits: StepLimits) -> None:
-        config, half = self._config, self._config.head_dim // 2
-        cos, sin = (torch.empty(limits.max_model_len, config.head_dim) for _ in "cs")
-        fill_tables(config, cos, sin)
-        for name, table in (("cos", cos), ("sin", sin.neg_())):
-            shaped(self._arena[name], limits.max_model_len, half).copy_(table[:, :half])
+        positions, half = limits.max_model_len, self._config.head_dim // 2
+        cos, sin = (shaped(self._arena[name], positions, half) for name in ("cos", "sin"))
+        fill_half_tables(self._config, cos, sin)
 
     def _make_layers(self) -> Iterator[Layer]:
         for index, spec in enumerate(self._config.layers):
@@ -296,17 +313,18 @@ class NativeDecoder:
     def _vector(self, name: str) -> int | None:
         """Returns the address of a vector in float32; None: the model has none."""
         tensor = self._loaded.tensors.get(name)
-        return None if tensor is None else self._address(tensor)
+        return None if tensor is None else self._address(name, tensor)
 
     def _taps(self, name: str) -> int | None:
         """Returns the address of a convolution's taps, as `_vector`, the oldest first."""
         tensor = self._loaded.tensors.get(name)
-        return None if tensor is None else self._address(tensor.t())
+        return None if tensor is None else self._address(name, tensor.t())
 
-    def _address(self, tensor: torch.Tensor) -> int:
-        """Returns the address of a tensor in float32, which is kept as long as this decoder."""
-        self._kept.append(tensor.to(torch.float32).contiguous())
-        return self._kept[-1].data_ptr()
+    def _address(self, name: str, tensor: torch.Tensor) -> int:
+        """Returns the address of a tensor in float32, which is kept as long as this decoder, or
+        until another one takes its name."""
+        self._kept[name] = tensor.to(torch.float32).contiguous()
+        return self._kept[name].data_ptr()
 
     def _matrix(self, name: str) -> Matrix:
         return native_matrix(self._loaded.packed(name))

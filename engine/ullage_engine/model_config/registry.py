@@ -33,13 +33,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ullage_engine.model_config.hf_config import HFConfig, read_rope
+from ullage_engine.model_config.family_keys import FAMILY_KEYS
+from ullage_engine.model_config.hf_config import HFConfig, Json
+from ullage_engine.model_config.keys import check_keys
 from ullage_engine.model_config.model_config import (
     ExpertsSpec,
     LayerSpec,
     ModelConfig,
     contradiction,
 )
+from ullage_engine.model_config.quantization_keys import QUANTIZATION_KEYS
+from ullage_engine.model_config.rope import read_rope
 from ullage_engine.protocol.errors import WeightsError
 
 
@@ -90,19 +94,39 @@ LFM2 = replace(
 GPT_OSS = replace(LLAMA, router="mlp.router", router_bias="mlp.router.bias", expert="")
 
 
+_GPT_OSS_ROPE: Json = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Scaling of a gpt-oss whose config.json has none."""
+
+_OLD_KINDS = {"attention": "full_attention"}
+"""Kinds of layers as older files spell them."""
+
+
 def _model_config(
     config: HFConfig,
     *,
     layers: Iterable[LayerSpec],
     intermediate: int,
     rms_eps: float,
+    head_dim: int | None = None,
     rope_theta: float = 10_000.0,
+    rope_default: Json | None = None,
     **own: Any,
 ) -> ModelConfig:
-    """Reads what all families spell alike; `own` are further fields, or those spelled otherwise."""
+    """Read everything that all families spell alike.
+
+    `own` are further fields, or those spelled otherwise. `head_dim`, `rope_theta` and
+    `rope_default` count where the configuration says nothing.
+    """
     hidden, heads = config.int("hidden_size"), config.int("num_attention_heads")
-    head_dim = config.int("head_dim", hidden // heads)
-    rope = read_rope(config, head_dim, rope_theta)
+    head_dim = config.int("head_dim", hidden // heads if head_dim is None else head_dim)
+    default = None if rope_default is None else HFConfig(config.path, rope_default)
+    rope = read_rope(config, head_dim, rope_theta, default)
+    max_position = config.int("max_position_embeddings")
     fields = {
         "num_kv_heads": config.int("num_key_value_heads", heads),
         "tied": config.bool("tie_word_embeddings", False),
@@ -116,7 +140,7 @@ def _model_config(
         head_dim=head_dim,
         intermediate=intermediate,
         vocab=config.int("vocab_size"),
-        max_position=config.int("max_position_embeddings"),
+        max_position=max_position if rope.longest is None else rope.longest,
         rope_theta=rope.theta,
         rope_factors=rope.factors,
         rope_scale=rope.scale,
@@ -126,31 +150,78 @@ def _model_config(
 
 
 def llama(config: HFConfig) -> ModelConfig:
-    """Reads a Llama from its config.json."""
-    config.require(hidden_act="silu", attention_bias=False, mlp_bias=False)
-    return _llama_config(config, has_qk_norm=False)
+    """Read a Llama from its config.json."""
+    kinds = _layer_kinds(config, {"full_attention"})
+    return _llama_config(config, [0] * len(kinds), has_qk_norm=False)
 
 
 def qwen3(config: HFConfig) -> ModelConfig:
-    """Reads a dense Qwen3 from its config.json."""
-    config.require(hidden_act="silu", attention_bias=False, use_sliding_window=False)
-    kinds = config.list("layer_types") or []
-    if any(kind != "full_attention" for kind in kinds):
-        raise WeightsError(
-            f"{config.path}: layer_types is {kinds!r}, but only full_attention is supported in "
-            "Qwen3; use another model"
-        )
-    return _llama_config(config, has_qk_norm=True)
+    """Read a dense Qwen3 from its config.json."""
+    window = _window(config, 4096) if config.bool("use_sliding_window", False) else None
+    first = config.int("max_window_layers", 28)
+    windows = _layer_windows(
+        config,
+        window,
+        lambda index: "full_attention" if window is None or index < first else "sliding_attention",
+    )
+    return _llama_config(config, windows, has_qk_norm=True, head_dim=128)
 
 
-def _llama_config(config: HFConfig, has_qk_norm: bool) -> ModelConfig:
+def _llama_config(config: HFConfig, windows: Iterable[int], **own: Any) -> ModelConfig:
     return _model_config(
         config,
-        layers=(LayerSpec(),) * config.int("num_hidden_layers"),
+        layers=[LayerSpec(window=window) for window in windows],
         intermediate=config.int("intermediate_size"),
-        rms_eps=config.float("rms_norm_eps"),
-        has_qk_norm=has_qk_norm,
+        rms_eps=config.float("rms_norm_eps", 1e-6),
+        has_attention_bias=config.bool("attention_bias", False),
+        **own,
     )
+
+
+def _layer_kinds(
+    config: HFConfig, served: set[str], kind_of: Callable[[int], str] = lambda _: "full_attention"
+) -> list[str]:
+    """Return the kind of each layer, from `layer_types` or by its index.
+
+    Raises:
+        WeightsError: there is not one kind that is served for each layer.
+    """
+    count = config.int("num_hidden_layers")
+    given = config.list("layer_types")
+    if given is None:
+        return [kind_of(index) for index in range(count)]
+    kinds = [_OLD_KINDS.get(str(kind), str(kind)) for kind in given]
+    if len(kinds) != count or not served.issuperset(kinds):
+        raise WeightsError(
+            f"{config.path}: layer_types is {given!r}, not one of {', '.join(sorted(served))} for "
+            f"each of {count} layers; use another model"
+        )
+    return kinds
+
+
+def _window(config: HFConfig, default: int) -> int | None:
+    """Return the tokens that a layer with a window sees; None where it is null."""
+    if "sliding_window" in config.values and config.values["sliding_window"] is None:
+        return None
+    window = config.int("sliding_window", default)
+    if window < 1:
+        raise WeightsError(
+            f"{config.path}: sliding_window is {window}, not at least 1; download the model again"
+        )
+    return window
+
+
+def _layer_windows(
+    config: HFConfig, window: int | None, kind_of: Callable[[int], str]
+) -> list[int]:
+    """Return the window of each layer, 0 where it sees everything."""
+    kinds = _layer_kinds(config, {"full_attention", "sliding_attention"}, kind_of)
+    if window is None and "sliding_attention" in kinds:
+        raise WeightsError(
+            f"{config.path}: layers are sliding_attention, but use_sliding_window or "
+            "sliding_window gives them no window; download the model again"
+        )
+    return [(window or 0) * (kind == "sliding_attention") for kind in kinds]
 
 
 def lfm2(config: HFConfig) -> ModelConfig:
@@ -160,7 +231,6 @@ def lfm2(config: HFConfig) -> ModelConfig:
 
 def lfm2_moe(config: HFConfig) -> ModelConfig:
     """Reads an LFM2 with experts from its config.json."""
-    config.require(use_expert_bias=True)
     experts = ExpertsSpec(
         num_experts=config.int("num_experts"),
         experts_per_token=config.int("num_experts_per_tok"),
@@ -173,8 +243,7 @@ def lfm2_moe(config: HFConfig) -> ModelConfig:
 
 
 def _lfm2_config(config: HFConfig, intermediate: int, experts: ExpertsSpec | None) -> ModelConfig:
-    config.require(conv_bias=False)
-    return _model_config(
+    model_config = _model_config(
         config,
         layers=_lfm2_layers(config, experts),
         intermediate=intermediate,
@@ -187,6 +256,14 @@ def _lfm2_config(config: HFConfig, intermediate: int, experts: ExpertsSpec | Non
         conv_channels=config.int("hidden_size"),
         experts=experts,
     )
+    theta = config.float("theta", model_config.rope_theta)
+    if theta != model_config.rope_theta:
+        raise WeightsError(
+            f"{config.path}: theta is {theta!r}, but the base of positions is "
+            f"{model_config.rope_theta!r}; give rope_theta the value that the model was trained "
+            "with, and remove theta"
+        )
+    return model_config
 
 
 def _lfm2_layers(config: HFConfig, experts: ExpertsSpec | None) -> list[LayerSpec]:
@@ -197,22 +274,19 @@ def _lfm2_layers(config: HFConfig, experts: ExpertsSpec | None) -> list[LayerSpe
             mixer="attention" if attends else "conv",
             feed_forward="dense" if index < num_dense else "experts",
         )
-        for index, attends in enumerate(_lfm2_attends(config, count))
+        for index, attends in enumerate(_lfm2_attends(config))
     ]
 
 
-def _lfm2_attends(config: HFConfig, count: int) -> list[bool]:
-    """Returns which layers attend, from either spelling of the configuration."""
-    types = config.list("layer_types")
-    if types is None:
-        indices = config.list("full_attn_idxs")
-        return [indices is None or index in indices for index in range(count)]
-    if len(types) != count or not {"full_attention", "conv"}.issuperset(map(str, types)):
-        raise WeightsError(
-            f"{config.path}: layer_types is {types!r}, not one full_attention or conv for each of "
-            f"{count} layers; use another model"
-        )
-    return [kind == "full_attention" for kind in types]
+def _lfm2_attends(config: HFConfig) -> list[bool]:
+    """Return which layers attend, from either spelling of the configuration."""
+    indices = config.list("full_attn_idxs")
+    kinds = _layer_kinds(
+        config,
+        {"full_attention", "conv"},
+        lambda index: "full_attention" if indices is None or index in indices else "conv",
+    )
+    return [kind == "full_attention" for kind in kinds]
 
 
 def _lfm2_adjusted_width(config: HFConfig) -> int:
@@ -232,17 +306,17 @@ def _lfm2_adjusted_width(config: HFConfig) -> int:
 
 def gpt_oss(config: HFConfig) -> ModelConfig:
     """Reads a gpt-oss from its config.json."""
-    config.require(attention_bias=True, hidden_act="silu", swiglu_limit=7.0, swiglu_alpha=1.702)
     width = config.int("intermediate_size")
-    config.int("head_dim")  # explicit in every gpt-oss, and not hidden / heads
     return _model_config(
         config,
         layers=_gpt_oss_layers(config),
         intermediate=width,
-        rms_eps=config.float("rms_norm_eps"),
+        rms_eps=config.float("rms_norm_eps", 1e-5),
+        head_dim=64,
         rope_theta=150_000.0,
-        num_kv_heads=config.int("num_key_value_heads"),
-        has_attention_bias=True,
+        rope_default=_GPT_OSS_ROPE,
+        num_kv_heads=config.int("num_key_value_heads", 8),
+        has_attention_bias=config.bool("attention_bias", True),
         has_sinks=True,
         experts=ExpertsSpec(
             num_experts=config.int("num_local_experts"),
@@ -255,17 +329,12 @@ def gpt_oss(config: HFConfig) -> ModelConfig:
 
 
 def _gpt_oss_layers(config: HFConfig) -> list[LayerSpec]:
-    count, window = config.int("num_hidden_layers"), config.int("sliding_window")
-    types = config.list("layer_types")
-    if types is None:
-        types = ["full_attention" if index % 2 else "sliding_attention" for index in range(count)]
-    windows = {"full_attention": 0, "sliding_attention": window}
-    if len(types) != count or not windows.keys() >= set(map(str, types)):
-        raise WeightsError(
-            f"{config.path}: layer_types is {types!r}, not one full_attention or "
-            f"sliding_attention for each of {count} layers; use another model"
-        )
-    return [LayerSpec(window=windows[str(kind)], feed_forward="experts") for kind in types]
+    windows = _layer_windows(
+        config,
+        _window(config, 128),
+        lambda index: "full_attention" if index % 2 else "sliding_attention",
+    )
+    return [LayerSpec(window=window, feed_forward="experts") for window in windows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +401,12 @@ def read_model_config(config: HFConfig) -> ModelConfig:
             f"{config.path}: architectures {architectures!r} are not supported; use a model of "
             f"{served}"
         )
+    check_keys(config, FAMILY_KEYS[str(name)])
+    quantization = config.section("quantization_config")
+    method = quantization.get("quant_method")
+    # The loader refuses other methods by name.
+    if isinstance(method, str) and method in QUANTIZATION_KEYS:
+        check_keys(quantization, QUANTIZATION_KEYS[method], "quantization_config.")
     try:
         model_config = family.read(config)
     except (ArithmeticError, ValueError) as error:

@@ -6,60 +6,18 @@ weight_scale_inv though it is multiplied by. Whatever their quantization_config 
 computed here is refused by name, because the numbers would mean something else.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from ullage_engine.model_config.hf_config import HFConfig
+from ullage_engine.model_config.keys import check_keys
+from ullage_engine.model_config.quantization_keys import COMPRESSED_GROUP, COMPRESSED_NUMBERS
 from ullage_engine.model_loader.safetensors import SafetensorsReader
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
 COMPRESSED = ("int-quantized", "float-quantized", "naive-quantized")
-
-_SETTINGS = frozenset(
-    {
-        "config_groups",
-        "format",
-        "global_compression_ratio",
-        "ignore",
-        "kv_cache_scheme",
-        "quant_method",
-        "quantization_status",
-        "sparsity_config",
-        "transform_config",
-        "version",
-    }
-)
-_GROUP = frozenset({"format", "input_activations", "output_activations", "targets", "weights"})
-_NUMBERS = frozenset(
-    {
-        "actorder",
-        "block_structure",
-        "dynamic",
-        "group_size",
-        "num_bits",
-        "observer",
-        "observer_kwargs",
-        "scale_dtype",
-        "strategy",
-        "symmetric",
-        "type",
-        "zp_dtype",
-    }
-)
-_FP8_SETTINGS = frozenset(
-    {
-        "activation_scheme",
-        "fmt",
-        "ignored_layers",
-        "modules_to_not_convert",
-        "quant_method",
-        "scale_fmt",
-        "weight_block_size",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +45,12 @@ def read_scheme(config: HFConfig) -> Scheme:
 
 
 def _fp8(config: HFConfig) -> Scheme:
-    _refuse_unknown(config, "", _FP8_SETTINGS)
-    _one_of(config, "", "activation_scheme", "dynamic", "static", None)
-    _one_of(config, "", "fmt", "e4m3", None)
-    _one_of(config, "", "scale_fmt", "float", "ue8m0", None)
     return Scheme(frozenset({"float"}), _block(config, "", "weight_block_size"))
 
 
 def _compressed(config: HFConfig) -> Scheme:
-    _refuse_unknown(config, "", _SETTINGS)
     _one_of(config, "", "format", *COMPRESSED)
     _one_of(config, "", "kv_cache_scheme", None)
-    _one_of(config, "", "transform_config", None, {})
     if config.get("sparsity_config") not in (None, {}):
         _one_of(config.section("sparsity_config"), "sparsity_config.", "format", "dense", None)
     groups = config.section("config_groups")
@@ -113,11 +65,11 @@ def _compressed(config: HFConfig) -> Scheme:
 
 def _group(groups: HFConfig, name: str) -> Scheme:
     group, where = groups.section(name), f"config_groups.{name}."
-    _refuse_unknown(group, where, _GROUP)
+    check_keys(group, COMPRESSED_GROUP, f"quantization_config.{where}")
     _one_of(group, where, "output_activations", None)
     _one_of(group, where, "format", *COMPRESSED, None)
     weights, inside = group.section("weights"), f"{where}weights."
-    _refuse_unknown(weights, inside, _NUMBERS)
+    check_keys(weights, COMPRESSED_NUMBERS, f"quantization_config.{inside}")
     _one_of(weights, inside, "num_bits", 8)
     _one_of(weights, inside, "type", "int", "float", None)
     _one_of(weights, inside, "strategy", "tensor", "channel", "block", None)
@@ -139,7 +91,7 @@ def _rounds(group: HFConfig, where: str, type: object) -> bool:
     activations, inside = group.section("input_activations"), f"{where}input_activations."
     if not activations.values:
         return False
-    _refuse_unknown(activations, inside, _NUMBERS)
+    check_keys(activations, COMPRESSED_NUMBERS, f"quantization_config.{inside}")
     _one_of(activations, inside, "num_bits", 8)
     _one_of(activations, inside, "type", type, None)
     if type == "float":
@@ -168,15 +120,6 @@ def _one_of(config: HFConfig, where: str, key: str, *values: object) -> None:
             f"{config.path}: quantization_config.{where}{key} is {value!r}; "
             f"use a model with one of {supported}"
         )
-
-
-def _refuse_unknown(config: HFConfig, where: str, supported: Iterable[str]) -> None:
-    for key, value in config.values.items():
-        if key not in supported and value is not None:
-            raise WeightsError(
-                f"{config.path}: quantization_config.{where}{key} {value!r} is not known here, and "
-                "may change what the numbers mean; use another model"
-            )
 
 
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -262,7 +205,8 @@ class ScaledMatrices:
     def _points(self, stem: str) -> torch.Tensor:
         """Reads zero points, float32 [rows, 1] or [1, 1]."""
         points = self._reader.read(f"{stem}.weight_zero_point").to(torch.float32)
-        if points.numel() not in (1, self._reader.shape(f"{stem}.weight")[0]):
+        rows = self._reader.shape(f"{stem}.weight")[0]
+        if points.numel() != 1 and tuple(points.shape) not in ((rows,), (rows, 1)):
             raise WeightsError(
                 f"{self._path}: tensor '{stem}.weight_zero_point' has shape "
                 f"{list(points.shape)}, neither one number nor one for each row; use another model"
@@ -273,12 +217,14 @@ class ScaledMatrices:
         """Reads scales, float32 [rows, 1], or [rows, blocks of columns]."""
         name = next(f"{stem}.{each}" for each in SCALES if f"{stem}.{each}" in self._reader)
         scales = self._reader.read(name).to(torch.float32)
+        # The shape decides: blocks may be as many as there are rows.
+        shape = tuple(scales.shape)
         if scales.numel() == 1:
             return scales.reshape(1, 1).repeat(rows, 1)
-        if scales.numel() == rows:
+        if shape in ((rows,), (rows, 1)):
             return scales.reshape(rows, 1)
         height, width = self._scheme.block
-        if tuple(scales.shape) != (-(-rows // height), -(-columns // width)):
+        if shape != (-(-rows // height), -(-columns // width)):
             raise WeightsError(
                 f"{self._path}: tensor {name!r} has shape {list(scales.shape)}, which scales "
                 f"neither rows nor blocks of {height} x {width}; use another model"

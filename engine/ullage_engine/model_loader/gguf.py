@@ -16,9 +16,13 @@ import torch
 from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 
+from ullage_engine.model_config.family_keys import FAMILY_KEYS
+from ullage_engine.model_config.gguf_keys import GGUF_KEYS, GGUF_NAMES, own_keys
 from ullage_engine.model_config.hf_config import HFConfig, Json
+from ullage_engine.model_config.keys import check_keys
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import gguf_model_type, read_model_config
+from ullage_engine.model_loader.gguf_file import check_gguf
 from ullage_engine.model_loader.safetensors import PlainMatrices
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import (
@@ -30,39 +34,14 @@ from ullage_engine.quantization.formats import (
 )
 from ullage_engine.quantization.gguf_blocks import block_encoding, read_blocks
 
-_SIGMOID = 2
-"""Value of llama.cpp's key for how experts are scored that means sigmoid, as in LFM2."""
-
-Keys = dict[str, str]
-
-_COMMON: Keys = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "head_dim": "attention.key_length",
-    "intermediate_size": "feed_forward_length",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "norm_eps": "attention.layer_norm_rms_epsilon",
-    "conv_L_cache": "shortconv.l_cache",
-    "num_dense_layers": "leading_dense_block_count",
-    "num_experts": "expert_count",
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-    "sliding_window": "attention.sliding_window",
-}
-
 
 class GgufMetadata:
     """The metadata of one file; errors name the file and the key."""
 
-    def __init__(self, path: Path, file: GGUFReader) -> None:
+    def __init__(self, path: Path, file: GGUFReader, *, allows_unknown: bool = False) -> None:
         self._path = path
         self._fields = file.fields
+        self._allows_unknown = allows_unknown
         architecture = self.value("general.architecture")
         self._model_type = gguf_model_type(path, architecture)
         self.architecture = str(architecture)
@@ -70,28 +49,57 @@ class GgufMetadata:
     def value(self, key: str) -> object:
         """Returns one value; None where there is none."""
         field = self._fields.get(key)
-        contents: object = None if field is None else field.contents()
+        try:
+            contents: object = None if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise WeightsError(
+                f"{self._path}: metadata {key!r} is no UTF-8; download it again"
+            ) from error
         return contents
 
     def config(self, vocab: int, tied: bool) -> HFConfig:
-        """Describes the file's architecture as a config.json would."""
-        values: Json = {name: self._own(key) for name, key in _COMMON.items()}
+        """Describe the file's architecture as a config.json would.
+
+        Raises:
+            WeightsError: a key is missing, has a value that is not supported, or is unknown.
+        """
+        self._check_keys()
+        known = FAMILY_KEYS[self._model_type]
+        values: Json = {name: self._own(key) for name, key in GGUF_NAMES.items() if name in known}
         for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
             if values[name] is None:
-                raise self._missing(_COMMON[name])
+                raise self._missing(GGUF_NAMES[name])
         values |= {
             "model_type": self._model_type,
             "vocab_size": vocab,
             "eos_token_id": self._eos_token_ids(),
             "tie_word_embeddings": tied,
             "rope_scaling": self._rope_scaling(),
-            # llama.cpp stores the width itself.
-            "block_auto_adjust_ff_dim": False,
         }
+        if self.architecture == "lfm2":
+            # llama.cpp stores the width itself.
+            values["block_auto_adjust_ff_dim"] = False
         if self.architecture == "gpt-oss":
             values["intermediate_size"] = self._own("expert_feed_forward_length")
-        self._check_values(values)
-        return HFConfig(self._path, values | self._kv_heads())
+            values["num_experts"] = None
+        elif values.get("sliding_window") == 0:
+            values["sliding_window"] = None
+        self._check_head_dim(values)
+        values |= self._kv_heads()
+        return HFConfig(self._path, values, allows_unknown=self._allows_unknown)
+
+    def _check_keys(self) -> None:
+        """Refuse keys of the architecture that would change numbers and are not honoured."""
+        own = own_keys(dict.fromkeys(self._fields), self.architecture)
+        values = {key: self._own(key) for key in own}
+        section = HFConfig(self._path, values, allows_unknown=self._allows_unknown)
+        check_keys(section, GGUF_KEYS[self.architecture], f"{self.architecture}.")
+        kind = self.value("general.type")
+        if kind not in (None, "model"):
+            raise WeightsError(
+                f"{self._path}: metadata 'general.type' is {kind!r}, but only 'model' is "
+                "supported; name the file of the model itself"
+            )
 
     def _eos_token_ids(self) -> list[int]:
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
@@ -120,37 +128,40 @@ class GgufMetadata:
 
     def _rope_scaling(self) -> Json | None:
         kind = self._own("rope.scaling.type")
+        linear = self._own("rope.scale_linear")
         if kind in (None, "none"):
-            return None
+            is_scaled = linear not in (None, 1.0)
+            return {"rope_type": "linear", "factor": linear} if is_scaled else None
+        factor = self._own("rope.scaling.factor")
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": factor}
         if kind != "yarn":
             raise WeightsError(
                 f"{self._path}: rope scaling {kind!r} is not supported; use a model without it"
             )
         return {
             "rope_type": "yarn",
-            "factor": self._own("rope.scaling.factor"),
+            "factor": factor,
             "original_max_position_embeddings": self._own("rope.scaling.original_context_length"),
-            "truncate": False,
+            "beta_fast": self._own("rope.scaling.yarn_beta_fast"),
+            "beta_slow": self._own("rope.scaling.yarn_beta_slow"),
+            # No key says it: gpt-oss was trained with a ramp between fractions of dimensions.
+            "truncate": self.architecture != "gpt-oss",
         }
 
-    def _check_values(self, values: Json) -> None:
+    def _check_head_dim(self, values: Json) -> None:
+        """Refuse heads that are rotated in part, or whose values have another width."""
         hidden, heads = values["hidden_size"], values["num_attention_heads"]
         assert isinstance(hidden, int) and isinstance(heads, int)
-        head_dim = values["head_dim"] or hidden // heads
-        self._require("rope.dimension_count", head_dim)
-        self._require("attention.value_length", head_dim)
-        if self.architecture in ("llama", "qwen3", "lfm2"):
-            self._require("expert_count", 0)
-        if self.architecture == "lfm2moe":
-            self._require("expert_gating_func", _SIGMOID)
-
-    def _require(self, key: str, expected: object) -> None:
-        value = self._own(key)
-        if value not in (None, expected):
-            raise WeightsError(
-                f"{self._path}: metadata '{self.architecture}.{key}' is {value}, but only "
-                f"{expected} is supported; use another model"
-            )
+        # Also where the family has a default of its own: llama.cpp has not.
+        head_dim = values["head_dim"] = values["head_dim"] or hidden // max(heads, 1)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            value = self._own(key)
+            if value not in (None, head_dim):
+                raise WeightsError(
+                    f"{self._path}: metadata '{self.architecture}.{key}' is {value}, but only "
+                    f"{head_dim} is supported; use another model"
+                )
 
 
 COMMON = {
@@ -239,19 +250,20 @@ QUANTISATIONS = (
 
 
 class GgufReader(PlainMatrices):
-    """One open GGUF file."""
+    """One open GGUF file, or all parts of one that is split."""
 
-    def __init__(self, path: Path) -> None:
-        """Maps the file and reads its header.
+    def __init__(self, path: Path, *, allows_unknown: bool = False) -> None:
+        """Map the file, or all parts where it is the first of several, and read the headers.
 
         Raises:
-            WeightsError: not GGUF, cut short, or of an architecture or quantisation not supported.
+            WeightsError: not GGUF, cut short, without some of its parts, or of an architecture or
+                quantisation not supported.
         """
         self._path = path
-        self._file = _open(path)
-        self._tensors = {tensor.name: tensor for tensor in self._file.tensors}
+        files = [_open(header.path) for header in check_gguf(path)]
+        self._tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
         self._check_quantisation()
-        self._metadata = GgufMetadata(path, self._file)
+        self._metadata = GgufMetadata(path, files[0], allows_unknown=allows_unknown)
         self.model_config = self._load_model_config()
         self._check_names()
 
@@ -374,6 +386,12 @@ class GgufReader(PlainMatrices):
         factors = self._tensors.get("rope_freqs.weight")
         if factors is None:
             return model_config
+        if model_config.rope_factors is not None:
+            raise WeightsError(
+                f"{self._path}: both tensor 'rope_freqs.weight' and metadata "
+                f"'{self._metadata.architecture}.rope.scaling.type' rescale positions; "
+                "convert the file again"
+            )
         return msgspec.structs.replace(
             model_config, rope_factors=[float(each) for each in factors.data]
         )

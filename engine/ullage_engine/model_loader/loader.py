@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -31,6 +31,7 @@ from ullage_common.config.engine import ModelSection
 from ullage_common.process.cores import usable_cores
 from ullage_engine.model_config.dtypes import DTYPES, dtype_name
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.gguf_file import gguf_parts
 from ullage_engine.model_loader.prepare import (
     Calibration,
     CalibrationError,
@@ -43,14 +44,14 @@ from ullage_engine.model_loader.room import check_room
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.model_loader.upload import placing
-from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.errors import WeightsError, one_line
 from ullage_engine.quantization.formats import PIECES, Encoding, Packed
 
 log = logging.getLogger("ullage.engine.weights")
 
 MAGIC = b"ULLAGEW1"
 
-LAYOUT_VERSION = 11
+LAYOUT_VERSION = 12
 """Version of prepared files; raise it when they change in any way."""
 
 ALIGNMENT = 4096
@@ -124,6 +125,12 @@ class Header(msgspec.Struct, frozen=True):
     tensors: list[StoredTensor]
     encodings: dict[str, Encoding]
 
+    @property
+    def content(self) -> str:
+        """Digest of all numbers with their shapes and encodings, wherever they lie in the file."""
+        tensors = [msgspec.structs.replace(each, offset=0) for each in self.tensors]
+        return hashlib.sha256(msgspec.json.encode([tensors, self.encodings])).hexdigest()
+
 
 def load_weights(
     model: ModelSection,
@@ -146,7 +153,7 @@ def load_weights(
     Raises:
         WeightsError: the source is missing, broken or not supported, or the folder is unusable.
     """
-    files = resolve_source(model.source)
+    files = replace(resolve_source(model.source), allows_unknown=model.allow_unknown_config)
     form = PreparedForm(dtype, model.quantization, device)
     if form.quantization != "int4":
         calibration = None
@@ -161,7 +168,9 @@ def content_key(
 ) -> str:
     """Hashes what determines the prepared form of exactly these source files."""
     rounding = calibration.name if calibration else "nearest"
-    return source_key(files, f"{LAYOUT_VERSION} {form.name} {rounding}")
+    # Otherwise a start that refuses unknown keys would map what one that allows them prepared.
+    unknown = " unknown" if files.allows_unknown else ""
+    return source_key(files, f"{LAYOUT_VERSION} {form.name} {rounding}{unknown}")
 
 
 def source_key(files: ModelFiles, use: str) -> str:
@@ -173,10 +182,26 @@ def source_key(files: ModelFiles, use: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def check_unchanged(files: ModelFiles, key: str, key_before: str) -> None:
+    """Check that source files that were read have the key that they had before.
+
+    Raises:
+        WeightsError: they have another, so what was read may be of two versions.
+    """
+    if key != key_before:
+        raise WeightsError(
+            f"{files.path}: its files changed while they were read; start again when whatever "
+            "writes them has ended"
+        )
+
+
 def _source_files(files: ModelFiles) -> list[Path]:
     if files.format == "gguf":
-        return [files.path]
-    return sorted([*files.path.glob("*.json"), *files.path.glob("*.safetensors")])
+        paths = gguf_parts(files.path)
+    else:
+        paths = sorted([*files.path.glob("*.json"), *files.path.glob("*.safetensors")])
+    # A file that counts and is not there is an error of its reader, which says what to do.
+    return [path for path in paths if path.is_file()]
 
 
 def read_header(path: Path) -> Header | None:
@@ -358,9 +383,10 @@ def _prepare(
     progress: Progress,
     calibration: Calibration | None,
 ) -> Header:
-    reader = open_checkpoint(files)
-    plans = plan_tensors(reader.model_config)
-    prepared = [form.prepare(files.path, reader, plan) for plan in plans]
+    with _foreseen(files):
+        reader = open_checkpoint(files)
+        plans = plan_tensors(reader.model_config)
+        prepared = [form.prepare(files.path, reader, plan) for plan in plans]
     _warn_rounded_twice(prepared, form)
     header = _lay_out(reader.model_config, prepared)
     partial = path.with_suffix(".partial")
@@ -393,6 +419,7 @@ def _prepare(
             file.seek(0)
             file.write(_encode(header))
             file.flush()
+            check_unchanged(files, content_key(files, form, calibration), path.stem)
             # On the disk before it has its name: a power loss leaves no file, or a whole one.
             os.fsync(file.fileno())
         partial.replace(path)
@@ -401,6 +428,21 @@ def _prepare(
     _sync_folder(path.parent)
     _mark_verified(path)
     return header
+
+
+@contextmanager
+def _foreseen(files: ModelFiles) -> Iterator[None]:
+    """Turn an error that nobody foresaw while headers are read into one of the model's files: the
+    next start would read the same."""
+    try:
+        yield
+    except (WeightsError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        log.debug("%s cannot be read", files.path, exc_info=True)
+        raise WeightsError(
+            f"{files.path}: its files cannot be read: {one_line(error)}; download the model again"
+        ) from error
 
 
 def _warn_rounded_twice(prepared: list[PreparedTensor], form: PreparedForm) -> None:
@@ -488,8 +530,9 @@ def _place(
                 progress(stored.end, header.nbytes)
 
     encodings = header.encodings if own is None else own.encodings
-    content = hashlib.sha256(msgspec.json.encode(header)).hexdigest()
-    return LoadedModel(header.model_config, placed, header.nbytes, encodings, path.stem, content)
+    return LoadedModel(
+        header.model_config, placed, header.nbytes, encodings, path.stem, header.content
+    )
 
 
 def _map(path: Path) -> torch.Tensor:

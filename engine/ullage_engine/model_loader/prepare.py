@@ -120,6 +120,8 @@ class PreparedTensor:
         columns = self.plan.shape[-1]
         shape = (math.prod(part.shape) // columns, columns)
         self._check_shape(part, tuple(kept.values.shape), shape)
+        if kept.scales.is_floating_point() and not kept.scales.isfinite().all():
+            raise self._no_numbers(part, "scales that are NaN or infinite")
         if part.rearrange_rows is None:
             return kept
         rearrange, count = part.rearrange_rows, part.shape[0]
@@ -144,7 +146,24 @@ class PreparedTensor:
                 f"{self.source}: tensor {part.source!r} is {tensor.dtype} and has no scale that is "
                 "known; use a model of another quantisation, or the unquantised one"
             )
+        self._check_numbers(part, tensor)
         return tensor if part.rearrange is None else part.rearrange(tensor)
+
+    def _check_numbers(self, part: Part, tensor: torch.Tensor) -> None:
+        """Refuse numbers that no training leaves, as files with unwritten parts have them."""
+        if not tensor.numel():
+            return
+        least, most = (float(each) for each in tensor.aminmax())
+        if not (math.isfinite(least) and math.isfinite(most)):
+            raise self._no_numbers(part, "numbers that are NaN or infinite")
+        kind = _kind(self.plan)
+        if least == most == 0.0 and (kind == "embedding" or kind.endswith("norm")):
+            raise self._no_numbers(part, "nothing but zeros, as an unfinished download has")
+
+    def _no_numbers(self, part: Part, found: str) -> WeightsError:
+        return WeightsError(
+            f"{self.source}: tensor {part.source!r} has {found}; download the model again"
+        )
 
 
 RoundLayer = Callable[[Sequence[PreparedTensor]], Mapping[str, Quantized]]
@@ -328,7 +347,7 @@ def open_checkpoint(files: ModelFiles) -> CheckpointReader:
     if files.format == "gguf":
         from ullage_engine.model_loader.gguf import GgufReader
 
-        return GgufReader(files.path)
+        return GgufReader(files.path, allows_unknown=files.allows_unknown)
     from ullage_engine.model_loader.quantized import open_directory
 
-    return open_directory(files.path)
+    return open_directory(files.path, allows_unknown=files.allows_unknown)

@@ -131,16 +131,10 @@ class GptqMatrices(IntegerMatrices):
             raise WeightsError(
                 f"{config.path}: quantization_config.bits is {bits}; use a model of 4 or 8 bits"
             )
-        _require(
-            config,
-            checkpoint_format=("gptq", "gptq_v2", None),
-            is_marlin_format=(False, None),
-            pack_dtype=("int32", None),
-            dynamic=({}, None),
-        )
         super().__init__(reader, config, bits)
         # The second version of the format stores zero points as they are.
-        self._less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        formats = (config.get("checkpoint_format"), config.get("format"))
+        self._less = 0 if "gptq_v2" in formats else 1
         self._path, self._desc_act = config.path, config.bool("desc_act", False)
 
     def _shape(self, stem: str) -> tuple[int, int]:
@@ -171,13 +165,6 @@ class AwqMatrices(IntegerMatrices):
     """Matrices of `quant_method: awq`."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
-        _require(
-            config,
-            bits=(4, None),
-            version=("gemm", "GEMM", None),
-            backend=("autoawq", None),
-            zero_point=(True, None),
-        )
         super().__init__(reader, config, 4)
 
     def _shape(self, stem: str) -> tuple[int, int]:
@@ -194,17 +181,6 @@ class AwqMatrices(IntegerMatrices):
         codes = unpack_last(self._reader.read(name), 4)
         words = codes.view(codes.shape[0], -1, len(AWQ_ORDER))
         return torch.index_select(words, 2, torch.tensor(AWQ_ORDER).argsort()).flatten(1)
-
-
-def _require(config: HFConfig, **supported: tuple[object, ...]) -> None:
-    """Refuses values of settings that would change the numbers' meaning."""
-    for key, values in supported.items():
-        if config.get(key) not in values:
-            names = ", ".join("none" if each is None else repr(each) for each in values)
-            raise WeightsError(
-                f"{config.path}: quantization_config.{key} is {config.get(key)!r}; "
-                f"use a model with one of {names}"
-            )
 
 
 class PackedExperts:
@@ -265,7 +241,6 @@ class OwnMatrices:
     """Matrices of `quant_method: ullage`."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
-        config.require(format="int4")
         self._reader = reader
 
     @property
@@ -361,14 +336,17 @@ class QuantizedReader:
         return ""
 
 
-def open_directory(folder: Path) -> SafetensorsReader | QuantizedReader:
+def open_directory(
+    folder: Path, *, allows_unknown: bool = False
+) -> SafetensorsReader | QuantizedReader:
     """Opens the reader of a model's directory, quantised or not.
 
     Raises:
         WeightsError: a file is missing or broken, or its quantisation is not supported.
     """
-    reader = SafetensorsReader(folder)
-    section = read_config(folder).section("quantization_config")
+    config = read_config(folder, allows_unknown=allows_unknown)
+    reader = SafetensorsReader(folder, config)
+    section = config.section("quantization_config")
     if not section.values:
         return reader
     method = section.get("quant_method")

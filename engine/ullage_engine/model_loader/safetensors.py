@@ -7,9 +7,11 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ullage_engine.model_config.hf_config import read_config, read_json
+from ullage_engine.model_config.hf_config import HFConfig, read_config
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import read_model_config
+from ullage_engine.model_loader.files import weight_files
+from ullage_engine.model_loader.own_tensors import check_tensors, with_own_head
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
@@ -64,14 +66,16 @@ class PlainMatrices:
 class SafetensorsReader(PlainMatrices):
     """A reader of one model directory."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads the configuration and maps the tensors.
+    def __init__(self, folder: Path, config: HFConfig | None = None) -> None:
+        """Read the configuration, unless it is given, and map the tensors.
 
         Raises:
-            WeightsError: a file is missing, cut short, or the architecture is not supported.
+            WeightsError: a file is missing or broken, files leave a choice, or the architecture is
+                not supported.
         """
         self._folder = folder
-        self.model_config = read_model_config(read_config(folder))
+        config = config or read_config(folder)
+        self.model_config = read_model_config(config)
         self._stack = ExitStack()
         self._files: dict[str, safe_open] = {}
         for path in weight_files(folder):
@@ -83,6 +87,8 @@ class SafetensorsReader(PlainMatrices):
                     f"{path}: not a whole safetensors file ({reason}); download it again"
                 ) from error
             self._files |= dict.fromkeys(file.keys(), file)
+        self.model_config = with_own_head(self.model_config, self)
+        check_tensors(self.model_config, self, config)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -99,6 +105,11 @@ class SafetensorsReader(PlainMatrices):
         """Returns the type of one tensor as safetensors name it (BF16, I8), without reading it."""
         return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
 
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read some rows of one tensor as stored."""
+        rows: torch.Tensor = self._file(name).get_slice(name)[start:stop]  # type: ignore[no-untyped-call]
+        return rows
+
     def read(self, name: str) -> torch.Tensor:
         """Reads one tensor as stored."""
         tensor: torch.Tensor = self._file(name).get_tensor(name)  # type: ignore[no-untyped-call]
@@ -110,24 +121,3 @@ class SafetensorsReader(PlainMatrices):
                 f"{self._folder}: tensor {name!r} is missing; download the model again"
             )
         return self._files[name]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Lists the safetensors files of a model, those of its index if it has one."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"{folder}: no .safetensors file; download the model again")
-        return files
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict):
-        raise WeightsError(f"{index}: no 'weight_map'; download the model again")
-    for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise WeightsError(f"{index}: {name!r} is no file of this folder; check the source")
-    files = [folder / name for name in sorted(set(names.values()))]
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise WeightsError(f"{folder}: {missing[0]} is missing; download the model again")
-    return files

@@ -4,11 +4,14 @@ Imports no torch and no model code, so the server process finds the tokenizer wi
 """
 
 import importlib.util
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from ullage_engine.model_loader.gguf_file import check_parts, gguf_parts
 from ullage_engine.protocol.errors import WeightsError
 
 PVC_ROOT = Path("/models")
@@ -16,19 +19,45 @@ PVC_ROOT = Path("/models")
 
 SCHEMES = "pkg://package/file, file:///path, hf://org/name@revision or pvc://claim/path"
 
+_TORCH = (
+    "of PyTorch, which may run code when it is read; convert it with transformers: "
+    "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
+_OTHER = "which is not read; use a folder of the model with safetensors"
+_PIECE = "which is a piece of a file; join the pieces in their order: cat PIECES > model.gguf"
+_OTHER_KINDS = {
+    r".*\.(incomplete|part|partial|aria2|crdownload|tmp)": (
+        "of a download that has not ended; download the model again"
+    ),
+    r".*\.gguf": "which is a model by itself; name that file",
+    r".*\.gguf[.-]\w[\w-]*": _PIECE,
+    r".*\.safetensors": "which is one file of a model; name its folder, with config.json",
+    r".*\.(bin|pt|pth|ckpt)": _TORCH,
+    r".*\.onnx": f"of ONNX, {_OTHER}",
+    r".*\.h5": f"of Keras, {_OTHER}",
+    r".*\.(msgpack|npz)": f"of Flax, {_OTHER}",
+    r".*\.(ggml|ggjt)": "of a format before GGUF; convert the model again",
+    r".*\.(zip|tar|tgz|tar\.\w+|7z)": "an archive; unpack it",
+}
+"""What to say of files that are no model to read, by patterns of their names."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """The files of a model on this machine."""
 
     path: Path
-    """Path of a `.gguf` file, or of a directory with config.json, tokenizer.json and
-    safetensors."""
+    """Path of a `.gguf` file, the first of one that is split, or of a directory with config.json,
+    tokenizer.json and safetensors."""
     format: Literal["gguf", "directory"]
+    allows_unknown: bool = False
+    """Whether keys of the configuration that are not known are logged instead of refused."""
 
 
 def resolve_source(source: str) -> ModelFiles:
-    """Finds the files that a source URI names; only `hf://` may use the network.
+    """Find the files that a source URI names; only `hf://` may use the network.
+
+    Of a split GGUF any part may be named.
 
     Raises:
         WeightsError: the URI is malformed or what it names does not exist.
@@ -119,14 +148,63 @@ def _check(what: str, path: Path) -> ModelFiles:
 
 def _look(what: str, path: Path) -> ModelFiles:
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise WeightsError(
-                f"{what}: {path} is not a .gguf file; "
-                "name one, or a directory with config.json and safetensors"
-            )
-        return ModelFiles(path, "gguf")
+        if path.suffix == ".gguf":
+            return ModelFiles(_first_part(what, path), "gguf")
+        raise WeightsError(f"{what}: {path}: {_not_gguf(path)}")
     if not path.is_dir():
-        raise WeightsError(f"{what}: {path} does not exist; check the path")
-    if not (path / "config.json").is_file():
-        raise WeightsError(f"{what}: {path} has no config.json; name a model's directory or .gguf")
+        raise WeightsError(f"{what}: {path} {_absence(path)}")
+    if not os.path.lexists(path / "config.json"):
+        raise WeightsError(f"{what}: {path} has no config.json; {_remedy(path)}")
     return ModelFiles(path, "directory")
+
+
+def _first_part(what: str, path: Path) -> Path:
+    first = gguf_parts(path)[0]
+    if first == path:
+        return path
+    try:
+        check_parts(path)
+    except WeightsError as error:
+        raise WeightsError(f"{what}: {error}") from error
+    return first
+
+
+def _not_gguf(path: Path) -> str:
+    kind = other_kind(path)
+    if kind:
+        return f"not a .gguf file but one {kind}"
+    return "not a .gguf file; name one, or a directory with config.json and safetensors"
+
+
+def _absence(path: Path) -> str:
+    if path.is_symlink():
+        target = os.readlink(path)
+        return f"is a link to {target}, which is not there; mount or copy what it links to, too"
+    if os.path.lexists(path):
+        return "is neither a file nor a directory; name a model's directory or .gguf"
+    return "does not exist; check the path"
+
+
+def _remedy(folder: Path) -> str:
+    """Return what to do about a folder that is no model's."""
+    names = sorted(os.listdir(folder))
+    if not names:
+        return "the folder is empty: download the model into it, or mount the volume that has it"
+    for name in names:
+        if name.endswith(".gguf"):
+            return f"name one of its .gguf files, such as {folder / name}"
+    folders = [name for name in names if (folder / name / "config.json").is_file()]
+    if folders:
+        return f"name the folder in it that has one, such as {folder / folders[0]}"
+    snapshots = sorted(folder.glob("snapshots/*/config.json"))
+    if snapshots:
+        return f"this is the hub's cache: name the folder {snapshots[0].parent}"
+    return "name a model's directory or .gguf"
+
+
+def other_kind(path: Path) -> str:
+    """Return what a file is by its name, and what to do instead; empty for one of no known kind."""
+    for pattern, kind in _OTHER_KINDS.items():
+        if re.fullmatch(pattern, path.name, re.IGNORECASE):
+            return kind
+    return ""

@@ -8,6 +8,11 @@ import torch
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.model_config.registry import FAMILIES, Names
 
+EMBEDDING = "model.embed_tokens.weight"
+
+HEAD = "lm_head.weight"
+"""Names of the embedding and of the output projection, as Hugging Face spells them."""
+
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -41,12 +46,12 @@ def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
     """Lists everything a model computes with, in the order in which it is used."""
     names = FAMILIES[model_config.architecture].names
     hidden, vocab = model_config.hidden, model_config.vocab
-    plans = [_single("embedding", "model.embed_tokens.weight", vocab, hidden)]
+    plans = [_single("embedding", EMBEDDING, vocab, hidden)]
     for index, layer in enumerate(model_config.layers, model_config.first_layer):
         plans += _LayerPlans(model_config, names, index).of(layer)
     plans.append(_single("norm", f"{names.norm}.weight", hidden))
     if not model_config.tied:
-        plans.append(_single("head", "lm_head.weight", vocab, hidden))
+        plans.append(_single("head", HEAD, vocab, hidden))
     return plans
 
 

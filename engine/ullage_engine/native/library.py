@@ -23,14 +23,21 @@ BLOCK_TOKENS = 16
 """Tokens of a block of KV, which attention reads where it lies."""
 
 VECTOR = 16
-"""Numbers of the widest vector: the library reads rows in multiples of it."""
+"""Numbers that every instruction set reads and sums together: rows are multiples of it."""
 
-INSTRUCTION_SETS = ("avx2", "avx512")
-"""Instruction sets that the library has; a processor that has one has those before it."""
+PORTABLE = "portable"
+"""The instruction set that every processor has: plain loops. Tests compare the bits of the others
+with it, and no model is served with it."""
+
+INSTRUCTION_SETS = (PORTABLE, "avx2", "avx512")
+"""Instruction sets that the library has; a processor that has one has those before it. All give the
+same bits (docs/decisions/0052-one-order-of-sums.md)."""
 
 FORMATS = {"int4": 1, "int8": 2, "bfloat16": 3, "float32": 4, "float8": 5}
 
-_ABI = 7
+_ABI = 8
+
+_NO_MEMORY = -2
 
 
 class Matrix(ctypes.Structure):
@@ -103,7 +110,7 @@ class Step(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """How a token is chosen from a row of logits, and which: -1 where it is left to the caller."""
+    """How a token is chosen from a row of logits, and which."""
 
     _fields_ = (
         *((name, c_double) for name in ("temperature", "top_p", "min_p", "noise")),
@@ -135,6 +142,7 @@ def load() -> ctypes.CDLL | None:
     library.ullage_stop.argtypes = (c_void_p,)
     library.ullage_step.restype = c_int64
     library.ullage_step.argtypes = (c_void_p, c_void_p, c_void_p)
+    library.ullage_log_masses.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p)
     library.ullage_sample.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_int64)
     library.ullage_multiply.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
     return library
@@ -156,7 +164,7 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Returns all instruction sets that the library can compute with here."""
+    """Return all instruction sets that the library can compute with here, `PORTABLE` first."""
     best = instruction_set()
     return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(best) + 1] if best is not None else ()
 
@@ -191,13 +199,26 @@ class Team:
         """Chooses a token from each row of logits, float32 [rows, vocab], contiguous.
 
         Returns:
-            A token of each row; -1 where more tokens would have to be sorted than the library does.
+            A token of each row; -1 where no logit is above -inf.
         """
         own = (Draw * len(draws))(*draws)
         rows, vocab = logits.shape
         address = ctypes.addressof(own)
         self._library.ullage_sample(self._team, logits.data_ptr(), vocab, address, rows)
-        return [draw.token for draw in own]
+        tokens = [draw.token for draw in own]
+        if _NO_MEMORY in tokens:
+            raise MemoryError(f"no memory to sort the {vocab} tokens of a vocabulary")
+        return tokens
+
+    def log_masses(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logarithm of each row's sum of exp(logit - greatest), float32 [rows, 1].
+
+        The logits are as those of `sample`, with one above -inf in each row.
+        """
+        rows, vocab = logits.shape
+        out = torch.empty(rows, 1)
+        self._library.ullage_log_masses(self._team, logits.data_ptr(), vocab, rows, out.data_ptr())
+        return out
 
     def __del__(self) -> None:
         if getattr(self, "_team", None):

@@ -4,6 +4,7 @@ WeightsError      the model cannot be loaded
 WorkerStartError  the worker cannot serve with this configuration
 LayoutError       the model cannot be shared out as asked (in `ullage_engine.parallel.layout`)
 RankFailedError   another rank has reported why it cannot serve
+ProofError        this start computes otherwise than the one that was verified
 GroupLostError    another rank is gone
 MemoryShortError  other processes hold memory that this worker needs
 """
@@ -20,10 +21,17 @@ class WorkerStartError(Exception):
 class RankFailedError(Exception):
     """Another rank cannot serve; one line with its rank and its reason."""
 
-    def __init__(self, message: str, may_retry: bool = False) -> None:
-        """`may_retry`: nobody foresaw the reason, so another start may do better."""
+    def __init__(self, message: str, may_retry: bool = False, is_unproven: bool = False) -> None:
+        """`may_retry`: nobody foresaw the reason, so another start may do better. `is_unproven`:
+        the reason is a ProofError."""
         super().__init__(message)
         self.may_retry = may_retry
+        self.is_unproven = is_unproven
+
+
+class ProofError(Exception):
+    """This start computes otherwise than the one that was verified; another may do better. The
+    message is one line."""
 
 
 class GroupLostError(RuntimeError):
@@ -41,10 +49,23 @@ GROUP_LOST = 3
 MEMORY_SHORT = 5
 """Exit status of a worker that ends with a MemoryShortError; 4 is a rank's."""
 
+OUT_OF_MEMORY = 6
+"""Exit status of a rank, and of the worker whose group it ends, that ran out of memory."""
+
+UNPROVEN = 7
+"""Exit status of a worker whose start ends with a ProofError."""
+
+
+def is_unproven(error: Exception) -> bool:
+    """Return whether a start failed because it, or another rank, computes otherwise than before."""
+    if isinstance(error, RankFailedError):
+        return error.is_unproven
+    return isinstance(error, ProofError)
+
 
 def one_line(error: Exception) -> str:
     """Describes an unforeseen error for a message: its class and its first line."""
-    if isinstance(error, RankFailedError):
+    if isinstance(error, RankFailedError | ProofError):
         return str(error)
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from ullage_common.request_cost import MemoryProfile, charged_output
+from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint
 from ullage_engine.protocol.figures import Figures
 
 
@@ -353,11 +354,15 @@ class Ready(Message, frozen=True, kw_only=True):
     """The device map."""
     task: Literal["generate", "embed"] = "generate"
     """What the model is for; no other requests come."""
+    fingerprint: Fingerprint = UNKNOWN
+    """What decides the bits of its answers."""
     kv_space: bytes = b""
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
     computes_beside_loads: bool = True
     """Whether it computes the first blocks of a sequence while the last ones are loaded from tiers;
     else every `KvWanted` has its answer when all that it begins with is loaded."""
+    longest_step_s: float = 0.0
+    """Seconds that a step takes at most, as measured at the start; 0: not measured."""
     state: WorkerState
 
 
@@ -367,6 +372,8 @@ class StartFailed(Message, frozen=True, kw_only=True):
     error: str
     may_retry: bool = False
     """Whether restarting may help, since nobody foresaw the error."""
+    is_unproven: bool = False
+    """Whether it computes otherwise than a start that was verified."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -137,13 +137,16 @@ class StepPlan:
 NO_TOKEN = -1
 """Token id of a sequence whose logits are NaN or infinite, so that none was chosen."""
 
+NOTHING_ALLOWED = -3
+"""Token id of a sequence of which masks, biases and bans rule out every token."""
+
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A token that may come next in one sequence."""
 
     request_id: str
     token_id: int
-    """The token; `NO_TOKEN` where there is none."""
+    """The token; `NO_TOKEN` or `NOTHING_ALLOWED` where there is none."""
     logprob: float
     top_ids: list[int]
     top_logprobs: list[float]

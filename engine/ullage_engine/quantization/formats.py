@@ -16,6 +16,7 @@ Rounding rounds scales to the type they will be stored in before it rounds value
 error is half a step whatever that type is.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -46,6 +47,9 @@ MXFP4_GROUP = 32
 
 MXFP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of codes 0 to 7; codes 8 to 15 are their negatives."""
+
+MXFP4_BIAS = 127
+"""What a scale's byte is more than its power of two."""
 
 
 class Encoding(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,9 +119,8 @@ def mxfp4_numbers() -> torch.Tensor:
 
 def mxfp4_powers() -> torch.Tensor:
     """Returns the factor of each scale, float32 [256]: 2^(byte - 127), and 255 is not a number."""
-    powers = (torch.arange(256, dtype=torch.float64) - 127).exp2()
-    powers[255] = float("nan")
-    return powers.to(torch.float32)
+    powers = [math.ldexp(1.0, code - MXFP4_BIAS) for code in range(255)]
+    return torch.tensor([*powers, math.nan])
 
 
 def stacked(parts: list[Quantized]) -> Quantized:

@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 
 from ullage_common.config.engine import ModelSection
 from ullage_common.process.cores import usable_cores
+from ullage_engine.kernels.first_calls import make_first_calls
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.model_config import ModelConfig
@@ -54,7 +55,13 @@ from ullage_engine.quantization.formats import (
 )
 from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.quantize.smoothquant import FED_BY, Maxima, calibrate, smoothing
-from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
+from ullage_engine.tokenizer.tokenizer import (
+    TEMPLATE_FILE,
+    TEMPLATE_FOLDER,
+    ModelTokenizer,
+    TokenizerError,
+    load_tokenizer,
+)
 
 SHARD_BYTES = 2 << 30
 
@@ -64,7 +71,12 @@ STATISTICS = "calibration.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 """Looked up, not multiplied by."""
 
-_COPIED = ("generation_config.json", "special_tokens_map.json", "chat_template.jinja")
+_COPIED = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    TEMPLATE_FILE,
+)
 
 Json = dict[str, object]
 
@@ -127,22 +139,44 @@ class ModelDirectory:
         (self._folder / name).write_text(text, encoding="utf-8")
 
     def _write_tokenizer(self, source: Path) -> None:
-        tokenizer = load_tokenizer(source)
-        (self._folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
-        given = source / "tokenizer_config.json"
-        if given.is_file():
-            shutil.copy(given, self._folder)
-        else:
-            texts = {
-                "bos_token": tokenizer.bos_token,
-                "eos_token": tokenizer.eos_token,
-                "chat_template": tokenizer.chat_template,
-            }
-            present: Json = {key: text for key, text in texts.items() if text}
-            self._write_json("tokenizer_config.json", present)
+        if not source.is_dir():
+            self._write_described_tokenizer(load_tokenizer(source, generation_defaults=True))
+            return
+        (self._folder / "tokenizer.json").write_bytes(load_tokenizer(source).json_bytes)
         for name in _COPIED:
             if (source / name).is_file():
                 shutil.copy(source / name, self._folder)
+        if (source / TEMPLATE_FOLDER).is_dir():
+            shutil.copytree(source / TEMPLATE_FOLDER, self._folder / TEMPLATE_FOLDER)
+
+    def _write_described_tokenizer(self, tokenizer: ModelTokenizer) -> None:
+        """Write what a GGUF file says of its tokenizer as the files of a directory."""
+        (self._folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
+        config: Json = dict(tokenizer.special_tokens)
+        if tokenizer.chat_template:
+            config["chat_template"] = _with_bos(tokenizer.chat_template, tokenizer)
+        if tokenizer.chat_template and tokenizer.tool_chat_template:
+            config["chat_template"] = [
+                {"name": "default", "template": config["chat_template"]},
+                {
+                    "name": "tool_use",
+                    "template": _with_bos(tokenizer.tool_chat_template, tokenizer),
+                },
+            ]
+        self._write_json("tokenizer_config.json", config)
+
+        defaults = dict(tokenizer.sampling_defaults)
+        if ends := list(tokenizer.eos_token_ids):
+            self._write_json("generation_config.json", {"eos_token_id": ends, **defaults})
+
+
+def _with_bos(template: str, tokenizer: ModelTokenizer) -> str:
+    """Return the template with the beginning of sequence that it leaves to the tokenizer: chats of
+    directories get it from their template alone."""
+    writes_bos = "bos_token" in template or tokenizer.bos_token in template
+    if writes_bos or not tokenizer.chat_adds_bos:
+        return template
+    return "{{- bos_token }}" + template
 
 
 @contextmanager
@@ -381,7 +415,12 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _config(files: ModelFiles, reader: CheckpointReader) -> dict[str, object]:
     if isinstance(reader, GgufReader):
         return dict(reader.config.values)
-    return dict(read_config(files.path).values)
+    config = dict(read_config(files.path).values)
+    if not reader.model_config.tied:
+        # The files may have a head of their own where the configuration says otherwise.
+        ties = config.keys() & {"tie_word_embeddings", "tie_embedding"}
+        config |= dict.fromkeys(ties, False)
+    return config
 
 
 class _Smoothed:
@@ -430,6 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the conversion; the exit status."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads or usable_cores())
+    make_first_calls()
     conversion = Conversion(
         model=options.model,
         format=options.format,

@@ -143,8 +143,14 @@ def smoothing(
         norm: [in].
     """
     largest = weights.abs().amax(dim=0).float().clamp_(min=_LEAST)
-    scales = activations.clamp(min=_LEAST) ** alpha / largest ** (1 - alpha)
+    scales = _balance(activations.clamp(min=_LEAST), largest, alpha)
     new = (norm.float() / scales.clamp_(min=_LEAST)).to(norm.dtype)
     # What the norm's type rounded away the matrix takes back, so the product stays as it was.
     exact = torch.where(new == 0, torch.ones_like(scales), norm.float() / new.float())
     return torch.where(new == 0, norm, new), exact
+
+
+def _balance(activations: torch.Tensor, weights: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Return activations^alpha / weights^(1 - alpha), computed in float64 and rounded once."""
+    powers = activations.double().numpy() ** alpha
+    return torch.from_numpy(powers / weights.double().numpy() ** (1.0 - alpha)).float()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ullage_engine.kernels.staging import upload
-from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
+from ullage_engine.protocol.step_plan import NO_TOKEN, NOTHING_ALLOWED, Chunk, SampledToken
 from ullage_engine.runner.draw import (
     UNSETTLED,
     Draws,
@@ -73,8 +73,9 @@ class SampledBatch:
     computed: torch.Tensor
     """The logits as the model gave them [rows, vocab]; not to be changed before `read`."""
     result: torch.Tensor
-    """Integers [rows, columns] on the device: the token, `NO_TOKEN` or `UNSETTLED`; where
-    log-probabilities are reported also that of the token, the alternatives, and theirs."""
+    """Integers [rows, columns] on the device: the token, `NO_TOKEN`, `NOTHING_ALLOWED` or
+    `UNSETTLED`; where log-probabilities are reported also that of the token, the alternatives, and
+    theirs."""
 
     def read(self) -> list[SampledToken]:
         """Wait for the tokens and return them, in the order of the chunks."""
@@ -127,7 +128,12 @@ def enqueue(computed: torch.Tensor, logits: torch.Tensor, plan: SamplingPlan) ->
 
     edit(logits, plan.edits, on_device)
     draw_arrays = {name: on_device[name] for name in plan.draws.arrays}
-    tokens = draw_tokens(logits, plan.draws, draw_arrays).masked_fill_(is_damaged, NO_TOKEN)
+    # Before the draw, which overwrites the logits.
+    is_empty = logits.amax(-1, keepdim=True) == -torch.inf if plan.edits.rules_out else None
+    tokens = draw_tokens(logits, plan.draws, draw_arrays)
+    if is_empty is not None:
+        tokens.masked_fill_(is_empty, NOTHING_ALLOWED)
+    tokens.masked_fill_(is_damaged, NO_TOKEN)
     if plan.num_alternatives is None:
         return SampledBatch(plan, computed, tokens)
     logits.copy_(computed)

@@ -168,7 +168,8 @@ def draw_tokens(
     """Return a token of each row of float32 logits [rows, vocab] as int64 [rows, 1].
 
     `UNSETTLED` where the candidates do not settle it, which those of the whole vocabulary always
-    do. Any token where a logit is NaN or infinite, or where none is above -inf.
+    do. Any token where a logit is NaN or infinite, or where none is above -inf: callers know these
+    rows.
 
     Overwrites the logits. `on_device`: the arrays of `draws`.
     """

@@ -109,9 +109,36 @@ def constrain(logits: torch.Tensor, chunk: Chunk) -> None:
     if chunk.banned:
         logits[torch.tensor(chunk.banned)] = -torch.inf
     if chunk.allowed is not None:
-        bits = np.frombuffer(chunk.allowed, np.uint8)
-        is_allowed = np.unpackbits(bits, count=logits.shape[0], bitorder="little")
-        logits.masked_fill_(torch.from_numpy(is_allowed == 0), -torch.inf)
+        _allow(logits, chunk.allowed)
+
+
+def _allow(logits: torch.Tensor, allowed: bytes) -> None:
+    """Rule out all tokens whose bit is not set, in place.
+
+    Most masks allow a few tokens or nearly all, so only bytes that are not all alike are unpacked.
+    """
+    vocab = logits.shape[0]
+    bits = np.frombuffer(allowed, np.uint8)[: -(-vocab // 8)]
+    some_allowed = np.flatnonzero(bits)
+    some_banned = np.flatnonzero(bits != 0xFF)
+    if len(some_banned) <= len(some_allowed):
+        logits[_tokens_of(bits, some_banned, 0, vocab)] = -torch.inf
+        logits[8 * len(bits) :] = -torch.inf  # a shorter mask allows nothing behind its end
+        return
+    kept = _tokens_of(bits, some_allowed, 1, vocab)
+    values = logits[kept]
+    logits.fill_(-torch.inf)
+    logits[kept] = values
+
+
+def _tokens_of(
+    bits: npt.NDArray[np.uint8], places: npt.NDArray[np.intp], bit: int, vocab: int
+) -> torch.Tensor:
+    """Return the ids of the tokens that have this bit in the bytes at these places."""
+    unpacked = np.unpackbits(bits[places], bitorder="little").reshape(-1, 8)
+    rows, columns = np.nonzero(unpacked == bit)
+    ids = places[rows] * 8 + columns
+    return torch.from_numpy(ids[ids < vocab])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +149,11 @@ class Edits:
     """What travels with the batch's other parameters; empty if there is nothing to edit."""
     more_penalties: Sequence[HostArrays]
     """Penalised logits beyond the first `PENALTIES_AT_ONCE`."""
+
+    @property
+    def rules_out(self) -> bool:
+        """Whether any token is ruled out."""
+        return "banned" in self.arrays or "ruled_out" in self.arrays
 
 
 def plan_edits(chunks: Sequence[Chunk], counts: PenaltyCounts, vocab: int) -> Edits:

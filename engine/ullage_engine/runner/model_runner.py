@@ -16,6 +16,7 @@ from ullage_engine.kernels.arena import (
     step_arena,
 )
 from ullage_engine.kernels.batch import Bucket, StepBatch, begun_blocks, build_batch
+from ullage_engine.kernels.block_tables import BlockTables
 from ullage_engine.kernels.kv_pool import (
     HeadScales,
     HostPool,
@@ -52,9 +53,13 @@ from ullage_engine.runner.warm_up_plans import (
     decode_plans,
     largest_plans,
     make_chunk,
+    probe_plans,
     shape_plans,
 )
 from ullage_engine.runner.weights import linear_scratch_bytes, model_weights
+
+_CONSTANTS = ("cos", "sin", "mask")
+"""Buffers of the arena that are filled once."""
 
 _MEASURED_ROWS = 8
 """Sequences of the steps whose time is measured at the start."""
@@ -122,6 +127,7 @@ class ModelRunner:
         self._host: HostPool | None = None
         self._state_pool: StatePool | None = None
         self._counts = PenaltyCounts(limits.max_rows)
+        self._tables = BlockTables(limits.max_rows)
         self._graphs: StepGraphs | None = None
         takes_graphs = self._limits.fused and self._rank.is_alone and not self.model_config.experts
         if new_capture is not None and takes_graphs:
@@ -275,14 +281,50 @@ class ModelRunner:
         )
         return max(0.0, long - short) / max(1, rows * (longest - 1))
 
-    def measure_prompt_seconds(self, tokens: int) -> float:
-        """Measures the seconds of a step with so many tokens of one prompt. Overwrites the KV
-        pool."""
-        chunk = make_chunk(0, tokens, 0, self._limits, self._kv.num_blocks, None)
+    def measure_prompt_seconds(self, tokens: int, start: int = 0) -> float:
+        """Measure the seconds of a step with so many tokens of one prompt, from `start` on.
+
+        Overwrites the KV pool; of several ranks all measure together.
+        """
+        chunk = make_chunk(0, tokens, start, self._limits, self._kv.num_blocks, None)
         # Of any tokens: equal ones would choose the same experts.
         vocab = self.model_config.vocab
         chunk = msgspec.structs.replace(chunk, token_ids=[7919 * i % vocab for i in range(tokens)])
         return min(self._step_seconds([chunk]) for _ in "ab")
+
+    def derived(self) -> dict[str, torch.Tensor]:
+        """Return what was computed of the model at the start and stays as it is, by name."""
+        tensors = {name: self._arena[name] for name in _CONSTANTS if name in self._arena}
+        for index, scales in enumerate(self._kv_scales or ()):
+            tensors[f"kv_scales.{index}"] = scales.values
+        if self._native is not None:
+            tensors |= self._native.vectors()
+        return tensors
+
+    @torch.inference_mode()
+    def check_derived(self) -> str:
+        """Compute tables and scales a second time; return the name of one that comes out otherwise,
+        else nothing. Overwrites the arena's activations."""
+        decoder = self._native or self.decoder
+        if self._kv_scales is not None:
+            again = decoder.kv_scales()
+            for index, (one, other) in enumerate(zip(self._kv_scales, again, strict=True)):
+                if not torch.equal(one.values, other.values):
+                    return f"kv_scales.{index}"
+        return decoder.check_tables()
+
+    @torch.inference_mode()
+    def probe(self) -> Iterator[torch.Tensor]:
+        """Compute the steps of the probe; yield logits [rows, vocab], which live until the next
+        are computed. Overwrites the KV pool; of several ranks all compute it together, and those
+        that do not sample have none."""
+        for plan in self.probe_plans():
+            for _, logits in self.logits(plan):
+                yield logits
+
+    def probe_plans(self) -> list[StepPlan]:
+        """Return the steps of the probe."""
+        return probe_plans(self._limits, self._kv.num_blocks, self.model_config.vocab)
 
     def _decode_seconds(self, rows: int, context: int) -> float:
         return self._step_seconds(
@@ -470,6 +512,7 @@ class ModelRunner:
             conv_kernel=self.model_config.conv_kernel if self.model_config.num_conv_layers else 0,
             scratch_block=self._kv.scratch_block,
             windowed=limits.windowed,
+            tables=self._tables,
         )
 
     def _forward(

@@ -6,8 +6,8 @@ Order: penalties, biases and banned tokens, masks, temperature, then the filters
 what top-k kept, min-p.
 
 On a device a batch is sampled at once (`batched_sampler`). On a CPU what is asked decides: rows
-are edited one by one, the likeliest token is NumPy's, and the rest is the C++ library's or, where
-that cannot, `draw`'s, which is also what a device computes.
+are edited one by one, and the C++ library chooses. Where there is no library `draw` does, which is
+also what a device computes.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch
 
 from ullage_engine.kernels.staging import upload
 from ullage_engine.native.library import Team
-from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
+from ullage_engine.protocol.step_plan import NO_TOKEN, NOTHING_ALLOWED, Chunk, SampledToken
 from ullage_engine.runner.batched_sampler import SORT_ROWS, enqueue, plan_sampling
 from ullage_engine.runner.draw import UNSETTLED, Row, alternatives, draw_tokens, plan_draws
 from ullage_engine.runner.logits_edits import PenaltyCounts, constrain, is_constrained, penalise
@@ -38,7 +38,8 @@ def sample(
 ) -> list[SampledToken]:
     """Sample a token for each row of logits.
 
-    A row with a NaN or an infinity gets `NO_TOKEN`: weights are damaged or a kernel is wrong.
+    A row with a NaN or an infinity gets `NO_TOKEN`: weights are damaged or a kernel is wrong. A row
+    whose tokens are all ruled out gets `NOTHING_ALLOWED`.
 
     Args:
         logits: float32 [rows, vocab], overwritten.
@@ -77,7 +78,7 @@ def _sample_on_cpu(
     if damaged:
         # The rest of the code then need not know of them: zeros are logits like any others.
         logits[damaged] = 0.0
-    raw = _raw_logprobs(logits, rows)
+    raw = _raw_logprobs(logits, rows, team)
     for index, row in enumerate(rows):
         if row.params.is_penalised:
             penalise(logits[index], row.params, counts.of(chunks[index]))
@@ -110,7 +111,7 @@ def _damaged_rows(logits: torch.Tensor) -> list[int]:
 
 
 def _sampled(request_id: str, token: int, raw: "_RawLogprobs | None") -> SampledToken:
-    if raw is None or token == NO_TOKEN:
+    if raw is None or token < 0:
         return SampledToken(request_id, token, 0.0, [], [])
     logprob = float(raw.logprobs[token])
     return SampledToken(request_id, token, logprob, raw.top_ids, raw.top_logprobs)
@@ -125,13 +126,23 @@ class _RawLogprobs:
     top_logprobs: list[float]
 
 
-def _raw_logprobs(logits: torch.Tensor, rows: Sequence[Row]) -> dict[int, _RawLogprobs]:
-    """Compute log-probabilities of the model's own distribution, for rows that report them."""
+def _raw_logprobs(
+    logits: torch.Tensor, rows: Sequence[Row], team: Team | None
+) -> dict[int, _RawLogprobs]:
+    """Compute log-probabilities of the model's own distribution, for rows that report them.
+
+    A beam search and the ranking of samples choose by them, so the library's have the same bits on
+    every processor.
+    """
     by_row = {}
     for index, row in enumerate(rows):
         if row.params.top_logprobs is None:
             continue
-        logprobs = torch.log_softmax(logits[index], dim=-1)
+        if team is None:
+            logprobs = torch.log_softmax(logits[index], dim=-1)
+        else:
+            log_mass = team.log_masses(logits[index : index + 1])
+            logprobs = (logits[index] - logits[index].amax()).sub_(log_mass[0])
         _, ids = alternatives(logits[index : index + 1], row.params.top_logprobs)
         by_row[index] = _RawLogprobs(logprobs, ids[0].tolist(), logprobs[ids[0]].tolist())
     return by_row
@@ -141,20 +152,16 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], team: Team | None = None) 
     """Choose the next token of each row of logits that have their penalties.
 
     The library's threads choose. Torch does without a team, and for rows that would make the
-    threads sort too many tokens.
+    threads sort too many tokens. A row without a logit above -inf gets `NOTHING_ALLOWED`.
     """
     if team is None:
         return _choose_with_torch(logits, rows)
     tokens = team.sample(logits, [row.draw() for row in rows])
-    undecided = [index for index, token in enumerate(tokens) if token < 0]
-    if undecided:
-        chosen = _choose_with_torch(logits[undecided], [rows[index] for index in undecided])
-        for index, token in zip(undecided, chosen, strict=True):
-            tokens[index] = token
-    return tokens
+    return [NOTHING_ALLOWED if token < 0 else token for token in tokens]
 
 
 def _choose_with_torch(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    ruled_out = [int(index) for index in np.flatnonzero(logits.numpy().max(-1) == -np.inf)]
     greedy = [index for index, row in enumerate(rows) if row.is_greedy]
     tokens = dict(zip(greedy, _likeliest_ids(logits[greedy]), strict=True)) if greedy else {}
 
@@ -165,6 +172,7 @@ def _choose_with_torch(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         for width in (*CANDIDATES, logits.shape[1]):
             tokens |= _draw_rows(logits, rows, pending, width)
             pending = [index for index in pending if tokens[index] == UNSETTLED]
+    tokens |= dict.fromkeys(ruled_out, NOTHING_ALLOWED)
     return [tokens[index] for index in range(len(rows))]
 
 

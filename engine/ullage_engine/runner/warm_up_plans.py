@@ -1,4 +1,5 @@
-"""Plans of the steps that warm-up takes: every shape that a product can have, and the largest."""
+"""Plans of the steps that warm-up takes: every shape that a product can have, and the largest; and
+those of the probe that a start is proven by."""
 
 from collections.abc import Callable, Iterator
 
@@ -28,6 +29,12 @@ EVERY_TOKEN = b"\xff" * (1 << 17)
 """Mask that allows every token of any vocabulary up to 2**20."""
 
 GREEDY = SamplingParams(temperature=0.0)
+
+_PROBE_TOKENS = (24, 8)
+"""Prompt tokens of the probe's two sequences."""
+_PROBE_STRIDE = 7919
+"""Distance of tokens that follow one another in the probe: a prime, so that they are all over the
+vocabulary and choose different experts."""
 
 
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
@@ -65,6 +72,47 @@ def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
     for rows in reversed(_largest_of_each(limits.product_rows, most)):
         chunks = [make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)]
         yield StepPlan(chunks)
+
+
+def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPlan]:
+    """Return the steps of a few dozen fixed tokens, in the order in which they are computed: a
+    prompt, a decode beside another prompt, and decodes of both; fewer where these do not fit."""
+    block, longest = (
+        limits.block_tokens,
+        min(limits.max_model_len, num_blocks * limits.block_tokens),
+    )
+    first = max(1, min(_PROBE_TOKENS[0], limits.max_tokens, longest - 2))
+    first_blocks = -(-min(first + 2, longest) // block)
+    second = _PROBE_TOKENS[1]
+    blocks = first_blocks + -(-(second + 1) // block)
+    is_paired = limits.max_rows > 1 and blocks <= num_blocks
+    is_paired = is_paired and second < min(limits.max_tokens, limits.max_model_len)
+    tables = list(range(first_blocks)), list(range(first_blocks, blocks))
+
+    def part(sequence: int, start: int, tokens: int, slot: int) -> Chunk:
+        own = range(sequence * first + start, sequence * first + start + tokens)
+        return Chunk(
+            request_id=f"probe-{sequence}",
+            token_ids=[(1 + number) * _PROBE_STRIDE % vocab for number in own],
+            start=start,
+            block_ids=tables[sequence],
+            window_block_ids=tables[sequence] if limits.windowed else [],
+            sampling=GREEDY,
+            history=[],
+            num_prompt_tokens=0,
+            state_slot=slot ^ 1 if start else None,
+            next_state_slot=slot,
+        )
+
+    steps = [[part(0, 0, first, 0)]]
+    if first + 1 <= longest:
+        steps.append([part(0, first, 1, 1)])
+    if first + 2 <= longest:
+        steps.append([part(0, first + 1, 1, 0)])
+        if is_paired:
+            steps[1].append(part(1, 0, second, 2))
+            steps[2].append(part(1, second, 1, 3))
+    return [StepPlan(chunks) for chunks in steps]
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:

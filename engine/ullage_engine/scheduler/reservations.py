@@ -252,7 +252,8 @@ class BlockReservations:
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:
-        return self._cache.match(sequence.token_ids, sequence.request.cache_salt)
+        salt = sequence.request.cache_salt
+        return self._cache.match(sequence.token_ids, salt, sequence.cached_path)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
         """Shares the cached blocks of a prefix, of which the sequence may hold the first ones."""

@@ -24,6 +24,7 @@ from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputE
 from ullage_engine.scheduler.sequence import (
     Finish,
     Planned,
+    PromptBudget,
     SchedulerLimits,
     Sequence,
     Transfers,
@@ -32,7 +33,6 @@ from ullage_engine.scheduler.sequence import (
     make_chunk,
     make_decode,
     postponed_decodes,
-    prompt_share,
 )
 from ullage_engine.scheduler.speculation import Speculation
 from ullage_engine.scheduler.state import SchedulerState, SchedulerStatistics
@@ -399,6 +399,7 @@ class Scheduler:
         drafts: dict[Sequence, list[int]] = {}
         if self.speculation and not postponed:
             drafts = self.speculation.draft(ready, self._sequences.num_running)
+        budget = PromptBudget(prompt_tokens, is_chunked, self._limits.prompt_cost)
         decodes: list[Chunk] = []
         prompts: list[Chunk] = []
         planned: dict[str, tuple[Sequence, Chunk]] = {}
@@ -413,7 +414,7 @@ class Scheduler:
                 chunk = self._decode(sequence)
             else:
                 start = self._conv_states.next_position(sequence)
-                count = prompt_share(self._end(sequence) - start, prompt_tokens, is_chunked)
+                count = budget.share(start, self._end(sequence) - start)
                 chunk = self._chunk(sequence, start, count)
             if chunk is None:
                 continue
@@ -422,7 +423,7 @@ class Scheduler:
                 decodes.append(chunk)
             else:
                 prompts.append(chunk)
-                prompt_tokens -= count
+                budget.take(start, count)
         if planned:
             self._in_flight.append(Planned(planned, []))
         return decodes + prompts

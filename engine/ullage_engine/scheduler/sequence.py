@@ -12,21 +12,42 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from ullage_engine.kv_cache.radix_tree import Path
 from ullage_engine.protocol.messages import EngineRequest, KvRead, KvSlot, TokenLogprobs
 from ullage_engine.protocol.step_plan import Chunk, SampledToken
 
 Finish = Literal["", "stop", "length"]
 
 
+_FIRST_COMPARED = 16
+"""Tokens of the first slices that are compared."""
+
+
 def common_prefix(one: list[int], other: list[int]) -> int:
-    """Finds the length of the longest common prefix; compares each element about once."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
+    """Return the length of the longest common prefix.
+
+    It costs a multiple of that length, however long the lists are: slices are doubled until two
+    differ, and the first difference is searched for in these two by halves.
+    """
+    low = 0
+    end = min(len(one), len(other))
+    size = _FIRST_COMPARED
+    while low < end:
+        high = min(low + size, end)
+        if one[low:high] != other[low:high]:
+            break
+        low = high
+        size *= 2
+    else:
+        return end
+
+    # The first difference is in `low` to `high` - 1.
+    while high - low > 1:
+        middle = (low + high) // 2
         if one[low:middle] == other[low:middle]:
             low = middle
         else:
-            high = middle - 1
+            high = middle
     return low
 
 
@@ -112,6 +133,8 @@ class Sequence:
     """Slot that the planned step writes the next state to."""
     keys: list[bytes] = field(default_factory=list)
     """Content keys of its first blocks, as many as were needed so far."""
+    cached_path: Path = field(default_factory=list)
+    """Cached blocks of its beginning, as they were found last."""
     num_stored_blocks: int = 0
     """Leading blocks that came from tiers outside the device."""
     cached_prompt_tokens: int | None = None
@@ -295,6 +318,38 @@ class Planned(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptCost:
+    """The cost of prompt tokens, in tokens at a prompt's beginning.
+
+    A token costs 1, and 1 more for every `even_context` tokens of context that it attends to.
+    """
+
+    even_context: float = math.inf
+    """Tokens of context whose reading costs as much as all else of a token; inf: nothing that is
+    seen."""
+    step_budget: float = math.inf
+    """Cost of all prompt tokens of one step. One token is always computed."""
+
+    def of(self, start: int, count: int) -> float:
+        """Return the cost of `count` tokens from the position `start` on."""
+        return count * (1.0 + (start + count / 2) / self.even_context)
+
+    def tokens_within(self, budget: float, start: int, most: int) -> int:
+        """Return how many tokens from `start` on cost no more than a budget, and at most `most`."""
+        if self.of(start, most) <= budget:
+            return most
+        if budget <= 0.0:
+            return 0
+
+        # The cost is a quadratic function of the count, whose positive root this is.
+        per_token = 1.0 + start / self.even_context
+        fitting = (
+            2.0 * budget / (per_token + math.sqrt(per_token**2 + 2.0 * budget / self.even_context))
+        )
+        return min(most, int(fitting))
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Limits of one step and of the worker."""
 
@@ -318,6 +373,8 @@ class SchedulerLimits:
     num_speculative_tokens: int = 0
     """Most draft tokens of a sequence that one step checks; 0: none. Only with one plan in flight,
     and for models without states and windows."""
+    prompt_cost: PromptCost = PromptCost()
+    """What the prompt tokens of one step cost by their position, and how much they may cost."""
 
 
 _FREELY_WALKED = 64
@@ -454,11 +511,32 @@ def postponed_decodes(
 _last_step_of = operator.attrgetter("last_step")
 
 
-def prompt_share(remaining: int, budget: int, is_chunked: bool) -> int:
-    """Prompt tokens of one sequence to compute in a step that has `budget` of them left."""
-    if is_chunked:
-        return min(remaining, max(0, budget))
-    return remaining if remaining <= budget else 0
+class PromptBudget:
+    """What one step may still compute of prompts."""
+
+    def __init__(self, tokens: int, is_chunked: bool, cost: PromptCost) -> None:
+        """`tokens`: most of them. Without chunking only whole prompts are computed."""
+        self._tokens = tokens
+        self._is_chunked = is_chunked
+        self._cost = cost
+        self._left = cost.step_budget
+        self._is_untouched = True
+
+    def share(self, start: int, remaining: int) -> int:
+        """Return how many of a sequence's remaining tokens, from `start` on, have room."""
+        if not self._is_chunked:
+            return remaining if remaining <= self._tokens else 0
+
+        most = min(remaining, max(0, self._tokens))
+        count = self._cost.tokens_within(self._left, start, most)
+        # However deep its context, a prompt goes on.
+        return max(count, min(most, 1)) if self._is_untouched else count
+
+    def take(self, start: int, count: int) -> None:
+        """Count tokens that are computed."""
+        self._tokens -= count
+        self._left -= self._cost.of(start, count)
+        self._is_untouched = False
 
 
 def make_chunk(
@@ -534,12 +612,13 @@ def prefix_under_way(
     Returns it and the length of the common prefix in tokens, in whole blocks. Only more important
     sequences count: those never wait for this one, so no two wait for each other.
     """
+    longest = len(sequence.token_ids) - 1
     for other in running:
         if other.rank > sequence.rank or other.num_remaining <= 1:
             continue
         if other.request.cache_salt != sequence.request.cache_salt:
             continue
-        common = common_prefix(sequence.token_ids[:-1], other.token_ids)
+        common = min(common_prefix(sequence.token_ids, other.token_ids), longest)
         whole = common // block_tokens * block_tokens
         if whole > max(sequence.num_computed, other.num_computed):
             return other, whole

@@ -33,8 +33,9 @@ from ullage_engine.gpu.throttling import BoostState
 from ullage_engine.kv_tiers.broker import TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.kv_tiers.tiers import KvTiers
+from ullage_engine.model_loader.files import check_files
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
-from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.errors import WeightsError, one_line
 from ullage_engine.server.health import EngineStatus, HeadroomService, RestartPolicy
 from ullage_engine.server.journal import Journal, TierHit
 from ullage_engine.server.metrics import EngineMetrics
@@ -352,7 +353,10 @@ class EngineApp:
 
         def load() -> _Loaded:
             files = resolve_source(self._config.model.source)
-            return _load_tokenizer(files.path), self._choose_launch(files)
+            # vLLM has other ways to find weights, which its own arguments choose.
+            check_files(files, reads_weights="load_format" not in self._config.vllm.args)
+            defaults = self._config.model.generation_defaults
+            return _load_tokenizer(files.path, defaults), self._choose_launch(files)
 
         loading = _in_daemon(load)
         await _first_of(stop.wait(), loading)
@@ -362,6 +366,13 @@ class EngineApp:
             return loading.result()
         except (WeightsError, TokenizerError, ChatTemplateError) as error:
             raise AppError(str(error)) from error
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            # Nobody foresaw it of these files, and the next start would read the same.
+            log.debug("the model's files cannot be read", exc_info=True)
+            raise AppError(
+                f"model.source {self._config.model.source!r}: its files cannot be read: "
+                f"{one_line(error)}; download the model again"
+            ) from error
 
     async def _follow_health(self) -> None:
         """Publishes health: readiness falls with every worker, liveness only when a new pod may
@@ -406,11 +417,13 @@ def _make_ticket_verifier(config: EngineConfig) -> TicketVerifier:
         raise AppError(str(error)) from error
 
 
-def _load_tokenizer(path: Path) -> TokenizerBundle:
-    tokenizer = load_tokenizer(path)
+def _load_tokenizer(path: Path, generation_defaults: bool) -> TokenizerBundle:
+    tokenizer = load_tokenizer(path, generation_defaults)
     chat = None
     if tokenizer.chat_template:
-        chat = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        chat = ChatTemplate(
+            tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_chat_template
+        )
     tokenizer_bundle = TokenizerBundle(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
     trim_heap()  # parsing took as much again
     return tokenizer_bundle

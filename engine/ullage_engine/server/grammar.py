@@ -7,8 +7,8 @@ path in it.
 import asyncio
 import json
 import signal
+import subprocess
 import sys
-from asyncio.subprocess import PIPE
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -58,22 +58,36 @@ async def compile_apart(text: str) -> str:
     Raises:
         Interrupted: the machine had not the time or the memory for that process.
     """
-    command = [sys.executable, "-m", "ullage_engine.protocol.grammar"]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
+    process = _compiler()
     try:
-        async with asyncio.timeout(_COMPILE_TIMEOUT_S):
-            output, _ = await process.communicate(text.encode())
-    except TimeoutError as error:
-        raise Interrupted from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        output = await asyncio.to_thread(_communicate, process, text.encode())
+    except asyncio.CancelledError:
+        process.kill()  # its thread ends with it
+        raise
     if process.returncode == -signal.SIGKILL:  # its own limits end it by other signals
         raise Interrupted
     return _TOO_MUCH if process.returncode else output.decode()
+
+
+def _compiler() -> "subprocess.Popen[bytes]":
+    """Start a process that reads a grammar. Not asyncio's, whose loop may fork: see
+    `ChildProcess`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ullage_engine.protocol.grammar"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _communicate(process: "subprocess.Popen[bytes]", text: bytes) -> bytes:
+    """Return what the process says of a grammar; raises Interrupted if it takes too long."""
+    try:
+        return process.communicate(text, _COMPILE_TIMEOUT_S)[0]
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        process.communicate()
+        raise Interrupted from error
 
 
 class GrammarCheck:

@@ -10,10 +10,11 @@ import bisect
 import contextlib
 import itertools
 import math
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,14 @@ class RestartPolicy:
     """Workers in a row that may die without having served before the engine gives up."""
     stable_after_s: float = 30.0
     """Age in seconds at which an idle worker counts as having served."""
-    max_stalled_resumes: int = 3
-    """Restarts that a request may live through without a single new token; it is the likely cause.
-    In the last two of them it runs alone, so that others are not blamed for its faults."""
+    max_unproven: int = 3
+    """Starts in a row that fail their proof after which the engine stays out."""
+    max_deaths: int = 3
+    """Workers that may have died of a request since its last token before it is given up. In all
+    but one of these deaths nothing else can have been the cause."""
+    trial_s: float = 5.0
+    """Seconds from a worker's start for which requests that the last one may have died of are tried
+    alone, one after the other. A request that two may have died of is tried as long as it takes."""
     step_deadline_s: float = 30.0
     """Seconds after which a worker that has work and finishes no step hangs, whatever it does."""
     load_silence_s: float = 600.0
@@ -52,6 +58,13 @@ class RestartPolicy:
     """Multiple of its slowest step after which a worker that uses no processor time hangs."""
     min_suspect_s: float = 2.0
     """Least seconds without processor time after which a worker hangs, however short its steps."""
+    long_steps: float = 3.0
+    """Multiple of its longest step after which a worker hangs, by the processor time that its
+    busiest thread has had: neighbours on the same cores do not count."""
+    min_busy_s: float = 8.0
+    """Least seconds of that processor time, however short its steps."""
+    slow_start_steps: int = 16
+    """Steps after which a worker is as fast as it gets; before, it has twice the time."""
     stopped_after_s: float = 1.0
     """Seconds after which a worker that a signal has stopped hangs, working or not."""
     stop_grace_s: float = 3.0
@@ -68,24 +81,53 @@ class RestartPolicy:
             return 0.0
         return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** (num_failures - 2))
 
-    def is_suspect(self, stalled_resumes: int) -> bool:
-        """Whether workers may die of a request, after so many deaths since its last token."""
-        return stalled_resumes >= max(1, self.max_stalled_resumes - 1)
+    def runs_alone(self, deaths: int, serving_s: float) -> bool:
+        """Return whether a request runs alone until it has a token.
+
+        Args:
+            deaths: workers that may have died of it since its last token.
+            serving_s: seconds for which the present worker has been ready.
+        """
+        return deaths > 1 or (deaths == 1 and serving_s < self.trial_s)
+
+    def is_given_up(self, deaths: int, lone_deaths: int) -> bool:
+        """Whether a request ends after so many deaths since its last token, and so many that
+        nothing else can have caused."""
+        return deaths >= self.max_deaths and lone_deaths >= self.max_deaths - 1
 
     def is_last_chance(self, num_failures: int) -> bool:
         """Whether one more failure in a row ends the engine: a new pod is likelier to help."""
         return num_failures >= self.max_failures
 
-    def suspect_after_s(self, slowest_step_s: float | None) -> float:
-        """Returns the seconds without processor time after which a worker with work hangs.
+    def busy_after_s(self, longest_step_s: float, num_steps: int) -> float:
+        """Return the seconds of computing without an end of its step after which a worker hangs.
 
-        clamp(slow_steps * slowest recent step, min_suspect_s, step_deadline_s); with no step
-        known yet the deadline.
+        Args:
+            longest_step_s: its longest step; 0: unknown, so that only the deadline holds.
+            num_steps: steps that it has done.
         """
-        if slowest_step_s is None:
+        if longest_step_s <= 0.0:
             return self.step_deadline_s
+
+        threshold_s = max(self.min_busy_s, self.long_steps * longest_step_s)
+        return min(threshold_s * self._slow_start(num_steps), self.step_deadline_s)
+
+    def suspect_after_s(
+        self, slowest_step_s: float | None, longest_step_s: float, num_steps: int
+    ) -> float:
+        """Return the seconds without processor time after which a worker with work hangs.
+
+        clamp(slow_steps * slowest recent step, min_suspect_s, busy_after_s); with no step known
+        yet the latter.
+        """
+        busy_after_s = self.busy_after_s(longest_step_s, num_steps)
+        if slowest_step_s is None:
+            return busy_after_s
         threshold_s = max(self.min_suspect_s, self.slow_steps * slowest_step_s)
-        return min(threshold_s, self.step_deadline_s)
+        return min(threshold_s * self._slow_start(num_steps), busy_after_s)
+
+    def _slow_start(self, num_steps: int) -> float:
+        return 2.0 if num_steps < self.slow_start_steps else 1.0
 
 
 class HealthScore:
@@ -117,6 +159,8 @@ class ProcStats:
     cpu_ticks: int
     """Processor time so far, in ticks of the kernel (10 ms), that of its ended children
     included."""
+    thread_ticks: Mapping[int, int] = field(default_factory=dict)
+    """Processor time so far of each thread, by its id."""
 
 
 def read_proc_stats(pid: int) -> ProcStats | None:
@@ -133,21 +177,28 @@ def read_proc_stats(pid: int) -> ProcStats | None:
         is_stopped=any(each.is_stopped for each in group),
         is_waiting=all(each.is_waiting for each in group),
         cpu_ticks=sum(each.cpu_ticks for each in group),
+        thread_ticks={tid: ticks for each in group for tid, ticks in each.thread_ticks.items()},
     )
 
 
 def _read(pid: int) -> ProcStats | None:
     try:
         process = _fields(Path(f"/proc/{pid}/stat"))
-        threads = [_fields(path / "stat") for path in Path(f"/proc/{pid}/task").iterdir()]
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        threads = {int(path.name): _fields(path / "stat") for path in tasks}
     except (FileNotFoundError, ProcessLookupError):
         return None
-    states = {fields[0] for fields in threads}
+    states = {fields[0] for fields in threads.values()}
     return ProcStats(
         is_stopped=states == {"T"},
         is_waiting=states <= {"S", "I", "T"},
-        cpu_ticks=sum(int(field) for field in process[11:15]),
+        cpu_ticks=_ticks(process[11:15]),
+        thread_ticks={tid: _ticks(fields[11:13]) for tid, fields in threads.items()},
     )
+
+
+def _ticks(fields: list[str]) -> int:
+    return sum(int(each) for each in fields)
 
 
 def _children(pid: int) -> list[int]:
@@ -165,23 +216,37 @@ def _fields(path: Path) -> list[str]:
 
 # Steps are alike for a while: the slowest of so many bounds the next one's order of magnitude.
 _RECENT_STEPS = 128
+# Among so many there are long ones, too: with prompts, in a long context, beside busy neighbours.
+_REMEMBERED_STEPS = 1024
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Time between two ticks counts no longer than this. When the detector itself could not run - it was
 # stopped, its container was frozen, its core was taken - the worker's messages are still unread.
 MAX_TICK_S = 0.5
 
 
 class HangDetector:
-    """Measures how long a worker has been silent, asleep and without progress, from tick to
-    tick."""
+    """Measures how long a worker has been silent, asleep, busy and without progress, from tick to
+    tick.
+
+    The longest step bounds the next one: what a worker measured at its start, or a longer one of
+    those remembered. A worker whose busiest thread has computed many times as long hangs, whether
+    neighbours took its cores meanwhile or not. A worker that measured nothing has the deadline.
+    """
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
-        self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._num_steps = 0
+        self._measured_step_s = 0.0
         self._silent_s = 0.0
         self._still_s = 0.0
         self._stopped_s = 0.0
         self._waiting_s = 0.0
         self._cpu_ticks: int | None = None
+        self._thread_ticks: Mapping[int, int] | None = None
+        """Processor time of each thread when the worker was first looked at in its silence."""
+        self._busy_s = 0.0
+        """Processor time that the busiest thread has had since."""
 
     @property
     def is_suspect(self) -> bool:
@@ -189,10 +254,23 @@ class HangDetector:
         reading."""
         return self._silent_s > MAX_TICK_S
 
+    @property
+    def longest_step_s(self) -> float:
+        """The longest step that is known; 0 where the worker measured none at its start."""
+        if self._measured_step_s <= 0.0:
+            return 0.0
+        return max(self._measured_step_s, max(self._steps, default=0.0))
+
+    def on_ready(self, longest_step_s: float) -> None:
+        """Record the longest step as a worker measured it at its start; 0: it did not."""
+        self._measured_step_s = longest_step_s
+        self.on_progress()
+
     def on_message(self) -> None:
         """Records that the worker sent a message."""
-        self._silent_s = self._still_s = self._stopped_s = 0.0
+        self._silent_s = self._still_s = self._stopped_s = self._busy_s = 0.0
         self._cpu_ticks = None
+        self._thread_ticks = None
 
     def on_progress(self) -> None:
         """Records a finished step or a stage of loading. A heartbeat alone is no progress."""
@@ -201,6 +279,7 @@ class HangDetector:
     def on_step(self, seconds: float) -> None:
         """Records a finished step that took `seconds`."""
         self._steps.append(seconds)
+        self._num_steps += 1
         self.on_progress()
 
     def tick(self, elapsed_s: float, *, is_loading: bool, has_work: bool) -> None:
@@ -218,6 +297,12 @@ class HangDetector:
         self._still_s = self._still_s + elapsed_s if is_still else 0.0
         self._stopped_s = self._stopped_s + elapsed_s if stats.is_stopped else 0.0
 
+        before = self._thread_ticks
+        if before is None:
+            before = self._thread_ticks = stats.thread_ticks
+        spent = (ticks - before.get(tid, ticks) for tid, ticks in stats.thread_ticks.items())
+        self._busy_s = max(spent, default=0) / _TICKS_PER_S
+
     def reason(self, *, is_loading: bool) -> str:
         """Returns why the worker counts as hung; empty while it does not."""
         policy = self._policy
@@ -227,9 +312,16 @@ class HangDetector:
             return "silent while loading" if self._waiting_s > policy.load_silence_s else ""
         if self._waiting_s > policy.step_deadline_s:
             return "no step within the deadline"
-        suspect_s = policy.suspect_after_s(max(self._steps, default=None))
+
+        longest_s, num_steps = self.longest_step_s, self._num_steps
+        recent = list(self._steps)[-_RECENT_STEPS:]
+        suspect_s = policy.suspect_after_s(max(recent, default=None), longest_s, num_steps)
         if min(self._waiting_s, self._still_s) > suspect_s:
             return "asleep in a step"
+        if longest_s > 0.0 and min(self._waiting_s, self._busy_s) > policy.busy_after_s(
+            longest_s, num_steps
+        ):
+            return "busy in a step without an end"
         return ""
 
 
@@ -281,6 +373,8 @@ class EngineStatus:
         """Number of workers that ended unasked."""
         self.live = True
         """Whether one more worker may help; False when only a new pod can."""
+        self.not_ready_reason = ""
+        """Why no worker serves and none will be started; empty while one does or will."""
         self.created = int(time.time())
         self.step_limits = StepLimits()
         self.throttle_reasons: frozenset[str] = frozenset()
@@ -331,6 +425,11 @@ class EngineStatus:
     def fault(self, factor: float = 0.5) -> None:
         """Lowers the health, which recovers with time."""
         self._health.fault(time.monotonic(), factor)
+        self._wake()
+
+    def stay_out(self, reason: str) -> None:
+        """Serves nothing from now on; there is no way back."""
+        self.serving, self.not_ready_reason = False, reason
         self._wake()
 
     def drain(self) -> None:
@@ -405,9 +504,14 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             throttle_reasons=sorted(engine_status.throttle_reasons),
             kv_bytes_per_token=engine_status.profile.growing_bytes_per_token,
             step_limit_s=engine_status.step_limits.shortest_s,
+            not_ready_reason=engine_status.not_ready_reason,
         )
         if engine_status.state is not None:
             _fill(headroom, engine_status.state)
+        if engine_status.ready is not None:
+            fingerprint = engine_status.ready.fingerprint
+            headroom.fingerprint = fingerprint.digest
+            headroom.fingerprint_facts.update(fingerprint.facts)
         for tier in engine_status.tiers():
             headroom.tiers.add(
                 name=tier.name,

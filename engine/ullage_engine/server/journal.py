@@ -148,9 +148,17 @@ class JournalEntry:
         """Whether the present worker has been sent the sample."""
         self.admitted = False
         """Whether a worker, this one or one before, has admitted the sample."""
+        self.is_taken = False
+        """Whether the present worker has admitted the sample."""
+        self.is_advancing = False
+        """Whether the present worker has given the sample a token."""
         self.resumes = 0
-        self.stalled_resumes = 0
-        """Number of resumes since the last token."""
+        self.deaths = 0
+        """Workers since the last token that may have died of the sample."""
+        self.lone_deaths = 0
+        """Those of them that had no other request."""
+        self.is_inexact = False
+        """Whether workers with different fingerprints generated its tokens."""
         self.accepted_at = time.monotonic()
         self.last_token_at: float | None = None
         self._preemptions_before = 0
@@ -181,7 +189,7 @@ class JournalEntry:
     @property
     def has_begun(self) -> bool:
         """Whether a token has come since it was sent to the newest worker."""
-        return not self.stalled_resumes and len(self.output_ids) > self.num_restored
+        return self.is_advancing and len(self.output_ids) > self.num_restored
 
     @property
     def preemptions(self) -> int:
@@ -217,19 +225,39 @@ class JournalEntry:
                 for hit in hits:
                     served.loaded(hit.tier, hit.num_tokens, hit.seconds)
 
+    def blame(self, *, was_alone: bool) -> None:
+        """Count the death of the present worker, which may have died of the sample."""
+        self.deaths += 1
+        self.lone_deaths += was_alone
+
     def resume(self) -> None:
-        """Prepares the sample for the next worker, as new if no worker ever admitted it."""
+        """Prepare the sample for the next worker, as new if no worker ever admitted it."""
         self.submitted = False
+        self.is_taken = False
+        self.is_advancing = False
         if not self.admitted:
             return
+
         self.resumes += 1
-        self.stalled_resumes += 1
-        self._preemptions_before, self._preemptions_now = self.preemptions, 0
+        self._preemptions_before = self.preemptions
+        self._preemptions_now = 0
+
+    def take(self) -> None:
+        """Note that the present worker has admitted the sample."""
+        self.admitted = True
+        self.is_taken = True
+
+    def on_other_fingerprint(self) -> None:
+        """Notes that the next worker computes otherwise than those before it."""
+        # Of tokens from another engine, its reader compares the fingerprints.
+        self.is_inexact |= len(self.output_ids) > self.num_restored
 
     def append_output(self, output: TokenOutput) -> None:
         """Appends a step's output; a stop string may end the request before the worker does."""
-        self.admitted = True
-        self.stalled_resumes = 0
+        self.take()
+        self.is_advancing = True
+        self.deaths = 0
+        self.lone_deaths = 0
         self._preemptions_now = output.num_preemptions
         if not self.output_ids and not self.resumes:
             self.num_cached_tokens = output.num_cached_tokens
@@ -241,7 +269,7 @@ class JournalEntry:
 
     def set_embedding(self, embedding: Embedding) -> None:
         """Ends the request with the embedding that it asked for."""
-        self.admitted = True
+        self.take()
         self.num_cached_tokens = embedding.num_cached_tokens
         self._update.embedding = embedding.vector
         self._finish(Finish("stop"))
@@ -334,6 +362,28 @@ def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
             yield from (Submission([entry], resumed) for entry in together)
         else:
             yield Submission(together, resumed)
+
+
+def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
+    """Return the entries of which a worker may have died, of those that it was sent, oldest first.
+
+    A worker takes requests in their order. It has not looked at those behind the first that it did
+    not admit, unless their grammar was being compiled. Entries that it gave a token were computed
+    well so far: if it died of one of them, the next worker dies before that one's next token.
+    """
+    found: list[JournalEntry] = []
+    next_key = ""
+
+    for entry in entries:
+        if entry.is_advancing:
+            continue
+        if not entry.is_taken and not entry.job.request.grammar:
+            next_key = next_key or entry.request_key
+            if entry.request_key != next_key:
+                continue
+        found.append(entry)
+
+    return found
 
 
 class Journal:

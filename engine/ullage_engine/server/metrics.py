@@ -57,6 +57,7 @@ class EngineMetrics:
         self._steps = names.STEPS.counts(native, *self._values)
         self._prompt_tokens = self._counter(names.PROMPT_TOKENS)
         self.worker_restarts = self._counter(names.WORKER_RESTARTS)
+        self.start_proof_failures = self._counter(names.START_PROOF_FAILURES)
         self.collective_errors = self._counter(names.COLLECTIVE_ERRORS)
         self._requests = names.REQUESTS.counts(native, *self._values)
         self._degraded = names.DEGRADED.counts(native, *self._values)
@@ -88,6 +89,10 @@ class EngineMetrics:
         self._worker.state = state
         self._blocks.set(state.kv_pool_bytes // self._block_bytes)
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
+
+    def workers_ran_out_of_memory(self, count: int) -> None:
+        """Count workers that ended because memory ran out and could not report it themselves."""
+        self._worker.count(names.OOM_EVENTS, count)
 
     def watch_tiers(
         self,
@@ -159,8 +164,7 @@ class EngineMetrics:
             self._prompt_tokens.inc(0 if entry.index else entry.job.request.num_prompt_tokens)
         else:
             seconds = (now - entry.last_token_at) / num_tokens
-            for _ in range(num_tokens):
-                self._inter_token.observe(seconds)
+            self._inter_token.observe(seconds, times=num_tokens)
         entry.last_token_at = now
 
     def _count_degraded(self, entry: JournalEntry) -> None:
@@ -237,6 +241,11 @@ class _WorkerCollector(Collector):
     @state.setter
     def state(self, state: WorkerState) -> None:
         self._seen = (state, *self._seen[1:])
+
+    def count(self, name: CounterName, count: int) -> None:
+        """Add what no worker has reported."""
+        state, counts, tallies, changes = self._seen
+        self._seen = (state, {**counts, name: counts[name] + count}, tallies, changes)
 
     def replace(self) -> None:
         """Keeps what the worker has counted: the next one counts from zero."""

@@ -32,6 +32,7 @@ from ullage_common.wire.validation import (
 from ullage_engine.memory.pressure import level_at
 from ullage_engine.protocol.messages import BeamParams, EngineRequest, SamplingParams, WorkerState
 from ullage_engine.protocol.request_events import ServedRequest
+from ullage_engine.tokenizer.generation import SamplingDefaults
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 64
@@ -113,6 +114,8 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults = field(default_factory=dict)
+    """Sampling parameters that hold where a request leaves them unset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def validated_request(
         num_prompt_tokens=num_prompt,
         max_tokens=max_tokens,
         min_tokens=min(request.stop.min_tokens, max_tokens),
-        sampling=_sampling(request),
+        sampling=_sampling(request, model.sampling_defaults),
         stop_token_ids=_stop_token_ids(request.stop, model.eos_token_ids),
         priority=request.priority,
         session_id=request.session_id,
@@ -262,10 +265,10 @@ def _too_long(num_prompt: int, max_model_len: int, least_output: int) -> Service
     )
 
 
-def _sampling(request: pb.GenerateRequest) -> SamplingParams:
-    """Converts sampling parameters: unset fields take defaults, and the seed is fixed once,
-    here."""
-    given = {field.name: value for field, value in request.sampling.ListFields()}
+def _sampling(request: pb.GenerateRequest, defaults: SamplingDefaults) -> SamplingParams:
+    """Convert sampling parameters: unset fields take the model's defaults or else the API's, and
+    the seed is fixed once, here."""
+    given = {**defaults, **{field.name: value for field, value in request.sampling.ListFields()}}
     # 53 bits: a seed survives a JSON number on its way back to the client.
     given["logit_bias"] = dict(request.sampling.logit_bias)
     given.setdefault("seed", secrets.randbits(53))

@@ -87,6 +87,11 @@ class SampleGroup:
         return max(entry.resumes for entry in self.entries)
 
     @property
+    def is_inexact(self) -> bool:
+        """Whether workers with different fingerprints generated parts of a sample."""
+        return any(entry.is_inexact for entry in self.entries)
+
+    @property
     def preemptions(self) -> int:
         return sum(entry.preemptions for entry in self.entries)
 
@@ -176,7 +181,9 @@ _REASONS = {
 }
 
 
-def accepted(group: SampleGroup, engine: str, predicted_bytes: int) -> pb.GenerateResponse:
+def accepted(
+    group: SampleGroup, engine: str, predicted_bytes: int, fingerprint: str
+) -> pb.GenerateResponse:
     job, request = group.job, group.job.request
     message = pb.Accepted(
         request_id=job.client_id,
@@ -188,6 +195,7 @@ def accepted(group: SampleGroup, engine: str, predicted_bytes: int) -> pb.Genera
         seed=request.sampling.seed,
         continued_tokens=job.num_received_tokens,
         prompt_token_ids=request.token_ids if job.return_token_ids else (),
+        fingerprint=fingerprint,
     )
     _write_cached(group, message)
     return pb.GenerateResponse(accepted=message)
@@ -230,6 +238,7 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
         ),
         stop_string=finish.stop_string,
         resumes=group.resumes,
+        resumed_inexact=group.is_inexact,
         preemptions=group.preemptions,
         headroom_bytes=engine_status.headroom_bytes,
     )
@@ -260,16 +269,22 @@ def model_response(
         adapters=[pb.Adapter(name=each.name, rank=each.rank) for each in config.adapters],
         tokenizer_json=tokenizer.json_bytes,
         chat_template=tokenizer.chat_template,
+        tool_chat_template=tokenizer.tool_chat_template,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
         eos_token_ids=tokenizer.eos_token_ids,
+        special_tokens=tokenizer.special_tokens,
+        sampling_defaults=pb.SamplingParams(**tokenizer.sampling_defaults),
         max_model_len=ready.max_model_len,
         vocab_size=ready.vocab_size,
         profile=memory_profile.to_wire(engine_status.profile),
         dtype=ready.dtype,
         add_bos=tokenizer.add_bos,
+        chat_adds_bos=tokenizer.chat_adds_bos,
         created=engine_status.created,
         ranks=[pb.RankPlacement(**msgspec.structs.asdict(place)) for place in ready.ranks],
+        fingerprint=ready.fingerprint.digest,
+        fingerprint_facts=ready.fingerprint.facts,
     )
 
 

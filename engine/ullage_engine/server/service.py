@@ -188,6 +188,8 @@ class InferenceService(rpc.InferenceServiceServicer):
                 "this engine is stopping; use another",
                 retry_after_s=RETRY_AFTER_LOADING_S,
             )
+        if reason := self._engine_status.not_ready_reason:
+            raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", reason)
         if len(self._journal) >= MAX_OPEN_REQUESTS:
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -207,6 +209,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
             eos_token_ids=tokenizer_bundle.tokenizer.eos_token_ids,
+            sampling_defaults=tokenizer_bundle.tokenizer.sampling_defaults,
         )
 
     async def _job(
@@ -310,7 +313,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         num_samples = group.job.samples.num_sequences
         blocks = request_blocks(profile, request.num_prompt_tokens, num_tokens, num_samples)
         charged = blocks * profile.block_bytes
-        return responses.accepted(group, self._config.server.engine_id, charged)
+        engine_id, digest = self._config.server.engine_id, ready.fingerprint.digest
+        return responses.accepted(group, engine_id, charged, digest)
 
 
 def _pace_of(context: Context) -> Pace:
@@ -346,6 +350,7 @@ def _log_end(
         "output_tokens": group.num_output_tokens,
         "preemptions": group.preemptions,
         "resumes": group.resumes,
+        **({"resumed_inexact": True} if group.is_inexact else {}),
         "seconds": served.seconds,
     }
     served.end("refused" if is_refused else "finished", fields, error=outcome if is_failed else "")

@@ -19,11 +19,18 @@ import grpc
 import psutil
 
 from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.fingerprint import Fingerprint, describe, differences
 from ullage_engine.kv_tiers.tiers import KvTiers
-from ullage_engine.protocol.errors import GROUP_LOST, MEMORY_SHORT
+from ullage_engine.protocol.errors import (
+    GROUP_LOST,
+    MEMORY_SHORT,
+    OUT_OF_MEMORY,
+    one_line,
+)
 from ullage_engine.protocol.messages import (
     Admitted,
     Cancel,
+    Embedding,
     Fault,
     KvDamaged,
     KvOffer,
@@ -43,10 +50,17 @@ from ullage_engine.protocol.messages import (
     StepDone,
     StopProfile,
     Submit,
+    TokenOutput,
     ToServer,
 )
 from ullage_engine.server.health import EngineStatus, HangDetector, RestartPolicy
-from ullage_engine.server.journal import Journal, JournalEntry, Submission, submissions
+from ullage_engine.server.journal import (
+    Journal,
+    JournalEntry,
+    Submission,
+    in_question,
+    submissions,
+)
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.worker_process import (
     ChildProcess,
@@ -125,6 +139,8 @@ class WorkerSupervisor:
         self._worker: WorkerHandle | None = None
         self._num_starts = 0
         self._num_failures = 0
+        self._num_unproven = 0
+        """Starts in a row that computed otherwise than a verified one."""
         self._kv: KvTiers | None = None
         self._suspect: Submission | None = None
         """The request that runs alone until it has a token; everything else waits for that."""
@@ -242,7 +258,7 @@ class WorkerSupervisor:
                     await self._recover(worker)
         finally:
             if self._standby is not None:
-                self._standby.close()
+                await self._standby.close()
 
     async def stop(self) -> None:
         """Asks the worker to end, then kills it. Returns when its process is gone."""
@@ -261,7 +277,7 @@ class WorkerSupervisor:
     async def _run_worker(self, launch: WorkerLaunch) -> WorkerHandle:
         """Runs one worker from start to end, its last messages included."""
         self._num_starts += 1
-        worker = self._start(launch)
+        worker = await self._start(launch)
         receiving = asyncio.create_task(self._receive(worker))
         try:
             while not worker.exited.done():
@@ -269,8 +285,10 @@ class WorkerSupervisor:
                 await asyncio.wait(ends, timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
                 if self._kill_if_broken(worker, receiving):
                     await asyncio.wait({worker.exited})
-                elif self._has_standby and worker.ready_at is not None:
-                    self._keep_standby(launch)
+                    continue
+                self._go_on_from_trial(worker)
+                if self._has_standby and worker.ready_at is not None:
+                    await self._keep_standby(launch)
             await self._drain_messages(worker, receiving)
         finally:
             self._worker = None
@@ -283,13 +301,13 @@ class WorkerSupervisor:
             worker.link.close()
         return worker
 
-    def _start(self, launch: WorkerLaunch) -> WorkerHandle:
+    async def _start(self, launch: WorkerLaunch) -> WorkerHandle:
         clear_endpoints(self._run_dir)
         address = endpoint(self._run_dir, self._num_starts)
         link = ServerLink(address)
         standby, self._standby = self._standby, None
         if standby is not None and standby.failure():
-            standby.close()
+            await standby.close()
             standby = None
         try:
             if standby is not None:
@@ -309,7 +327,7 @@ class WorkerSupervisor:
         command = [*launch.command(address), *(["--restarted"] if was_ready else [])]
         return command if self._kv is None else [*command, *self._kv.worker_options]
 
-    def _keep_standby(self, launch: WorkerLaunch) -> None:
+    async def _keep_standby(self, launch: WorkerLaunch) -> None:
         """Starts the worker that is to be the next one, and replaces it when it is lost."""
         now = time.monotonic()
         if self._standby is None and now >= self._standby_at:
@@ -323,18 +341,49 @@ class WorkerSupervisor:
                 log.warning("no worker can be started to stand by: %s", error)
         elif self._standby is not None and (reason := self._standby.failure()):
             log.warning("the worker that stood by is lost", extra={"reason": reason})
-            self._standby.close()
-            self._standby = None
+            standby, self._standby = self._standby, None
+            await standby.close()
 
     async def _receive(self, worker: WorkerHandle) -> None:
+        """Handle a worker's messages for ever.
+
+        Raises:
+            msgspec.MsgspecError: the worker sent something that is not a message.
+        """
         while True:
             message = await worker.link.receive()
-            worker.on_message(message)
-            if isinstance(message, Ready) and not await self._open_tiers(worker, message):
-                continue
-            self._handle(worker, message)
-            if self._suspect is not None and not self._policy.is_suspect(_stalls(self._suspect)):
-                self._send_waiting(worker)
+            # An error in here is the server's own, and no reason to end a worker that is well.
+            try:
+                worker.on_message(message)
+                if isinstance(message, Ready) and not await self._open_tiers(worker, message):
+                    continue
+                self._handle(worker, message)
+                self._go_on_from_trial(worker)
+            except Exception as error:
+                log.exception("the server failed over a worker's %s", type(message).__name__)
+                self._on_own_failure(worker, message, error)
+
+    def _on_own_failure(self, worker: WorkerHandle, message: ToServer, error: Exception) -> None:
+        """Limit the damage of an error of this server to the request that a message is about."""
+        self._engine_status.fault(0.9)
+        match message:
+            case Admitted() | Rejected() | RequestFailed():
+                self._fail_internally(message.request_id)
+            case ProfileDone():
+                self._profile_done(None)
+            case Ready() | KvOffer() | KvWritten() | KvWanted() | KvRead() | KvDamaged():
+                # It waits for an answer that does not come, and would take the next one for it:
+                # KV in the wrong place, and wrong tokens. No request is to blame.
+                worker.start_error = f"the server failed: {one_line(error)}"
+                worker.is_blameless = True
+                worker.process.kill()
+
+    def _fail_internally(self, request_id: str) -> None:
+        """End a request over which this server failed, here and in the worker."""
+        entry = self._journal.get(request_id)
+        if entry is not None:
+            entry.fail(_internal())
+            self.cancel(entry)
 
     async def _drain_messages(self, worker: WorkerHandle, receiving: asyncio.Task[None]) -> None:
         last_message_at = None
@@ -363,20 +412,15 @@ class WorkerSupervisor:
         match message:
             case StepDone(outputs=outputs, embeddings=embeddings):
                 self._metrics.step_done()
-                for output in outputs:
-                    entry = self._journal.get(output.request_id)
-                    if entry is not None and not entry.is_over:
-                        num_before = len(entry.output_ids)
-                        entry.append_output(output)
-                        # Not those behind a stop string.
-                        self._metrics.tokens(entry, len(entry.output_ids) - num_before)
-                        if entry.is_over and not output.finish:
-                            self.cancel(entry)
-                for embedding in embeddings:
-                    entry = self._journal.get(embedding.request_id)
-                    if entry is not None and not entry.is_over:
-                        self._metrics.embedding(entry)
-                        entry.set_embedding(embedding)
+                answers: list[TokenOutput | Embedding] = [*outputs, *embeddings]
+                for answer in answers:
+                    # One by one: a failure over one must not cost the others their tokens.
+                    try:
+                        self._take_answer(answer)
+                    except Exception:
+                        log.exception("the server failed over a token of %s", answer.request_id)
+                        self._engine_status.fault(0.9)
+                        self._fail_internally(answer.request_id)
             case KvOffer() | KvWritten() | KvWanted() | KvRead() | KvDamaged():
                 if self._kv is not None:
                     self._kv.on_message(message)
@@ -395,8 +439,25 @@ class WorkerSupervisor:
                 worker.on_progress(message)
             case Ready():
                 self._ready(worker, message)
-            case StartFailed(error=error, may_retry=may_retry):
-                worker.start_error, worker.may_retry = error, may_retry
+            case StartFailed():
+                worker.start_error, worker.may_retry = message.error, message.may_retry
+                worker.is_unproven = message.is_unproven
+
+    def _take_answer(self, answer: TokenOutput | Embedding) -> None:
+        entry = self._journal.get(answer.request_id)
+        if entry is None or entry.is_over:
+            return
+        if isinstance(answer, Embedding):
+            self._metrics.embedding(entry)
+            entry.set_embedding(answer)
+            return
+
+        num_before = len(entry.output_ids)
+        entry.append_output(answer)
+        # Not those behind a stop string.
+        self._metrics.tokens(entry, len(entry.output_ids) - num_before)
+        if entry.is_over and not answer.finish:
+            self.cancel(entry)
 
     def _ready(self, worker: WorkerHandle, ready: Ready) -> None:
         if problem := self._unservable(ready):
@@ -404,15 +465,29 @@ class WorkerSupervisor:
             worker.process.kill()
             return
         worker.ready_at = time.monotonic()
+        self._num_unproven = 0
         took = round(worker.ready_at - worker.started_at, 3)
         waiting = self._journal.unfinished()
         extra = {"stage": "ready", "seconds": took, "resumed_requests": len(waiting)}
         log.info("worker ready", extra=extra)
         self._metrics.worker_ready(ready)
+        if before := self._engine_status.ready:
+            self._compare_fingerprints(before.fingerprint, ready.fingerprint)
         self._engine_status.worker_ready(ready)
         if self._batch_limit < 1.0:  # before it starts any request
             worker.link.post(LimitBatch(share=self._batch_limit))
         self._send_waiting(worker)
+
+    def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
+        """Marks the answers that a worker with another fingerprint than the last one's goes on
+        with."""
+        differing = differences({"before": before, "now": now})
+        if not differing:
+            return
+        extra = {"fingerprint": now.digest, "reason": describe(differing)}
+        log.warning("the new worker computes otherwise than the last one", extra=extra)
+        for entry in self._journal.unfinished():
+            entry.on_other_fingerprint()
 
     async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:
         """Lets a worker use the tiers of KV; False: they cannot be had, and it is killed."""
@@ -428,26 +503,48 @@ class WorkerSupervisor:
         return True
 
     def _send_waiting(self, worker: WorkerHandle) -> None:
-        """Sends what no worker has: the oldest suspect alone, or everything when there is none."""
+        """Send what the worker does not have: the oldest suspect alone, or everything when there is
+        none."""
         waiting = list(self._journal.submissions())
-        suspects = [each for each in waiting if self._policy.is_suspect(_stalls(each))]
+        suspects = [each for each in waiting if self._runs_alone(worker, each)]
         self._suspect = suspects[0] if suspects else None
         for submission in suspects[:1] or waiting:
             self._send(worker, submission)
 
+    def _go_on_from_trial(self, worker: WorkerHandle) -> None:
+        """Send what waits for a suspect, once the worker has survived it for long enough."""
+        if self._suspect is not None and not self._runs_alone(worker, self._suspect):
+            self._send_waiting(worker)
+
+    def _runs_alone(self, worker: WorkerHandle, submission: Submission) -> bool:
+        if worker.ready_at is None:
+            return False
+        deaths = max((each.deaths for each in submission.entries if not each.is_over), default=0)
+        return self._policy.runs_alone(deaths, time.monotonic() - worker.ready_at)
+
     def _send(self, worker: WorkerHandle, submission: Submission) -> None:
+        """Send requests to the worker; requests over which this server fails end."""
         for entry in submission.entries:
             entry.submitted = True
+
+        try:
+            requests = [entry.engine_request() for entry in submission.entries]
+            if self._kv is not None:
+                requests = self._kv.with_stored(requests)
+        except Exception:
+            log.exception("the server failed over %s", submission.entries[0].request_key)
+            self._engine_status.fault(0.9)
+            for entry in submission.entries:
+                entry.fail(_internal())
+            return
+
         worker.on_submit()
-        requests = [entry.engine_request() for entry in submission.entries]
-        if self._kv is not None:
-            requests = self._kv.with_stored(requests)
         worker.link.post(Submit(requests=requests, resumed=submission.resumed))
 
     def _admitted(self, request_id: str) -> None:
         entry = self._journal.get(request_id)
         if entry is not None:
-            entry.admitted = True
+            entry.take()
 
     def _rejected(self, rejected: Rejected) -> None:
         """Fails a new request; one that a worker had admitted waits for memory there instead."""
@@ -473,7 +570,11 @@ class WorkerSupervisor:
         self._engine_status.worker_lost()
         self._metrics.worker_restarts.inc()
         self._metrics.collective_errors.inc(_is_group_lost(status, self._engine_status.ready))
-        self._resume_entries(is_short=status == MEMORY_SHORT)
+        is_killed_for_memory = self._count_oom(worker, status)
+        is_short = status == MEMORY_SHORT or is_killed_for_memory
+        self._resume_entries(worker, is_short=is_short)
+        if worker.is_unproven and await self._take_unproven(worker.start_error):
+            return
         self._num_failures = 1 if worker.has_served(self._policy) else self._num_failures + 1
         self._engine_status.set_live(not self._policy.is_last_chance(self._num_failures))
         backoff = self._policy.backoff(self._num_failures)
@@ -484,33 +585,63 @@ class WorkerSupervisor:
             async with asyncio.timeout(backoff):
                 await self._stopping.wait()
 
-    def _resume_entries(self, *, is_short: bool) -> None:
-        """Makes requests ready for the next worker; gives up those over which too many ended.
+    def _count_oom(self, worker: WorkerHandle, status: int) -> bool:
+        """Count a worker's end by lack of memory that it could not report; return whether the
+        kernel killed it for that."""
+        is_killed = status in (-signal.SIGKILL, GROUP_LOST) and worker.oom_kills.recent() > 0
+        if is_killed:
+            log.error("the kernel killed the worker, since the container has no memory left")
+        if is_killed or status == OUT_OF_MEMORY:
+            self._metrics.workers_ran_out_of_memory(1)
+        return is_killed
 
-        `is_short`: others had taken memory of the device, for which no request is to blame.
+    async def _take_unproven(self, reason: str) -> bool:
+        """Count a start that computed otherwise than a verified one; after too many in a row serve
+        nothing until `stop`, and return True."""
+        self._num_unproven += 1
+        self._metrics.start_proof_failures.inc()
+        extra = {"reason": reason, "in_a_row": self._num_unproven}
+        log.error("a worker failed the proof of its start", extra=extra)
+        if self._num_unproven < self._policy.max_unproven:
+            return False
+
+        message = f"{self._num_unproven} starts in a row failed their proof, the last one: {reason}"
+        log.error("this engine stays out: %s", message)
+        self._engine_status.stay_out(message)
+        self._journal.end_all(lambda entry: entry.fail(_stays_out(message)))
+        await self._stopping.wait()
+        return True
+
+    def _resume_entries(self, worker: WorkerHandle, *, is_short: bool) -> None:
+        """Make requests ready for the next worker; give up those over which too many died.
+
+        `is_short`: others had taken memory that the worker needed, for which no request is to
+        blame.
         """
         self._suspect = None
-        for entry in self._journal.unfinished():
-            if not entry.submitted:
-                continue
+        sent = [entry for entry in self._journal.unfinished() if entry.submitted]
+        suspects = [] if worker.is_blameless else in_question(sent)
+        is_alone = len({entry.request_key for entry in suspects}) == 1
+        for entry in suspects:
+            entry.blame(was_alone=is_alone and not is_short)
+
+        for entry in sent:
             entry.resume()
             if served := entry.job.served:
                 served.happened("resumed", reason="worker", output_tokens=len(entry.output_ids))
-            if entry.stalled_resumes > self._policy.max_stalled_resumes:
-                lost = _memory_short() if is_short else _worker_lost(entry.stalled_resumes)
-                entry.fail(lost)
+
+        for entry in suspects:
+            if is_short and entry.deaths >= self._policy.max_deaths:
+                entry.fail(_memory_short())
+            elif self._policy.is_given_up(entry.deaths, entry.lone_deaths):
+                entry.fail(_worker_lost(entry.deaths))
 
 
 def _is_group_lost(status: int, ready: Ready | None) -> bool:
     """Whether ranks that compute together were lost, by their worker's status."""
     # NCCL's watchdog aborts the process whose collective failed.
     is_aborted = status == -signal.SIGABRT and ready is not None and len(ready.ranks) > 1
-    return status == GROUP_LOST or is_aborted
-
-
-def _stalls(submission: Submission) -> int:
-    """Returns how many workers have died since the last token of requests submitted together."""
-    return max((e.stalled_resumes for e in submission.entries if not e.is_over), default=0)
+    return status in (GROUP_LOST, OUT_OF_MEMORY) or is_aborted
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:
@@ -544,10 +675,25 @@ def _memory_short() -> ServiceError:
     )
 
 
-def _worker_lost(num_resumes: int) -> ServiceError:
+def _stays_out(message: str) -> ServiceError:
+    # As requests that come later: it is the engine's fault, and speaks against no request.
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", message, retry_after_s=_SHORT_RETRY_S
+    )
+
+
+def _worker_lost(num_deaths: int) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.INTERNAL,
         "WORKER_LOST",
-        f"the worker died {num_resumes} times over this request without a new token; "
+        f"the worker died {num_deaths} times over this request without a new token; "
         "send a shorter one",
+    )
+
+
+def _internal() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.INTERNAL,
+        "INTERNAL",
+        "the engine's server failed over this request; its log says why",
     )

@@ -21,6 +21,7 @@ import msgspec
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.cores import is_pinned, usable_cores
+from ullage_common.process.memory import OomKills
 from ullage_engine.protocol.frames import READ_BYTES, SEND_BUFFER_BYTES, Frames, framed
 from ullage_engine.protocol.messages import (
     Loading,
@@ -62,10 +63,6 @@ class ChildProcess:
     async def wait(self) -> int:
         """Waits for the exit status; minus the signal's number when a signal killed the process."""
         return await asyncio.to_thread(self._process.wait)
-
-    def join(self) -> None:
-        """Waits for the end of a killed process."""
-        self._process.wait()
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
@@ -119,11 +116,11 @@ class StandbyWorker:
             self._socket.send(b"\n")
         return self._process
 
-    def close(self) -> None:
-        """Kills it, and returns when it is gone."""
+    async def close(self) -> None:
+        """Kill it, and return when it is gone: the kernel may take a while to free its memory."""
         self._socket.close()
         self._process.kill()
-        self._process.join()
+        await self._process.wait()
 
 
 # Longest path of a Unix socket, less the terminating zero.
@@ -291,6 +288,7 @@ class WorkerHandle:
         self.process = process
         self.link = link
         self.exited = asyncio.create_task(process.wait())
+        self.oom_kills = OomKills(process.pid)
         self.started_at = time.monotonic()
         self.ready_at: float | None = None
         self.last_message_at = self.started_at
@@ -300,10 +298,21 @@ class WorkerHandle:
         self.start_error = ""
         self.may_retry = True
         """Whether another start may do better."""
+        self.is_blameless = False
+        """Whether the server ends it for an error of its own, of which no request is the cause."""
+        self.is_unproven = False
+        """Whether the start ended because it computed otherwise than a verified one."""
         self._logged = (("", 0), 0.0)
         self._detector = detector
         self._checked_at = self.started_at
+        self._has_work = False
+        """Whether it had any when it was last looked at, or was sent some since."""
         self._submitted_at = self.started_at
+        """When it last got work after it had none."""
+        self._step_at = self.started_at
+        """When the server last heard of a step."""
+        self._is_step_known = False
+        """Whether the steps of the next report are in it already by a message of their own."""
         self._num_steps = 0
 
     def on_message(self, message: ToServer) -> None:
@@ -312,23 +321,40 @@ class WorkerHandle:
         match message:
             case StepDone():
                 self.served = True
-                self._detector.on_step(now - max(self.last_message_at, self._submitted_at))
+                self._is_step_known = True
+                self._on_step(now)
             case StateReport(state=state) if state.num_steps != self._num_steps:
                 self._num_steps = state.num_steps
+                # Steps that compute a part of a prompt have no message of their own.
+                if self._is_step_known:
+                    self._detector.on_progress()
+                else:
+                    self._on_step(now)
+                self._is_step_known = False
+            case Loading():
                 self._detector.on_progress()
-            case Loading() | Ready():
-                self._detector.on_progress()
+            case Ready():
+                self._step_at = now
+                self._detector.on_ready(message.longest_step_s)
         self.last_message_at = now
         self._detector.on_message()
 
+    def _on_step(self, now: float) -> None:
+        self._detector.on_step(now - max(self._step_at, self._submitted_at))
+        self._step_at = now
+
     def on_submit(self) -> None:
-        """Records that it was sent a request: idle time before it is not part of the next step."""
-        self._submitted_at = time.monotonic()
+        """Record that it was sent a request: idle time before it is not part of the next step."""
+        if not self._has_work:
+            self._has_work = True
+            self._submitted_at = time.monotonic()
 
     def check_health(self, has_work: bool) -> str:
         """Returns why the worker counts as hung; empty while it does not. Call it regularly."""
         now = time.monotonic()
         elapsed, self._checked_at = now - self._checked_at, now
+        self._has_work = has_work
+        self.oom_kills.look()
         is_loading = self.ready_at is None
         self._detector.tick(elapsed, is_loading=is_loading, has_work=has_work)
         stats = read_proc_stats(self.process.pid) if self._detector.is_suspect else None

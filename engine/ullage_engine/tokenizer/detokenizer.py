@@ -26,6 +26,10 @@ class TokenBytes:
         self._special = {token_id for token_id, token in added.items() if token.special}
         decoder = json.dumps(json.loads(tokenizer.to_str())["decoder"])
         self._spell = _speller(decoder)
+        # Added tokens are written as themselves, and a byte-level decoder takes those in Latin-1
+        # letters for bytes. The pieces of SentencePiece have one spelling for all tokens.
+        is_byte_level = isinstance(self._spell, _ByteLevelSpelling)
+        self._added = {i: token.content for i, token in added.items()} if is_byte_level else {}
         is_supported = self._spell is not _spell_nothing
         self.problem = "" if is_supported else _UNSUPPORTED.format(decoder[:80])
         self._known: dict[int, bytes] = {}
@@ -38,7 +42,11 @@ class TokenBytes:
         """Bytes of the token itself, of special tokens too; empty for an id without a token."""
         text = self._known.get(token_id)
         if text is None:
-            text = self._spell(self._tokenizer.id_to_token(token_id) or "")
+            added = self._added.get(token_id)
+            if added is None:
+                text = self._spell(self._tokenizer.id_to_token(token_id) or "")
+            else:
+                text = added.encode()
             self._known[token_id] = text
         return text
 
@@ -161,7 +169,7 @@ class _ByteLevelSpelling:
     def __call__(self, token: str) -> bytes:
         try:
             return bytes(self._bytes[character] for character in token)
-        except KeyError:  # an added token is written as itself
+        except KeyError:  # no token of a byte-level vocabulary
             return token.encode()
 
 

@@ -10,13 +10,23 @@ everything little-endian.
 
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
@@ -153,8 +163,61 @@ def _format_of(kind: int) -> str:
     return _SCALARS[kind]
 
 
-# Token types of GGUF that are matched whole in text.
-_CONTROL, _USER_DEFINED = 3, 4
+# Token types of GGUF. The last two are matched whole in text.
+_UNDEFINED, _NORMAL, _CONTROL, _USER_DEFINED = 0, 1, 3, 4
+_PLAIN = (_UNDEFINED, _NORMAL)
+
+_SPECIAL_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bos_token": ("bos",),
+        "eos_token": ("eos",),
+        "unk_token": ("unknown",),
+        "sep_token": ("separator", "seperator"),
+        "pad_token": ("padding",),
+        "cls_token": ("cls",),
+        "mask_token": ("mask",),
+    }
+)
+"""Names of special tokens in chat templates, with those that `tokenizer.ggml.*_token_id` has."""
+
+_ENDS = ("eos", "eot", "eom")
+
+END_TOKENS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<turn|>",
+        "<|tool_response>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "[e~[",
+        "<eos>",
+        "</s>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    }
+)
+"""Tokens that end an answer by their names, as in llama.cpp: many files name one end of several."""
+
+_NO_ENDS: tuple[tuple[frozenset[str], str], ...] = (
+    # gpt-oss writes the first between its messages, and so does Solar.
+    (frozenset({"<|return|>", "<|call|>"}), "<|end|>"),
+    (frozenset({"<|calls|>", "<|flush|>"}), "<|end|>"),
+    # Gemma 4 keeps the token of its forebears for something else.
+    (frozenset({"<|tool_response>"}), "</s>"),
+)
+"""Sets of names beside which another name is no end."""
 
 
 class UnsupportedTokenizer(Exception):
@@ -172,6 +235,8 @@ class _Kind:
     whole_words: bool = False
     """Whether a piece that is in the vocabulary is taken whole, without merging."""
     normal_form: Literal["", "NFC"] = ""
+    adds_bos: bool = False
+    """Whether a file that does not say begins text with its beginning-of-sequence token."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -180,7 +245,9 @@ _WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 
 _GPT2 = _Kind()
 _SMOLLM = _Kind(single_digits=True)
-_LLAMA3 = _Kind(split=_CONTRACTIONS + _WORD + r"|\p{N}{1,3}" + _TAIL, whole_words=True)
+_LLAMA3 = _Kind(
+    split=_CONTRACTIONS + _WORD + r"|\p{N}{1,3}" + _TAIL, whole_words=True, adds_bos=True
+)
 _QWEN2 = _Kind(split=_CONTRACTIONS + _WORD + r"|\p{N}" + _TAIL, normal_form="NFC")
 
 _KINDS: Mapping[str, _Kind] = {
@@ -212,10 +279,108 @@ def build_tokenizer(metadata: Mapping[str, Value]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(kind)
     tokenizer.decoder = decoders.ByteLevel()
-    added = list(_added_tokens(tokens, metadata.get("tokenizer.ggml.token_type")))
+    added = list(_added_tokens(metadata, tokens))
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
+    if processor := _post_processor(metadata, tokenizer, kind):
+        tokenizer.post_processor = processor
     return tokenizer
+
+
+def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
+    """Return ids of special tokens by the names that chat templates have for them.
+
+    A file that names no end-of-sequence token has the first of its other ends for it.
+    """
+    found = {}
+    for name, keys in _SPECIAL_TOKENS.items():
+        token_ids = _ids(metadata, keys)
+        if token_ids:
+            found[name] = token_ids[0]
+    ends = end_token_ids(metadata)
+    if ends:
+        found.setdefault("eos_token", ends[0])
+    return found
+
+
+def end_token_ids(metadata: Mapping[str, Value]) -> tuple[int, ...]:
+    """Return the tokens that end generation: those that the metadata name as ends of sequence, turn
+    and message, and others by their known names."""
+    tokens, names = metadata.get("tokenizer.ggml.tokens"), _end_names(metadata)
+    if not isinstance(tokens, list):
+        return ()
+    # An id may be of a token that is no end beside others, or of none at all.
+    stated = [i for i in _ids(metadata, _ENDS) if i < len(tokens)]
+    ends = [i for i in stated if tokens[i] in names or tokens[i] not in END_TOKENS]
+    return tuple(dict.fromkeys([*ends, *names.values()]))
+
+
+def _ids(metadata: Mapping[str, Value], names: Iterable[str]) -> list[int]:
+    values = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    return [value for value in values if isinstance(value, int)]
+
+
+def _end_names(metadata: Mapping[str, Value]) -> dict[str, int]:
+    """Return tokens with names of ends, and their ids.
+
+    A name that merges make is a word of the text, as `</s>` may be in a vocabulary of source code,
+    unless the file gives it a type of its own.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        return {}
+    found = {str(token): place for place, token in enumerate(tokens) if token in END_TOKENS}
+    plain = {name for name, place in found.items() if _type(metadata, place) in _PLAIN}
+    words = _merged(metadata) & plain if plain else frozenset[str]()
+    ends = {name: token_id for name, token_id in found.items() if name not in words}
+    for beside, name in _NO_ENDS:
+        if beside <= ends.keys():
+            ends.pop(name, None)
+    return ends
+
+
+def _type(metadata: Mapping[str, Value], token_id: int) -> Value:
+    types = metadata.get("tokenizer.ggml.token_type")
+    return types[token_id] if isinstance(types, list) and token_id < len(types) else _NORMAL
+
+
+def _merged(metadata: Mapping[str, Value]) -> frozenset[str]:
+    """Return the names of ends that merges make."""
+    merges = metadata.get("tokenizer.ggml.merges")
+    texts = (str(merge).replace(" ", "", 1) for merge in merges) if isinstance(merges, list) else ()
+    return END_TOKENS.intersection(texts)
+
+
+def _post_processor(
+    metadata: Mapping[str, Value], tokenizer: Tokenizer, kind: _Kind
+) -> processors.PostProcessor | None:
+    """Make what puts special tokens around raw text; None where none are."""
+    special = special_token_ids(metadata)
+    added = {
+        "bos_token": _flag(metadata, "tokenizer.ggml.add_bos_token", kind.adds_bos),
+        "eos_token": _flag(metadata, "tokenizer.ggml.add_eos_token", False),
+    }
+    texts = {
+        name: tokenizer.id_to_token(special[name])
+        for name, is_added in added.items()
+        if is_added and name in special
+    }
+    if not any(texts.values()):
+        return None
+    parts = [texts.get("bos_token"), "$A", texts.get("eos_token")]
+    return processors.TemplateProcessing(
+        single=[part for part in parts if part],
+        special_tokens=[(text, special[name]) for name, text in texts.items() if text],
+    )
+
+
+def _flag(metadata: Mapping[str, Value], key: str, default: bool) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise UnsupportedTokenizer(
+            f"{key} is {value!r}, not true or false; convert the model to GGUF again"
+        )
+    return value
 
 
 def _kind(metadata: Mapping[str, Value]) -> _Kind:
@@ -262,8 +427,15 @@ def _pre_tokenizer(kind: _Kind) -> pre_tokenizers.PreTokenizer:
     return gpt2
 
 
-def _added_tokens(tokens: list[str], types: Value | None) -> Iterator[AddedToken]:
-    """Tokens matched whole in text: control tokens, left out when decoding, and user-defined."""
-    for token, kind in zip(tokens, types if isinstance(types, list) else (), strict=False):
-        if kind in (_CONTROL, _USER_DEFINED):
-            yield AddedToken(token, normalized=False, special=kind == _CONTROL)
+def _added_tokens(metadata: Mapping[str, Value], tokens: list[str]) -> Iterator[AddedToken]:
+    """Yield tokens matched whole in text: control tokens, left out when decoding, and user-defined.
+
+    Ends by their names are control tokens, whatever type the file gives them.
+    """
+    ends = _end_names(metadata)
+    for token_id, token in enumerate(tokens):
+        kind = _type(metadata, token_id)
+        if token in ends or kind == _CONTROL:
+            yield AddedToken(token, normalized=False, special=True)
+        elif kind == _USER_DEFINED:
+            yield AddedToken(token, normalized=False, special=False)

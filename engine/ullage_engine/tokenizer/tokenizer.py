@@ -1,25 +1,51 @@
-"""The model's tokenizer, from a tokenizer.json or rebuilt from a GGUF file's metadata.
+"""The model's tokenizer, from a tokenizer.json or rebuilt from a GGUF file's metadata, with the
+beginnings, ends, chat templates and sampling parameters that the model's files name.
 
-Text becomes token ids in two ways: raw text gets a leading beginning-of-sequence token when the
-model wants one, a rendered chat template does not, because it writes that token itself.
+Text becomes token ids in two ways: raw text gets the special tokens that the tokenizer puts around
+it, a rendered chat template does not, because it writes them itself.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from ullage_common.chat.affixes import Affixes, affixes_of
+from ullage_engine.tokenizer.generation import (
+    GenerationError,
+    SamplingDefaults,
+    gguf_sampling_defaults,
+    sampling_defaults,
+)
 from ullage_engine.tokenizer.gguf import (
     GgufError,
     UnsupportedTokenizer,
     Value,
     build_tokenizer,
+    end_token_ids,
     read_metadata,
+    special_token_ids,
 )
 
+log = logging.getLogger("ullage.engine")
+
 Json = Mapping[str, object]
+
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Files of chat templates beside tokenizer_config.json, whose templates they replace."""
+
+_NO_PRE = (
+    "tokenizer.ggml.pre is missing: text is split as GPT-2 does, and answers are worse if the "
+    "model was trained otherwise; convert the model to GGUF again"
+)
+_NO_DEFAULT = (
+    "chat templates %s, but none named default: chats are refused; add chat_template.jinja"
+)
 
 
 class TokenizerError(Exception):
@@ -35,75 +61,115 @@ class ModelTokenizer:
     """Contents of a tokenizer.json."""
     chat_template: str
     """Jinja source; empty when the model has none."""
-    bos_token: str
-    eos_token: str
     eos_token_ids: tuple[int, ...]
     """Tokens that end generation."""
-    add_bos: bool
-    """Whether raw text starts with `bos_token`."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Texts of special tokens by the names that templates have for them, such as `bos_token`."""
+    tool_chat_template: str = ""
+    """Jinja source for conversations with tools; empty: it is `chat_template`."""
+    chat_adds_bos: bool = False
+    """Whether a rendered conversation that does not begin with `bos_token` gets it."""
+    sampling_defaults: SamplingDefaults = field(default_factory=dict)
+    """Sampling parameters that hold where a request leaves them out."""
+
+    @property
+    def bos_token(self) -> str:
+        """Text of the beginning-of-sequence token; empty when there is none."""
+        return self.special_tokens.get("bos_token", "")
+
+    @property
+    def eos_token(self) -> str:
+        """Text of the end-of-sequence token; empty when there is none."""
+        return self.special_tokens.get("eos_token", "")
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether raw text gets `bos_token` before it."""
+        return bool(self.bos_token) and self.affixes.prefix == (self._bos_id,)
+
+    @cached_property
+    def affixes(self) -> Affixes:
+        """Special tokens around raw text."""
+        return affixes_of(self.tokenizer)
+
+    @property
+    def _bos_id(self) -> int | None:
+        token_id: int | None = self.tokenizer.token_to_id(self.bos_token)
+        return token_id
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of raw prompt text."""
-        return self._bos_ids() + self.encode_rendered(text)
+        """Return the ids of raw prompt text, with special tokens around it once."""
+        return self.affixes.around(self._encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered chat template: exactly the text, special tokens in it recognised."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        """Return the ids of a rendered chat template: exactly the text, special tokens in it
+        recognised, behind a beginning of sequence where `chat_adds_bos`."""
+        ids = self._encode(text)
+        bos_id = self._bos_id if self.chat_adds_bos else None
+        return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
     def encode_whole(self, text: str) -> list[int]:
-        """Ids of text with the special tokens that the tokenizer itself puts around it, which
-        models for embeddings are trained with."""
-        return self.tokenizer.encode(text).ids
+        """Return the ids of text with the special tokens that the tokenizer itself puts around it,
+        which models for embeddings are trained with."""
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """Returns the text of the tokens, special tokens left out."""
+        """Return the text of the tokens, special tokens left out."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def _bos_ids(self) -> list[int]:
-        bos = self.tokenizer.token_to_id(self.bos_token) if self.add_bos else None
-        return [] if bos is None else [bos]
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
 
-def load_tokenizer(path: Path) -> ModelTokenizer:
-    """Reads the tokenizer of a model directory or of a GGUF file.
+def load_tokenizer(path: Path, generation_defaults: bool = False) -> ModelTokenizer:
+    """Read the tokenizer of a model directory or of a GGUF file.
+
+    Args:
+        generation_defaults: whether sampling parameters that the files recommend are read, too.
 
     Raises:
         TokenizerError: a file is missing, broken, or of a kind that is not supported.
     """
-    return _from_directory(path) if path.is_dir() else _from_gguf(path)
+    load = _from_directory if path.is_dir() else _from_gguf
+    return load(path, generation_defaults)
 
 
-def _from_gguf(path: Path) -> ModelTokenizer:
+def _from_gguf(path: Path, generation_defaults: bool) -> ModelTokenizer:
     try:
         metadata = read_metadata(path)
         tokenizer = build_tokenizer(metadata)
+        defaults = gguf_sampling_defaults(metadata) if generation_defaults else {}
     except GgufError as error:
         raise TokenizerError(str(error)) from error
-    except UnsupportedTokenizer as error:
+    except (UnsupportedTokenizer, GenerationError) as error:
         raise TokenizerError(f"{path}: {error}") from error
-    eos_ids = _gguf_ids(metadata, "eos", "eot", "eom")
-    return ModelTokenizer(
+    if "tokenizer.ggml.pre" not in metadata:
+        log.warning("%s: %s", path, _NO_PRE)
+
+    made = ModelTokenizer(
         tokenizer=tokenizer,
         json_bytes=tokenizer.to_str().encode(),
         chat_template=str(metadata.get("tokenizer.chat_template", "")),
-        bos_token=_token_text(tokenizer, _gguf_ids(metadata, "bos")),
-        eos_token=_token_text(tokenizer, eos_ids),
-        eos_token_ids=eos_ids,
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        tool_chat_template=str(metadata.get("tokenizer.chat_template.tool_use", "")),
+        eos_token_ids=end_token_ids(metadata),
+        special_tokens=_gguf_special_tokens(metadata, tokenizer),
+        sampling_defaults=defaults,
     )
+    # llama.cpp tokenises chats as it does raw text, and takes away what is there twice.
+    return replace(made, chat_adds_bos=made.add_bos)
 
 
-def _gguf_ids(metadata: Mapping[str, Value], *names: str) -> tuple[int, ...]:
-    """Ids of special tokens in the order of `names`, each once, absent ones left out."""
-    token_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-    return tuple(dict.fromkeys(token_id for token_id in token_ids if isinstance(token_id, int)))
+def _gguf_special_tokens(metadata: Mapping[str, Value], tokenizer: Tokenizer) -> dict[str, str]:
+    texts = {
+        name: tokenizer.id_to_token(token_id)
+        for name, token_id in special_token_ids(metadata).items()
+    }
+    return {name: text for name, text in texts.items() if text}
 
 
-def _token_text(tokenizer: Tokenizer, token_ids: tuple[int, ...]) -> str:
-    return (tokenizer.id_to_token(token_ids[0]) or "") if token_ids else ""
-
-
-def _from_directory(path: Path) -> ModelTokenizer:
+def _from_directory(path: Path, generation_defaults: bool) -> ModelTokenizer:
     source = path / "tokenizer.json"
     if not source.exists():
         raise TokenizerError(
@@ -118,56 +184,134 @@ def _from_directory(path: Path) -> ModelTokenizer:
     # Files of models for embeddings ask for both, which would change prompts unseen.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _read_json(path / "tokenizer_config.json")
-    bos, eos = _special(config, "bos_token"), _special(config, "eos_token")
+
+    config = _tokenizer_config(path)
+    special_tokens = _special_tokens(config)
+    chat_template, tool_chat_template = _chat_templates(path, config)
     return ModelTokenizer(
         tokenizer=tokenizer,
         json_bytes=json_bytes,
-        chat_template=_chat_template(path, config),
-        bos_token=bos,
-        eos_token=eos,
-        eos_token_ids=_eos_ids(path, tokenizer, eos),
-        add_bos=bool(bos) and _adds_first(tokenizer, bos),
+        chat_template=chat_template,
+        tool_chat_template=tool_chat_template,
+        eos_token_ids=_eos_ids(path, tokenizer, special_tokens.get("eos_token", "")),
+        special_tokens=special_tokens,
+        sampling_defaults=_sampling_defaults(path) if generation_defaults else {},
     )
 
 
-def _adds_first(tokenizer: Tokenizer, bos_token: str) -> bool:
-    """Whether the tokenizer's own post-processor prepends the token."""
-    ids = tokenizer.encode("a", add_special_tokens=True).ids
-    return bool(ids) and ids[0] == tokenizer.token_to_id(bos_token)
+def _tokenizer_config(path: Path) -> Json:
+    """Return tokenizer_config.json; where that lists no added tokens, special_tokens_map.json
+    counts more, as in transformers."""
+    config = _read_json(path / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    return {**config, **_read_json(path / "special_tokens_map.json")}
 
 
-def _special(config: Json, name: str) -> str:
-    """Returns a special token's text from a string, or from an object with the text under
-    `content`."""
-    value = config.get(name)
+def _special_tokens(config: Json) -> dict[str, str]:
+    """Return the texts of special tokens: strings, or objects with the text under `content`."""
+    more = config.get("extra_special_tokens")
+    texts = {str(k): _text(value) for k, value in more.items()} if isinstance(more, dict) else {}
+    texts |= {name: _text(value) for name, value in config.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _text(value: object) -> str:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
 
 
-def _chat_template(path: Path, config: Json) -> str:
-    """The template in its own file, or in the configuration: one, or a list of named ones."""
-    file = path / "chat_template.jinja"
+def _chat_templates(path: Path, config: Json) -> tuple[str, str]:
+    """Return the template of conversations without tools and that of those with tools.
+
+    They are in files of their own or in the configuration, one or several by their names; empty
+    where there is none, or none of its own.
+    """
+    templates = _template_files(path) or _configured_templates(path, config)
+    if templates and "default" not in templates:
+        log.warning(f"%s: {_NO_DEFAULT}", path, sorted(templates))
+        return "", ""
+    return templates.get("default", ""), templates.get("tool_use", "")
+
+
+def _template_files(path: Path) -> dict[str, str]:
+    templates = {}
+    file = path / TEMPLATE_FILE
     if file.is_file():
-        return _read(file).decode()
+        templates["default"] = _read_text(file)
+    for file in sorted((path / TEMPLATE_FOLDER).glob("*.jinja")):
+        templates[file.stem] = _read_text(file)
+    return templates
+
+
+def _configured_templates(path: Path, config: Json) -> dict[str, str]:
     value = config.get("chat_template")
-    if isinstance(value, list):
-        named = {item["name"]: item["template"] for item in value}
-        value = named.get("default", "")
-    return value if isinstance(value, str) else ""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        # A list of objects, as it is written, or a mapping.
+        pairs = value.items() if isinstance(value, dict) else map(_named_template, value)  # type: ignore[call-overload]
+        templates = dict(pairs)
+    except (TypeError, KeyError) as error:
+        raise _odd_template(path) from error
+    if not all(isinstance(text, str) for text in templates.values()):
+        raise _odd_template(path)
+    return templates
+
+
+def _named_template(item: Mapping[str, str]) -> tuple[str, str]:
+    return item["name"], item["template"]
+
+
+def _odd_template(path: Path) -> TokenizerError:
+    return TokenizerError(
+        f"{path / 'tokenizer_config.json'}: chat_template is neither a text nor a list of objects "
+        "with name and template; fetch it again"
+    )
 
 
 def _eos_ids(path: Path, tokenizer: Tokenizer, eos_token: str) -> tuple[int, ...]:
-    """Reads the end tokens: of generation_config.json, else config.json, else the eos token."""
+    """Return the end tokens: those of generation_config.json, of config.json and the tokenizer's
+    own, all of them."""
+    token_ids = list[int]()
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list):
-            return tuple(int(item) for item in value)
-    token_id = tokenizer.token_to_id(eos_token) if eos_token else None
-    return () if token_id is None else (token_id,)
+        values = _read_json(path / name)
+        token_ids += _token_ids(path / name, values.get("eos_token_id"))
+        # Models for more than text have what is for text in a section.
+        section = values.get("text_config")
+        if isinstance(section, dict):
+            token_ids += _token_ids(path / name, section.get("eos_token_id"))
+    own = tokenizer.token_to_id(eos_token) if eos_token else None
+    return _each_once([*token_ids, *([] if own is None else [own])])
+
+
+def _token_ids(path: Path, value: object) -> list[int]:
+    """Return the tokens of an `eos_token_id`: none, one or several."""
+    token_ids = list[int]()
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise TokenizerError(
+                f"{path}: eos_token_id is {value!r}, neither a token id nor a list of them; "
+                "fetch it again"
+            )
+        token_ids.append(item)
+    return token_ids
+
+
+def _each_once(token_ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _sampling_defaults(path: Path) -> SamplingDefaults:
+    source = path / "generation_config.json"
+    try:
+        return sampling_defaults(_read_json(source))
+    except GenerationError as error:
+        raise TokenizerError(f"{source}: {error}") from error
 
 
 def _read(path: Path) -> bytes:
@@ -179,8 +323,15 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path}: not UTF-8 ({error}); fetch it again") from error
+
+
 def _read_json(path: Path) -> Json:
-    """Reads a JSON object; empty when the file is absent, for these files are optional."""
+    """Read a JSON object; empty when the file is absent, for these files are optional."""
     if not path.is_file():
         return {}
     try:

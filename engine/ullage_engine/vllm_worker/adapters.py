@@ -7,6 +7,7 @@ adapter that nobody uses.
 
 import logging
 import math
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from ullage_common.config.engine import AdapterSection
-from ullage_engine.model_loader.safetensors import weight_files
+from ullage_engine.model_loader.files import ADAPTER, read_safetensors_header, weight_files
 from ullage_engine.model_loader.source import resolve_adapter
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.vllm_worker.interface import AdapterError, Core
@@ -79,12 +80,15 @@ def adapter_folders(adapters: Iterable[AdapterSection], *, may_lack: bool) -> di
     """Finds the folders of adapters, by name; `may_lack`: leaves out those that it does not find.
 
     Raises:
-        WeightsError: a source is malformed or names no adapter's folder.
+        WeightsError: a source is malformed, names no adapter's folder, or its file is broken.
     """
     folders = {}
     for each in adapters:
         try:
-            folders[each.name] = str(resolve_adapter(each.source))
+            folder = resolve_adapter(each.source)
+            if os.path.lexists(folder / ADAPTER):
+                read_safetensors_header(folder / ADAPTER)
+            folders[each.name] = str(folder)
         except WeightsError as error:
             if not may_lack:
                 raise

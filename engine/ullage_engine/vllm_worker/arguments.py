@@ -1,4 +1,4 @@
-"""From Ullage's configuration to the arguments of `vllm.EngineArgs`: pure functions."""
+"""From Ullage's configuration and a checkpoint's folder to the arguments of `vllm.EngineArgs`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,9 +73,12 @@ def engine_args(
         "enable_prefix_caching": None,
         "scheduling_policy": "priority",
         "seed": 0,
+        # The server fills in what a request leaves out, for both engines.
+        "generation_config": "vllm",
         "disable_log_stats": True,
         "structured_outputs_config": {"backend": "guidance"},
         "worker_extension_cls": EXTENSION,
+        **_format_args(folder),
         **_chunk_args(chunk_tokens, batching.max_sequences),
         **_adapter_args(config, adapter_slots, is_cpu),
         **(_node_args(config, node) if node else {}),
@@ -88,6 +91,14 @@ def engine_args(
     else:
         arguments["gpu_memory_utilization"] = device_share
     return {**arguments, **config.vllm.args}
+
+
+def _format_args(folder: Path) -> dict[str, Any]:
+    """Return the arguments for the files that the native engine takes, too: beside those of
+    transformers vLLM would choose Mistral's own."""
+    names = {path.name for path in folder.glob("*.safetensors")}
+    own = {name for name in names if name.startswith("consolidated")}
+    return {"load_format": "safetensors"} if own and own != names else {}
 
 
 def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:

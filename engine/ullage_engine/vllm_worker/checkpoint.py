@@ -8,10 +8,11 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ullage_engine.model_loader.gguf_file import GgufHeader, check_gguf, join_parts
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ullage.engine.vllm")
 
 _UNFINISHED = "vllm.unfinished"
+_JOINED = "joined.gguf"
+"""Name of a split file's parts as one file, while it is converted."""
 _LOOK_S = 1.0
 """Seconds between two attempts to lock the folder."""
 
@@ -34,11 +37,12 @@ def checkpoint_folder(
     second while another engine of this host makes one.
 
     Raises:
-        WeightsError: the file cannot be converted, or there is no room.
+        WeightsError: a file is broken or cannot be converted, or there is no room.
     """
     if files.format == "directory":
         return files.path
-    target = folder / f"vllm-{_key(files.path, dtype)}"
+    headers = check_gguf(files.path)
+    target = folder / f"vllm-{_key([header.path for header in headers], dtype)}"
     if target.is_dir():
         return target
     try:
@@ -46,7 +50,7 @@ def checkpoint_folder(
         with (folder / "vllm.lock").open("wb") as lock:
             _acquire(lock, on_wait)
             if not target.is_dir():
-                _make(files.path, dtype, folder / _UNFINISHED, target)
+                _make(headers, dtype, folder / _UNFINISHED, target)
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "name a folder with more room" if is_full else "name a folder that it may write to"
@@ -82,12 +86,18 @@ def _acquire(lock: BinaryIO, on_wait: Callable[[], None]) -> None:
             time.sleep(_LOOK_S)
 
 
-def _make(path: Path, dtype: str, unfinished: Path, target: Path) -> None:
+def _make(headers: Sequence[GgufHeader], dtype: str, unfinished: Path, target: Path) -> None:
     if unfinished.exists():  # of a worker that was killed
         shutil.rmtree(unfinished)
     unfinished.mkdir()
     try:
+        path = headers[0].path
+        joined = unfinished / _JOINED
+        if len(headers) > 1:  # of which transformers would read the first alone
+            join_parts(headers, joined)
+            path = joined
         _convert(path, dtype, unfinished)
+        joined.unlink(missing_ok=True)
         unfinished.rename(target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -100,9 +110,10 @@ def _convert(path: Path, dtype: str, folder: Path) -> None:
 
     arguments: dict[str, Any] = {"gguf_file": path.name}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, dtype=getattr(torch, dtype), **arguments
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=getattr(torch, dtype), output_loading_info=True, **arguments
         )
+        _check_whole(path, loaded["missing_keys"])
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **arguments)
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         if getattr(error, "errno", None) is not None:  # of the system, and not of transformers
@@ -114,6 +125,15 @@ def _convert(path: Path, dtype: str, folder: Path) -> None:
         ) from error
     _save(model, folder)
     tokenizer.save_pretrained(folder)
+
+
+def _check_whole(path: Path, missing: Collection[str]) -> None:
+    """Refuse a file that lacks tensors of its model: transformers gives them random numbers."""
+    if missing:
+        raise WeightsError(
+            f"model.source: {path.name} lacks {len(missing)} tensors of its model, such as "
+            f"{min(missing)}; download it again, or name a folder with safetensors"
+        )
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:
@@ -131,7 +151,7 @@ def _save(model: "PreTrainedModel", folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _key(path: Path, dtype: str) -> str:
-    stat = path.stat()
-    text = f"{path.name} {stat.st_size} {stat.st_mtime_ns} {dtype}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _key(paths: Sequence[Path], dtype: str) -> str:
+    states = [(path.name, path.stat()) for path in paths]
+    listed = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in states]
+    return hashlib.sha256(" ".join([*listed, dtype]).encode()).hexdigest()[:16]

@@ -60,6 +60,8 @@ class VllmEngine:
         tiers: TierTransfers | None = None,
     ) -> None:
         """`clock` in seconds."""
+        self.on_failed_step: Callable[[Exception], object] = lambda _: None
+        """Called with the error of a step, after which vLLM is broken."""
         self.tiers = tiers
         self.throughput = ThroughputEstimator()
         self.reservations = reservations
@@ -211,10 +213,14 @@ class VllmEngine:
         Raises:
             Exception: vLLM's engine is broken; another worker resumes all requests.
         """
-        if any(step <= self._num_steps for step in self._faults):
-            raise OutOfMemoryFault("injected fault")
         started = self._clock()
-        outputs = self._core.step()
+        try:
+            if any(step <= self._num_steps for step in self._faults):
+                raise OutOfMemoryFault("injected fault")
+            outputs = self._core.step()
+        except Exception as error:
+            self.on_failed_step(error)
+            raise
         seconds = self._clock() - started
         self.reservations.on_step()
         # A step in which nothing was computed is no progress: the server looks for that.

@@ -16,6 +16,7 @@ from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.adapters import num_slots, slot_bytes
 from ullage_engine.vllm_worker.bindings import core as vllm_core
+from ullage_engine.vllm_worker.oom_backoff import Limits
 from ullage_engine.worker.device import (
     GpuAtStart,
     HostTier,
@@ -36,8 +37,15 @@ of adapters do."""
 class StartMemory:
     """The ledger of a start, on CPUs and GPUs."""
 
-    def __init__(self, config: EngineConfig, host_tier: HostTier | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        host_tier: HostTier | None = None,
+        limits: Limits = Limits(),  # noqa: B008 - immutable
+    ) -> None:
+        """`limits`: what is taken at most after memory ran out."""
         self._config = config
+        self._limits = limits
         self.host_tier = host_tier
         self._shared_bytes = 0
         """Resident bytes of this node's ranks that belong to the host tier."""
@@ -157,12 +165,19 @@ class StartMemory:
 
         self._record_model(used, adapter_bytes)
         ledger.reserve("staging", self._staging_bytes)
+        most = self._limits.kv_bytes
+        if most is not None:
+            # Not so much that the pool becomes smaller than it has to.
+            spare = max(0, ledger.available_bytes - reserve - most)
+            reserve += min(self._limits.reserve_bytes, spare)
         ledger.reserve("safety_reserve", reserve)
 
         share = ledger.available_bytes // self._num_ranks
         if share <= 0:
             raise ledger.shortage("kv_pool", 1 << 20)
         limit = config.memory.max_kv
+        if most is not None:
+            limit = min(limit, most // self._num_ranks)
         log.info("KV: %s are free a rank, at most %s are taken", mib(share), mib(limit))
         return [min(share, limit, share if self.is_cpu else size) for size in vllm_bytes]
 

@@ -1,4 +1,4 @@
-"""What Ullage adds to the processes of vLLM's ranks, and removes after them.
+"""What Ullage adds to the processes of vLLM's ranks.
 
 A request goes on where a former worker's output ended. vLLM's scheduler is told which tokens of a
 request are output, as of one that it has preempted. The model runner for CPUs gets only the prompt
@@ -6,21 +6,13 @@ of what is new to it, so it is told, too: penalties then count that output, and 
 sampling goes on instead of beginning again. The runner for GPUs needs no telling: it gets all
 tokens, and its noise is a function of seed and position.
 
-Each rank ends with the process that started it, and the files that killed ones leave in shared
-memory are removed at the next start.
+Each rank ends with the process that started it.
 """
 
-import contextlib
-import logging
 import multiprocessing
-import os
-import time
-from pathlib import Path
 from typing import Any, Self
 
 from ullage_engine.worker.loop import die_with_parent
-
-log = logging.getLogger("ullage.engine.vllm")
 
 RESUMED = "ullage_resumed"
 """Name under `extra_args` of a request's output so far, a list of token ids."""
@@ -30,13 +22,6 @@ EXTENSION = f"{__name__}.WorkerExtension"
 
 _LARGEST_DRAW = 1 << 31
 """Bound of the number that the sampler for CPUs draws for each token of a seeded request."""
-
-SHARED_MEMORY = Path("/dev/shm")
-_NAMES = ("psm_*", "sem.mp-*", "vllm_*", "nccl-*")
-"""What Python's shared memory and semaphores, vLLM's ranks on CPUs and NCCL call their files."""
-_NEW_S = 10.0
-"""Seconds that a file may be there before the process that made it maps it; it takes less than a
-millisecond."""
 
 
 class WorkerExtension:
@@ -125,43 +110,3 @@ class WorkerExtension:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
-
-
-def sweep(folder: Path = SHARED_MEMORY, processes: Path = Path("/proc")) -> list[str]:
-    """Removes the files that killed ranks left; returns their names.
-
-    Ring buffers between ranks take 240 MiB each once they are used, and a pod is charged with them
-    until it ends. Removed are this user's files of such names that no process maps.
-    Those of processes in another process namespace with the same `folder` are removed, too; what
-    they have mapped stays theirs.
-    """
-    old = time.time() - _NEW_S
-    unused: dict[Path, int] = {}
-    for path in sorted(path for name in _NAMES for path in folder.glob(name)):
-        with contextlib.suppress(FileNotFoundError):
-            stat = path.stat()
-            if stat.st_uid == os.geteuid() and stat.st_mtime < old:
-                unused[path] = stat.st_ino
-    mapped = _mapped_inodes(processes) if unused else set()
-    removed = []
-    for path, inode in unused.items():
-        if inode not in mapped:
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
-    if removed:
-        log.info("removed %d files that ended processes left in %s", len(removed), folder)
-    return removed
-
-
-def _mapped_inodes(processes: Path) -> set[int]:
-    """Returns the inodes of the files that processes map; nothing of those that may not be read,
-    which are not this user's.
-
-    Not their paths: a semaphore is made and mapped under another name than it gets.
-    """
-    inodes = set()
-    for path in processes.glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            # address, permissions, offset, device, inode, path
-            inodes |= {int(line.split(None, 5)[4]) for line in path.read_bytes().splitlines()}
-    return inodes

@@ -21,13 +21,6 @@ _ROUNDING = 1e-6
 
 
 @dataclass(slots=True)
-class _Reservation:
-    num_blocks: int
-    prefix: Prefix | None = None
-    """Cached blocks held for a request that vLLM has not started."""
-
-
-@dataclass(slots=True)
 class _Session:
     prefix: Prefix
     used_at: float
@@ -49,7 +42,13 @@ class Reservations:
         self._session_blocks = session_blocks
         self._session_idle_s = session_idle_s
         self._clock = clock
-        self._by_id: dict[str, _Reservation] = {}
+        self._reserved: dict[str, int] = {}
+        """Blocks of each reservation."""
+        self._prefixes: dict[str, Prefix] = {}
+        """Cached blocks held for requests that vLLM has not started."""
+        self._known_committed: float | None = None
+        self._known_reclaimable: float | None = None
+        """Sums over all reservations and sessions; None: blocks have changed hands since."""
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         """Sessions by key, the longest unused first."""
         self.num_withheld = 0
@@ -76,15 +75,16 @@ class Reservations:
 
     @property
     def _committed(self) -> float:
-        return sum(
-            max(0.0, each.num_blocks - self._held(request_id, each))
-            for request_id, each in self._by_id.items()
-        )
+        if self._known_committed is None:
+            self._known_committed = sum(self._due(*each) for each in self._reserved.items())
+        return self._known_committed
 
     @property
     def _reclaimable(self) -> float:
-        sessions = self._sessions.values()
-        return self._blocks.num_reclaimable([each.prefix for each in sessions]) if sessions else 0.0
+        if self._known_reclaimable is None:
+            prefixes = [each.prefix for each in self._sessions.values()]
+            self._known_reclaimable = self._blocks.num_reclaimable(prefixes) if prefixes else 0.0
+        return self._known_reclaimable
 
     @property
     def num_sessions(self) -> int:
@@ -96,25 +96,25 @@ class Reservations:
 
     def reserved(self, request_id: str) -> int:
         """Returns the blocks of a reservation, held ones included."""
-        return self._by_id[request_id].num_blocks
+        return self._reserved[request_id]
 
     # changes -------------------------------------------------------------------------------------
 
     def reserve(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
         """Reserves blocks for a request; False where they do not fit beside `spared` ones."""
-        assert request_id not in self._by_id, "reserved already"
+        assert request_id not in self._reserved, "reserved already"
         if num_blocks + spared > self.num_unreserved:
             return False
-        self._by_id[request_id] = _Reservation(num_blocks)
+        self._resize(request_id, num_blocks)
         self._make_free()
         return True
 
     def reserve_with_prefix(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
         """Reserves blocks for a request that vLLM has, less those that the prefix cache has of it,
         which are held from then on; False where they do not fit beside `spared` ones."""
-        assert request_id not in self._by_id, "reserved already"
-        prefix = self._blocks.hold_prefix(request_id)
-        self._by_id[request_id] = _Reservation(num_blocks, prefix)
+        assert request_id not in self._reserved, "reserved already"
+        self._prefixes[request_id] = self._hold_prefix(request_id)
+        self._resize(request_id, num_blocks)
         if self.num_unreserved < spared:
             self.release(request_id)
             return False
@@ -123,12 +123,11 @@ class Reservations:
 
     def extend(self, request_id: str, num_blocks: int) -> bool:
         """Raises a reservation to so many blocks, if it has fewer; False where they do not fit."""
-        reservation = self._by_id[request_id]
-        missing = num_blocks - reservation.num_blocks
+        missing = num_blocks - self._reserved[request_id]
         if missing > 0:
             if missing > self.num_unreserved:
                 return False
-            reservation.num_blocks = num_blocks
+            self._resize(request_id, num_blocks)
         self._make_free()
         return True
 
@@ -137,22 +136,21 @@ class Reservations:
         # Shared ones count as a whole: they become its own when the others slide past them.
         if self._blocks.num_in_tables(request_id) > num_blocks:
             return False
-        reservation = self._by_id[request_id]
-        reservation.num_blocks = min(num_blocks, reservation.num_blocks)
+        self._resize(request_id, min(num_blocks, self._reserved[request_id]))
         return True
 
     def release(self, request_id: str) -> None:
         """Ends a reservation; what the request holds is vLLM's to free. One without is no error."""
-        reservation = self._by_id.pop(request_id, None)
-        if reservation is not None and reservation.prefix is not None:
-            self._blocks.release(reservation.prefix)
+        # The request may have ended a moment ago, which gave blocks back.
+        self._forget_sums()
+        self._reserved.pop(request_id, None)
+        self._let_go(request_id)
 
     def on_step(self) -> None:
         """Lets go of prefixes whose requests have started and hold the blocks themselves."""
-        for request_id, each in self._by_id.items():
-            if each.prefix is not None and self._blocks.num_held(request_id):
-                self._blocks.release(each.prefix)
-                each.prefix = None
+        self._forget_sums()
+        for request_id in [each for each in self._prefixes if self._blocks.num_held(each)]:
+            self._let_go(request_id)
         # A request that slid past a block which a session holds needs another one.
         self._make_free()
 
@@ -162,12 +160,13 @@ class Reservations:
         """Holds the cached blocks of a request that has just ended, for the session's next."""
         if not self._session_blocks:
             return
-        prefix = self._blocks.hold_prefix(request_id)
+        prefix = self._hold_prefix(request_id)
         self._drop_session(key)
         if not 0 < prefix.num_blocks <= self._session_blocks or self._session_idle_s <= 0:
-            self._blocks.release(prefix)
+            self._release(prefix)
             return
         self._sessions[key] = _Session(prefix, self._clock())
+        self._forget_sums()
         self._make_free()
 
     def use_session(self, key: str) -> bool:
@@ -191,16 +190,50 @@ class Reservations:
             self._drop_session(key)
 
     def check_integrity(self) -> None:
-        """Asserts that every reserved block can be had."""
+        """Assert that every reserved block can be had, and that sums are those of a new walk."""
+        known = self._committed, self._reclaimable
+        self._forget_sums()
+        sums = self._committed, self._reclaimable
+        assert all(abs(one - other) < _ROUNDING for one, other in zip(known, sums, strict=True)), (
+            f"{known} were known, {sums} are right"
+        )
         assert self._blocks.num_free >= self.num_committed, (
             f"{self.num_committed} reserved, {self._blocks.num_free} free"
         )
 
     # --------------------------------------------------------------------------------------------
 
-    def _held(self, request_id: str, reservation: _Reservation) -> float:
+    def _forget_sums(self) -> None:
+        """Have the sums taken again when they are asked for, since blocks change hands: in a step,
+        at an end, or as a prefix is held or given back."""
+        self._known_committed = self._known_reclaimable = None
+
+    def _due(self, request_id: str, num_blocks: int) -> float:
+        """Return how many of so many blocks a request does not hold yet."""
         held = self._blocks.num_held(request_id)
-        return held or (reservation.prefix.num_held if reservation.prefix else 0)
+        if not held and (prefix := self._prefixes.get(request_id)):
+            held = prefix.num_held
+        return max(0.0, num_blocks - held)
+
+    def _resize(self, request_id: str, num_blocks: int) -> None:
+        """Make a reservation one of so many blocks, and of none before if there was none."""
+        if self._known_committed is not None:
+            before = self._due(request_id, self._reserved.get(request_id, 0))
+            self._known_committed += self._due(request_id, num_blocks) - before
+        self._reserved[request_id] = num_blocks
+
+    def _hold_prefix(self, request_id: str) -> Prefix:
+        self._forget_sums()
+        return self._blocks.hold_prefix(request_id)
+
+    def _let_go(self, request_id: str) -> None:
+        """Give back the prefix that is held for a request, if one is."""
+        if prefix := self._prefixes.pop(request_id, None):
+            self._release(prefix)
+
+    def _release(self, prefix: Prefix) -> None:
+        self._forget_sums()
+        self._blocks.release(prefix)
 
     def _make_free(self) -> None:
         """Ends the longest unused sessions until reserved blocks are free and not only
@@ -211,4 +244,4 @@ class Reservations:
     def _drop_session(self, key: str) -> None:
         session = self._sessions.pop(key, None)
         if session is not None:
-            self._blocks.release(session.prefix)
+            self._release(session.prefix)

@@ -13,12 +13,16 @@ import msgspec
 from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
-from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.memory.ledger import Ledger
+from ullage_common.request_cost import CacheGroup, MemoryProfile, sample_blocks
+from ullage_common.wire.fingerprint import Fingerprint, fingerprint_of
+from ullage_engine.memory.ledger import Ledger, mib
+from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.memory.pressure import FreeMemoryMonitor
-from ullage_engine.model_loader.loader import source_key
+from ullage_engine.model_loader import digest
+from ullage_engine.model_loader.files import check_for_vllm
+from ullage_engine.model_loader.loader import check_unchanged, source_key
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.errors import WeightsError, WorkerStartError
+from ullage_engine.protocol.errors import MemoryShortError, WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
@@ -27,12 +31,14 @@ from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder, written_bytes
 from ullage_engine.vllm_worker.engine import VllmEngine
+from ullage_engine.vllm_worker.fingerprint import Backend, adapter_facts, engine_facts
 from ullage_engine.vllm_worker.group import lead
 from ullage_engine.vllm_worker.interface import AdapterError
 from ullage_engine.vllm_worker.memory import StartMemory
-from ullage_engine.vllm_worker.ranks import sweep
+from ullage_engine.vllm_worker.oom_backoff import OomBackoff, Taken
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
+from ullage_engine.vllm_worker.shared_memory import SharedMemory, shared_memory_of
 from ullage_engine.vllm_worker.tiers import TiersRefusedError
 from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.grammar import GrammarError, vocabulary
@@ -60,8 +66,15 @@ class Started:
     name: str
     """Name by which clients ask for the model."""
     ranks: list[RankPlace]
+    fingerprint: Fingerprint
+    """What decides the bits of its answers."""
+    shared_memory: SharedMemory
+    backoff: OomBackoff
     kv_space: bytes = b""
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
+    num_oom_events: int = 0
+    """Shortages before this worker that no worker has counted. One of this worker's ends it, and
+    its loop counts that."""
 
     def state(self) -> WorkerState:
         """Measures memory and load; ends idle sessions and withholds KV that others took.
@@ -80,7 +93,7 @@ class Started:
             decode_tokens_per_second=engine.throughput.decode_tokens_per_second,
             prefill_tokens_per_second=engine.throughput.prefill_tokens_per_second,
             step_seconds=engine.throughput.step_seconds,
-            num_oom_events=0,  # the first ends this worker, whose loop reports it
+            num_oom_events=self.num_oom_events,
             releases=engine.releases(),
             ledger=self.ledger.states(),
             rss_bytes=self.used_bytes(),
@@ -96,6 +109,7 @@ class Started:
             dtype=self.core.dtype,
             ranks=self.ranks,
             task=self.core.task,
+            fingerprint=self.fingerprint,
             kv_space=self.kv_space,
             # vLLM starts a request with what its connector has then, and computes the rest.
             computes_beside_loads=False,
@@ -106,12 +120,27 @@ class Started:
         """Log the device map and the served model."""
         for place in self.ranks:
             log.info("%s", place)
-        facts = {"dtype": self.core.dtype, "max_model_len": self.max_model_len}
+        facts = {
+            "dtype": self.core.dtype,
+            "max_model_len": self.max_model_len,
+            "fingerprint": self.fingerprint.digest,
+        }
         log.info("worker serves %s with vLLM %s", self.name, vllm_core.VERSION, extra=facts)
+
+    def on_failed_step(self, error: Exception) -> None:
+        """Note why this worker ends, for the next one.
+
+        Raises:
+            MemoryShortError: memory ran out, and other processes have some of the device's.
+        """
+        self.backoff.on_failed_step(error)
+        if is_out_of_memory(error) and (missing := self.free_memory.missing_bytes()):
+            raise MemoryShortError(f"others took {mib(missing)} of the device") from error
 
     def stop(self) -> None:
         """Ends the processes of other ranks."""
         self.core.close()
+        self.shared_memory.close()
 
 
 def start(
@@ -131,17 +160,36 @@ def start(
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
-    _prepare(config)
-    memory = StartMemory(config, host_tier)
+    shared_memory = _prepare(config)
+    backoff = OomBackoff(Path(config.server.run_dir))
+    try:
+        return _start(config, report, host_tier, is_restart, shared_memory, backoff)
+    except Exception as error:
+        backoff.on_failed_start(error)
+        raise
+
+
+def _start(
+    config: EngineConfig,
+    report: Report,
+    host_tier: HostTier | None,
+    is_restart: bool,
+    shared_memory: SharedMemory,
+    backoff: OomBackoff,
+) -> Started:
+    memory = StartMemory(config, host_tier, backoff.limits)
     nodes = config.group.nodes
     node = lead(config.group, report, memory.rank_bytes) if nodes > 1 else None
     weights_dir = Path(config.server.weights_dir)
     progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():
-        core, max_model_len = _load(config, memory, progress, node, is_restart)
+        core, max_model_len, weights_digest = _load(config, memory, progress, node, is_restart)
+    if chunk_tokens := backoff.limits.chunk_tokens:
+        core.limit_chunk(chunk_tokens)
     core.probe()
     memory.settle(core)
     profile = _profile(core, config)
+    backoff.took(_taken(core, profile))
     reservations = Reservations(
         core.blocks,
         session_blocks=profile.session_kv_bytes // profile.block_bytes
@@ -151,7 +199,8 @@ def start(
         clock=time.monotonic,
     )
     limits = _limits(core, config, memory)
-    kv_space = _kv_space(core, config, profile, host_tier) if host_tier else b""
+    facts = _facts(core, config, weights_digest(progress.repeat))
+    kv_space = _kv_space(core, facts, profile, host_tier) if host_tier else b""
     tiers = None
     if kv_space:
         tiers = core.use_tiers(kv_space, profile.block_tokens, profile.block_bytes)
@@ -159,7 +208,7 @@ def start(
     engine = VllmEngine(core, profile, limits, reservations, tiers=tiers)
     if not is_restart:
         _check_adapters(engine, limits.adapters, report)
-    return Started(
+    started = Started(
         engine=engine,
         core=core,
         ledger=memory.ledger,
@@ -174,7 +223,26 @@ def start(
         max_model_len=max_model_len,
         name=config.model.name,
         ranks=core.ranks,
+        fingerprint=fingerprint_of(facts | adapter_facts(config)),
+        shared_memory=shared_memory,
+        backoff=backoff,
         kv_space=kv_space,
+        num_oom_events=backoff.take_unreported(),
+    )
+    engine.on_failed_step = started.on_failed_step
+    return started
+
+
+def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
+    """Return what a start took, by which the next one takes less if memory runs out."""
+    longest = core.max_model_len + core.lookahead_tokens
+    # One block is never given out.
+    num_blocks = sample_blocks(profile, longest) + 1 if profile.block_bytes else 0
+    return Taken(
+        kv_bytes=core.pool_bytes,
+        least_kv_bytes=min(core.pool_bytes, num_blocks * core.block_bytes),
+        chunk_tokens=core.chunk_tokens,
+        least_chunk_tokens=max((each.block_tokens for each in core.groups), default=0),
     )
 
 
@@ -198,11 +266,12 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
-    _prepare(config)
+    _prepare(config, node.rank)
     # Ranks read them where the leader does, which says so if one cannot.
     adapter_folders(config.adapters, may_lack=True)
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
+    check_for_vllm(files, config.vllm.args)
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
     memory = StartMemory(config)
     memory.plan_adapters(folder, dtype, rank_bytes)
@@ -211,8 +280,10 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     vllm_core.compute(vllm_core.make_config(given, headless=True))
 
 
-def _prepare(config: EngineConfig) -> None:
+def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
     """Checks what can be checked before anything is loaded, and clears what killed ranks left.
+
+    `node`: this one's number in the engine.
 
     Raises:
         WorkerStartError: this vLLM does not take the configuration.
@@ -220,7 +291,11 @@ def _prepare(config: EngineConfig) -> None:
     vllm_core.check_version()
     arguments.check(config)
     vllm_core.check_device(config.device)
-    sweep()
+    shared_memory = shared_memory_of(config.server, node)
+    shared_memory.sweep()
+    if config.gpus > 1:
+        shared_memory.watch()
+    return shared_memory
 
 
 def _load(
@@ -229,12 +304,17 @@ def _load(
     progress: "_Progress",
     node: Node | None,
     is_restart: bool,
-) -> tuple[vllm_core.VllmCore, int]:
-    """Returns vLLM's engine and the longest sequence of the model as configured, tokens."""
+) -> tuple[vllm_core.VllmCore, int, digest.Wait]:
+    """Returns vLLM's engine, the longest sequence of the model as configured, tokens, and what
+    waits for the digest of its weights."""
     progress.begin("weights")
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
-    folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir), progress.repeat)
+    check_for_vllm(files, config.vllm.args)
+    key = source_key(files, "load")
+    weights_dir = Path(config.server.weights_dir)
+    folder = checkpoint_folder(files, dtype, weights_dir, progress.repeat)
+    weights_digest = digest.begin(partial(digest.model_digest, files, weights_dir))
     adapters = adapter_folders(config.adapters, may_lack=is_restart)
     memory.plan_adapters(folder, dtype, memory.rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
@@ -250,7 +330,8 @@ def _load(
         partial(_load_vocabulary, files.path),
         progress.begin,
     )
-    return core, max_model_len
+    check_unchanged(files, source_key(files, "load"), key)
+    return core, max_model_len, weights_digest
 
 
 def _check_adapters(engine: VllmEngine, names: tuple[str, ...], report: Report) -> None:
@@ -308,13 +389,24 @@ def _profile(core: vllm_core.VllmCore, config: EngineConfig) -> MemoryProfile:
     )
 
 
+def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict[str, str]:
+    """Return what decides the bits of answers without adapters; `weights`: digest of the files."""
+    backend = Backend(
+        version=vllm_core.VERSION,
+        device="cpu" if vllm_core.is_cpu() else "cuda",
+        processor=vllm_core.processor(),
+        dtype=core.dtype,
+    )
+    return engine_facts(config, resolve_source(config.model.source), weights, backend)
+
+
 def _kv_space(
-    core: vllm_core.VllmCore, config: EngineConfig, profile: MemoryProfile, host_tier: HostTier
+    core: vllm_core.VllmCore, facts: dict[str, str], profile: MemoryProfile, host_tier: HostTier
 ) -> bytes:
     """Returns the namespace of the KV that is kept outside the device: all that the bytes of a
     block depend on beside its tokens. Empty: none is kept."""
     try:
-        block_bytes, facts = core.tier_format()
+        block_bytes, block_format = core.tier_format()
     except TiersRefusedError as error:
         log.info("memory.tiers: the model's KV stays on its device: %s", error)
         return b""
@@ -323,21 +415,13 @@ def _kv_space(
         return b""
     if host_tier.num_bytes < profile.block_bytes:
         return b""
-    model = config.model
     return namespace(
         {
-            "weights": source_key(resolve_source(model.source), f"vllm {model.quantization}"),
-            "dtype": core.dtype,
-            "kv_dtype": model.kv_dtype,
-            "max_model_len": model.max_model_len,
-            "vllm": vllm_core.VERSION,
-            # They may say how positions are computed, and much else.
-            "args": config.vllm.args,
+            # Requests of adapters keep no KV there.
+            "fingerprint": fingerprint_of(facts).digest,
             "block_tokens": profile.block_tokens,
             "block_bytes": block_bytes,
-            "tensor": config.parallelism.tensor,
-            "device": "cpu" if vllm_core.is_cpu() else "cuda",
-            "format": facts,
+            "format": block_format,
         }
     )
 

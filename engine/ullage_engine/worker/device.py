@@ -16,6 +16,7 @@ from ullage_common.process.cores import usable_cores
 from ullage_common.process.memory import container_limit, free_bytes, trim_heap, usable_bytes
 from ullage_engine.gpu.nvml import Gpu, Nvml, NvmlUnavailableError
 from ullage_engine.kernels import triton
+from ullage_engine.kernels.first_calls import make_first_calls
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.memory.shared_device import (
     allocator_fraction,
@@ -34,6 +35,8 @@ _PAGE = 4096
 _MIB = 1 << 20
 _IDLE_BYTES = 2048 * _MIB
 """Bytes of a GPU that may be in use, by the driver too, while nothing is worth waiting for."""
+_HOST_PROBE_BYTES = 8 << 20
+"""Bytes whose allocation shows that a step which ran out of host memory may be tried again."""
 _PROBE_BYTES = 40 * _MIB
 _PROBE_STEP = 2 * _MIB
 _PROBE_SIZES = 64
@@ -128,6 +131,7 @@ def prepare_device(config: EngineConfig, rank: int) -> torch.device:
             f"device: cuda is asked for, but torch finds no GPU: {_why_no_gpu()}"
         )
     torch.set_num_threads(config.server.threads or max(1, usable_cores() // config.gpus))
+    make_first_calls()
     device = torch.device("cpu")
     if has_cuda and config.device != "cpu":
         device = _cuda_device(config, rank)
@@ -383,7 +387,7 @@ class Workspace:
         Call it outside the handler of the error, whose frames keep the step's tensors alive.
         """
         if self._device.type != "cuda":
-            return True
+            return _has_host_memory()
         if not self._take_back():
             return False
         if self._meter.free_bytes() >= _FREE_FOR_LIBRARIES:
@@ -407,11 +411,13 @@ class Workspace:
         return True
 
 
-def processor_of(device: torch.device) -> str:
-    """Names what decides in which order and precision a device computes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return torch.backends.cpu.get_cpu_capability()
+def _has_host_memory() -> bool:
+    """Return whether the allocator gets memory from the host, or has some that was freed."""
+    try:
+        torch.empty(_HOST_PROBE_BYTES, dtype=torch.uint8)
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:

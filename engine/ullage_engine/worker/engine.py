@@ -52,7 +52,14 @@ from ullage_engine.memory.out_of_memory import is_device_lost, is_out_of_memory
 from ullage_engine.protocol.errors import MemoryShortError
 from ullage_engine.protocol.messages import EngineRequest, Rejected, RequestFailed, TokenOutput
 from ullage_engine.protocol.request_events import RequestEvents
-from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, Moves, SampledToken, StepPlan
+from ullage_engine.protocol.step_plan import (
+    NO_TOKEN,
+    NOTHING_ALLOWED,
+    Chunk,
+    Moves,
+    SampledToken,
+    StepPlan,
+)
 from ullage_engine.scheduler.beam_search import BeamSearches
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler
@@ -382,12 +389,13 @@ class EngineCore:
         return sampled
 
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Returns the tokens of the step; gives up requests that have none, before it is committed.
+        """Return the tokens of the step; give up requests that have none, before it is committed.
 
-        Their KV may be damaged as well, so what is cached of it goes with them, and everything
-        that is cached where it happens again soon. That holds for what was cancelled meanwhile,
-        too, of which only nobody is told.
+        KV of those whose logits are NaN may be damaged as well, so what is cached of it goes with
+        them, and everything that is cached where it happens again soon. That holds for what was
+        cancelled meanwhile, too, of which only nobody is told.
         """
+        sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
         for request_id in damaged:
             is_awaited = self.scheduler.is_awaited(request_id)
@@ -409,6 +417,22 @@ class EngineCore:
             self.scheduler.evict_all()
         self._damaged_at = num_steps
         return [each for each in sampled if each.token_id != NO_TOKEN]
+
+    def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
+        """Return the tokens of the step; give up requests that rule out every token."""
+        refused = dict.fromkeys(
+            each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
+        )
+        if not refused:
+            return sampled
+        for request_id in refused:
+            if self.scheduler.is_awaited(request_id):
+                self._give_up(
+                    request_id,
+                    "no token may come next: its grammar (response_format, tools), min_tokens and "
+                    "logit_bias together rule out every one; loosen one of them",
+                )
+        return [each for each in sampled if each.request_id not in refused]
 
     def _give_up(self, request_id: str, message: str) -> None:
         self.scheduler.cancel(request_id)

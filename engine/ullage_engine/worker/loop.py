@@ -4,7 +4,8 @@ A worker connects to the server's socket, loads, says Ready, and steps as long a
 ends with the server: by Shutdown, or killed by the kernel when the server is gone.
 
 exit status: 0 after Shutdown or when the server is gone, 1 an unforeseen error, 2 wrong
-configuration or model, 3 another rank is gone, 5 other processes hold memory that steps need
+configuration or model, 3 another rank is gone, 5 other processes hold memory that steps need, 6 a
+rank ran out of memory, 7 the start computes otherwise than one that was verified
 """
 
 import argparse
@@ -33,10 +34,13 @@ from ullage_engine.memory.pressure import PressureController
 from ullage_engine.protocol.errors import (
     GROUP_LOST,
     MEMORY_SHORT,
+    OUT_OF_MEMORY,
+    UNPROVEN,
     GroupLostError,
     MemoryShortError,
     WeightsError,
     WorkerStartError,
+    is_unproven,
     one_line,
 )
 from ullage_engine.protocol.frames import connect
@@ -85,6 +89,9 @@ _COMPILED_S = 0.005
 """Seconds between an idle worker's looks whether a grammar is compiled."""
 _EMPTY_STEP_S = 0.005
 """Seconds to wait for messages after a step in which nothing could be computed."""
+DRAIN_S = 0.02
+"""Seconds for which messages are taken between two steps: the rest of a flood waits for its turn,
+and decodes do not wait for the flood."""
 
 
 class ServerGoneError(Exception):
@@ -213,7 +220,10 @@ class Worker:
         batching: BatchingSection,
         link: Link,
         pressure: PressureController,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock`: seconds; requests are taken and waited for by it."""
+        self._clock = clock
         self._started = started
         self._engine = started.engine
         self._batching = batching
@@ -304,7 +314,8 @@ class Worker:
             self._engine.events.forget(failed.request_id, "failed")
 
     def _take_messages(self) -> None:
-        """Takes all messages there are; waits for one only when there is nothing to compute.
+        """Takes the messages there are, for at most `DRAIN_S`; waits for one only when there is
+        nothing to compute.
 
         A lone request starts at once. When two or more came together more are likely on their way,
         and a step shared with them is cheaper than a step before them: so wait for the rest, at
@@ -318,18 +329,24 @@ class Worker:
         if num_submitted < 2 or self._engine.has_decodes:
             return
         window = self._batching.decode_window if is_busy else self._batching.prefill_window
-        deadline = time.monotonic() + window
-        while (remaining_s := deadline - time.monotonic()) > 0 and self._drain(remaining_s):
+        deadline = self._clock() + window
+        while (remaining_s := deadline - self._clock()) > 0 and self._drain(remaining_s):
             pass
 
     def _drain(self, timeout_s: float) -> int:
-        """Takes messages until none is there, waiting for the first; returns how many were
-        requests."""
+        """Take messages until none is there or `DRAIN_S` have passed since the first, which is
+        waited for; return how many were requests."""
+        message = self._link.receive(timeout_s)
+        deadline = self._clock() + DRAIN_S
         num_submitted = 0
-        while (message := self._link.receive(timeout_s)) is not None:
-            timeout_s = 0.0
+
+        while message is not None:
             num_submitted += isinstance(message, Submit)
             self._take(message)
+            if self._clock() >= deadline:
+                break
+            message = self._link.receive(0.0)
+
         return num_submitted
 
     def _take(self, message: ToWorker) -> None:
@@ -488,6 +505,10 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
     except ServerGoneError:
         raise
     except Exception as error:
+        if is_unproven(error):
+            log.error("this worker ends before it serves: %s", error)
+            link.send(StartFailed(error=str(error), may_retry=True, is_unproven=True))
+            return UNPROVEN
         log.exception("the worker cannot start")
         link.send(StartFailed(error=one_line(error), may_retry=True))
         return 1
@@ -500,11 +521,17 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
         started.engine.events.trace_to(tracer)
     try:
         Worker(started, config.batching, link, PressureController(config.degrade)).run()
-    except GroupLostError:
+    except GroupLostError as error:
         log.exception("the group of ranks is lost")
-        return GROUP_LOST
+        cause = error.__cause__
+        is_short = cause is not None and is_out_of_memory(cause)
+        return OUT_OF_MEMORY if is_short else GROUP_LOST
     except MemoryShortError as error:
         log.error("this worker ends, and the next one goes on with its requests: %s", error)
+        return MEMORY_SHORT
+    except MemoryError:
+        # Of the host, outside of what steps have set aside.
+        log.exception("this worker ends, since the host has no memory for it")
         return MEMORY_SHORT
     finally:
         started.stop()

@@ -6,6 +6,7 @@ together.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import torch
 
+import ullage_engine
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.memory import free_bytes
+from ullage_common.wire.fingerprint import Fingerprint, fingerprint_of
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.kernels.kv_pool import LAYOUT_VERSION, kv_block_bytes
 from ullage_engine.kernels.ranges import ranges
@@ -23,6 +26,8 @@ from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, load_weights
+from ullage_engine.model_loader.proof import Proof, ProofFile, code_digest
+from ullage_engine.native.library import instruction_set
 from ullage_engine.parallel.layout import (
     LayoutError,
     RankLayout,
@@ -40,8 +45,9 @@ from ullage_engine.protocol.messages import Loading
 from ullage_engine.quantization.formats import Encoding
 from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.runner.model_runner import ModelRunner
+from ullage_engine.runner.proof import take_proof, tolerance
 from ullage_engine.runner.step_graphs import CudaCapture, NewCapture
-from ullage_engine.scheduler.sequence import SchedulerLimits
+from ullage_engine.scheduler.sequence import PromptCost, SchedulerLimits
 from ullage_engine.worker.device import (
     HostTier,
     MemoryMeter,
@@ -52,9 +58,15 @@ from ullage_engine.worker.device import (
     open_driver,
     open_ledger,
     prepare_device,
-    processor_of,
     reserve_for_others,
     touch_pages,
+)
+from ullage_engine.worker.fingerprint import (
+    build_digest,
+    canonical_order,
+    digest_of,
+    processor_of,
+    yes_or_no,
 )
 from ullage_engine.worker.rank_group import Report
 from ullage_kv import Arena, namespace
@@ -70,10 +82,29 @@ _PREFILL_S = 0.5
 """Seconds that a step with a prompt's first tokens may take, since decodes wait for them; where the
 configuration says nothing and chunks change no answer."""
 _LEAST_CHUNK_TOKENS, _CHUNK_UNIT = 128, 64
+_DEEP_TOKENS = 64
+"""Prompt tokens whose time is measured at a prompt's beginning and behind a long context."""
+_DEEP_CONTEXT = 4096
+"""Tokens of that context, or what the longest sequence has."""
+_SHALLOW_CONTEXT = 256
+"""Tokens of context whose reading is too short to be seen."""
+_DEADLINE_SHARE = 0.25
+"""Share of limits.step_deadline that the prompt tokens of one step take at most."""
 _DECODE_READ_S = 0.1
 """Seconds that the decodes of one step may read KV, so that a new prompt waits no longer for
 them."""
 _ANY_CONTEXT = 1 << 40
+
+_COMPUTING_ROOMS = (
+    "kernels",
+    "layers",
+    "model_config",
+    "native",
+    "parallel",
+    "quantization",
+    "runner",
+)
+"""Folders of the engine whose code decides bits."""
 
 _TRANSFER_TIMEOUT_S = 60.0
 """Least seconds after which a transfer between ranks has failed; the server looks sooner."""
@@ -85,6 +116,29 @@ def chunk_tokens(token_s: float, most: int) -> int:
     get slower, and at most `most`."""
     fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
     return min(max(fitting, _LEAST_CHUNK_TOKENS), most)
+
+
+def measured_cost(
+    token_s: float, context_s: float, tokens: int, deadline_s: float, *, is_free: bool
+) -> PromptCost:
+    """Return what prompt tokens cost by their position, and what all of one step may cost.
+
+    Args:
+        token_s: seconds of one token at a prompt's beginning.
+        context_s: seconds more for each token of context that it attends to.
+        tokens: prompt tokens of a step at a prompt's beginning.
+        deadline_s: seconds after which a worker without an end of its step hangs.
+        is_free: whether a step deep in a prompt computes fewer tokens as soon as decodes would wait
+            longer for it than for one at the beginning. Otherwise it does so only for the deadline.
+    """
+    if token_s <= 0.0:
+        return PromptCost()
+
+    cost = PromptCost(token_s / context_s if context_s > 0.0 else math.inf)
+    budget = _DEADLINE_SHARE * deadline_s / token_s
+    if is_free:
+        budget = min(budget, max(cost.of(0, tokens), _PREFILL_S / token_s))
+    return replace(cost, step_budget=budget)
 
 
 class RankStartup:
@@ -122,6 +176,12 @@ class RankStartup:
         """Tokens of context that the decodes of one step may read, measured by `finalize`."""
         self.prompt_tokens = 0
         """Most prompt tokens of one step; `finalize` measures it or takes what is configured."""
+        self.prompt_cost = PromptCost()
+        """Their cost by position, measured by `finalize`."""
+        self.longest_step_s = 0.0
+        """Seconds that a step takes at most, as measured by `finalize`."""
+        self.proof: Proof | None = None
+        """What this rank computes, from `finalize` on."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -134,6 +194,12 @@ class RankStartup:
         """The key of the prepared weights, which all ranks of a group share."""
         assert self._loaded is not None, "load comes first"
         return self._loaded.key
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The weights that this rank computes with."""
+        assert self._loaded is not None, "load comes first"
+        return self._loaded
 
     @property
     def runner(self) -> ModelRunner:
@@ -336,9 +402,16 @@ class RankStartup:
         progress(size, size)
         self._check_prices(size)
 
-    def finalize(self) -> None:
+    def finalize(self, *, verifies: bool = False) -> None:
         """Runs the largest steps on the pool, which may lie where the first warm-up had its
-        temporaries: they get their place now, or the first requests would. Ends the ledger."""
+        temporaries: they get their place now, or the first requests would. Proves the rank's
+        arithmetic, and ends the ledger.
+
+        `verifies`: no start has proven the same before.
+
+        Raises:
+            ProofError: what is computed twice differs.
+        """
         self.runner.run_largest()
         if self.config.cuda_graphs:
             log.info("%d steps of decodes are CUDA graphs", self.runner.num_graphs)
@@ -347,20 +420,49 @@ class RankStartup:
             self.decode_tokens = max(GATHER_TOKENS, round(_DECODE_READ_S / seconds))
         if self.rank == 0:
             log.info("a step's decodes read at most %d tokens of context", self.decode_tokens)
-        self.prompt_tokens = self._prompt_tokens()
+        self._measure_prompts()
+        self.proof = take_proof(
+            self.runner, self.loaded.tensors, self.proof_tolerance, verifies=verifies
+        )
         self._settle_workspace()
         enforce_ledger(self.ledger, self.device, self.meter)
         self._workspace = Workspace(self.device, self.meter)
 
-    def _prompt_tokens(self) -> int:
+    def _measure_prompts(self) -> None:
+        """Measure what prompt tokens cost, and decide how many of them a step computes where."""
         most = self.limits.prompt_tokens
+        measured = min(_LEAST_CHUNK_TOKENS, most)
+        token_s = self.runner.measure_prompt_seconds(measured) / measured
+        context_s = self._measure_context()
+
+        # Where chunks change no answer, and nobody says how large they are.
         is_free = self.config.batching.prefill_chunk_tokens is None and not self.library_refusal
-        if not is_free or most <= _LEAST_CHUNK_TOKENS:
-            return most
-        seconds = self.runner.measure_prompt_seconds(_LEAST_CHUNK_TOKENS) / _LEAST_CHUNK_TOKENS
-        tokens = chunk_tokens(seconds, most)
-        log.info("a step computes at most %d prompt tokens", tokens)
-        return tokens
+        self.prompt_tokens = chunk_tokens(token_s, most) if is_free else most
+        deadline_s = self.config.limits.step_deadline
+        cost = measured_cost(token_s, context_s, self.prompt_tokens, deadline_s, is_free=is_free)
+        self.prompt_cost = cost
+
+        deepest = cost.of(self.max_model_len - self.prompt_tokens, self.prompt_tokens)
+        rows = min(deepest, cost.step_budget) + self.limits.max_sequences
+        self.longest_step_s = rows * token_s + _DECODE_READ_S
+        if self.rank:
+            return
+
+        log.info("a step computes at most %d prompt tokens", self.prompt_tokens)
+        if cost.even_context < self.max_model_len:
+            tokens = round(cost.even_context)
+            log.info("a prompt token behind %d others costs twice as much as the first", tokens)
+
+    def _measure_context(self) -> float:
+        """Measure the seconds that a token of context costs each prompt token behind it."""
+        tokens = min(_DEEP_TOKENS, self.limits.prompt_tokens)
+        context = min(_DEEP_CONTEXT, self.max_model_len - tokens)
+        if context < _SHALLOW_CONTEXT:
+            return 0.0
+
+        first = self.runner.measure_prompt_seconds(tokens)
+        deep = self.runner.measure_prompt_seconds(tokens, context)
+        return max(0.0, deep - first) / (tokens * context)
 
     def close(self) -> None:
         """Ends the transfers to other ranks."""
@@ -498,6 +600,39 @@ class RankStartup:
         own = rank_model_config(self.model_config, self.layout, rank)
         return kv_block_bytes(own, limits.block_tokens, self.kv_itemsize, windowed=limits.windowed)
 
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What decides the bits of the group's answers, the same after every restart."""
+        assert self._loaded is not None, "load comes first"
+        layout, encodings = self.layout, self._loaded.encodings.values()
+        is_fp8 = self.config.model.kv_dtype == "fp8"
+        facts = {
+            "engine": "ullage",
+            "weights": self._loaded.content[:32],
+            "model_config": digest_of(self.model_config),
+            "dtype": dtype_name(self.dtype),
+            "kv_dtype": "float8" if is_fp8 else dtype_name(self.kv_type),
+            "quantization": "+".join(sorted({each.format for each in encodings})) or "none",
+            "deterministic": yes_or_no(self.config.model.deterministic),
+            "ranks": f"tensor {layout.tensor}, pipeline {layout.pipeline}",
+            "device": self.device.type,
+        }
+        # On CPUs the library at least samples.
+        order = canonical_order() if self.device.type == "cpu" else ""
+        facts["build"] = build_digest(with_library=bool(order))
+        if order:
+            facts["order"] = order
+        if not self.library_refusal:
+            facts["computed_by"] = "library"
+            return fingerprint_of(facts)
+        # Other processors, and other numbers of threads, round otherwise.
+        facts["computed_by"] = "torch"
+        facts["torch"] = str(torch.__version__)
+        facts["processor"] = processor_of(self.device)
+        if self.device.type == "cpu":
+            facts["threads"] = str(torch.get_num_threads())
+        return fingerprint_of(facts)
+
     @property
     def kv_space(self) -> bytes:
         """Namespace of this group's KV outside the device; empty: there is no host tier, or it
@@ -506,24 +641,49 @@ class RankStartup:
             return b""
         if not self.config.memory.prefix_cache:
             return b""
-        layout, limits = self.layout, self.step_limits
         return namespace(
             {
                 "layout": LAYOUT_VERSION,
-                "weights": self._loaded.content if self._loaded else "",
-                "dtype": dtype_name(self.dtype),
-                "kv_itemsize": self.kv_itemsize,
-                "library": not self.library_refusal,
-                "block_tokens": limits.block_tokens,
+                "fingerprint": self.fingerprint.digest,
+                "block_tokens": self.step_limits.block_tokens,
                 "block_bytes": self.block_bytes,
                 "window_tokens": self.window_tokens,
-                "tensor": layout.tensor,
-                "pipeline": layout.pipeline,
-                # Other processors round otherwise, which only these steps promise not to show.
-                "deterministic": processor_of(self.device) if limits.deterministic else "",
-                "device": self.device.type,
             }
         )
+
+    @property
+    def proof_tolerance(self) -> float:
+        """How much logits may differ from one start to another, as a share of their spread; 0: not
+        at all."""
+        is_deterministic = not self.library_refusal or self.step_limits.deterministic
+        is_exact = is_deterministic and self.device.type == "cpu"
+        return tolerance(self.dtype, is_exact=is_exact)
+
+    @cached_property
+    def proof_file(self) -> ProofFile:
+        """The place of the proofs of all ranks, once the KV pool is allocated; its facts are all
+        that may change their bits."""
+        layout = self.layout
+        # All sets of the library have one order of sums, but a proof is of what has run.
+        processor = instruction_set() if not self.library_refusal else processor_of(self.device)
+        steps = self.runner.probe_plans()
+        facts = {
+            "weights": self.loaded.content,
+            "ranks": f"{layout.tensor} tensor, {layout.pipeline} pipeline",
+            "micro_batches": str(self.config.parallelism.micro_batches),
+            "limits": str(self.step_limits),
+            "dtype": dtype_name(self.dtype),
+            "kv_dtype": dtype_name(self.kv_type),
+            "library": str(not self.library_refusal),
+            "device": self.device.type,
+            "processor": str(processor),
+            "code": code_digest(Path(ullage_engine.__file__).parent / e for e in _COMPUTING_ROOMS),
+            "torch": str(torch.__version__),
+            "threads": str(torch.get_num_threads()) if self.library_refusal else "any",
+            "cuda_graphs": str(self.config.cuda_graphs),
+            "probe": str([[len(chunk.token_ids) for chunk in step.chunks] for step in steps]),
+        }
+        return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
         """Compares what was allocated with the formulas that admission and the router use."""

@@ -26,8 +26,14 @@ import psutil
 import zmq
 from msgspec.structs import replace
 
+from ullage_engine.model_loader.proof import Proof
 from ullage_engine.parallel.layout import RankLayout
-from ullage_engine.protocol.errors import GROUP_LOST, GroupLostError, RankFailedError
+from ullage_engine.protocol.errors import (
+    GROUP_LOST,
+    OUT_OF_MEMORY,
+    GroupLostError,
+    RankFailedError,
+)
 from ullage_engine.protocol.messages import Loading, ReservationState
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
 from ullage_engine.worker.histories import SentHistories
@@ -61,7 +67,11 @@ class Allocate(GroupMessage, frozen=True):
 
 
 class Finalize(GroupMessage, frozen=True):
-    """Command: run the largest steps on that pool; report what all of it took."""
+    """Command: run the largest steps on that pool and prove the arithmetic; report the proof and
+    what all of it took."""
+
+    verifies: bool = False
+    """Whether everything that is proven is computed twice, since no start has done it before."""
 
 
 class Execute(GroupMessage, frozen=True):
@@ -94,6 +104,8 @@ class Done(GroupMessage, frozen=True, kw_only=True):
     """Everything the rank has reserved, after `Finalize`."""
     total_bytes: int = 0
     """Bytes of the rank's device, after `Finalize`."""
+    proof: Proof | None = None
+    """What the rank computes, after `Finalize`."""
 
 
 class Failed(GroupMessage, frozen=True):
@@ -102,6 +114,8 @@ class Failed(GroupMessage, frozen=True):
     error: str
     may_retry: bool = False
     """Whether another start may do better, since nobody foresaw the error."""
+    is_unproven: bool = False
+    """Whether the rank computes otherwise than it did before."""
 
 
 class Sampled(GroupMessage, frozen=True):
@@ -280,6 +294,10 @@ class RankProcesses:
     def _watch(self, rank: int) -> None:
         """Ends this process as soon as another rank has ended without a report."""
         status = self._popens[rank].wait()
+        if status == OUT_OF_MEMORY:  # for which the group may be about to end already
+            log.error("rank %d ran out of memory; the group starts again", rank)
+            sys.stderr.flush()
+            os._exit(OUT_OF_MEMORY)
         if self._is_stopping.is_set() or status in (CANNOT_SERVE, START_FAILED):
             return
         log.error("rank %d ended with status %d; the group starts again", rank, status)
@@ -294,7 +312,8 @@ def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
         if not each.may_retry:
             return RankFailedError(f"rank {rank}: {each.error}")
     lines = (f"rank {rank}: {each.error}" for rank, each in failed.items())
-    return RankFailedError("; ".join(lines), may_retry=True)
+    is_unproven = any(each.is_unproven for each in failed.values())
+    return RankFailedError("; ".join(lines), may_retry=True, is_unproven=is_unproven)
 
 
 class DistributedRunner:

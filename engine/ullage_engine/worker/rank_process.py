@@ -5,7 +5,7 @@ every step. It ends with rank 0, killed by the kernel if need be. Whatever it ca
 serving ends it, and with it the group.
 
 exit status: 0 after Stop, 2 it has reported to rank 0 why it cannot serve, 4 it has reported an
-unforeseen error of its start
+unforeseen error of its start, 6 it ran out of memory while serving
 """
 
 import argparse
@@ -25,8 +25,15 @@ from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_common.process.stacks import dump_on_signal
 from ullage_engine.memory.ledger import LedgerError
+from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.parallel.layout import RankLayout
-from ullage_engine.protocol.errors import WeightsError, WorkerStartError, one_line
+from ullage_engine.protocol.errors import (
+    OUT_OF_MEMORY,
+    ProofError,
+    WeightsError,
+    WorkerStartError,
+    one_line,
+)
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.worker.device import HostTier, with_budget
@@ -111,10 +118,10 @@ def prepare(rank: RankStartup, link: Rank0Link) -> None:
             case Allocate(num_blocks=num_blocks):
                 rank.allocate_kv(num_blocks)
                 link.send(Done())
-            case Finalize():
-                rank.finalize()
-                ledger = rank.ledger
-                link.send(Done(ledger=ledger.states(), total_bytes=ledger.total_bytes))
+            case Finalize(verifies=verifies):
+                rank.finalize(verifies=verifies)
+                states, total_bytes = rank.ledger.states(), rank.ledger.total_bytes
+                link.send(Done(ledger=states, total_bytes=total_bytes, proof=rank.proof))
                 return
             case command:
                 raise WorkerStartError(f"{type(command).__name__} came before the rank was ready")
@@ -174,13 +181,22 @@ def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
     except (ConfigError, WorkerStartError, LedgerError, WeightsError) as error:
         link.send(Failed(str(error)))
         return CANNOT_SERVE
+    except ProofError as error:
+        link.send(Failed(str(error), may_retry=True, is_unproven=True))
+        return START_FAILED
     except Exception as error:
         log.exception("the rank cannot start")
         link.send(Failed(one_line(error), may_retry=True))
         return START_FAILED
     gc.freeze()
     max_sequences = config.batching.max_sequences
-    serve_steps(rank.runner, _samples(rank.layout, number), link, max_sequences)
+    try:
+        serve_steps(rank.runner, _samples(rank.layout, number), link, max_sequences)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        log.exception("the rank ran out of memory")
+        return OUT_OF_MEMORY
     rank.close()
     return 0
 

@@ -14,12 +14,19 @@ from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_common.wire.fingerprint import Fingerprint
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_config.dtypes import dtype_name
+from ullage_engine.model_loader.proof import Proof, check
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.parallel.layout import device_map, group_state_bytes
-from ullage_engine.protocol.errors import RankFailedError, WeightsError, WorkerStartError
+from ullage_engine.protocol.errors import (
+    ProofError,
+    RankFailedError,
+    WeightsError,
+    WorkerStartError,
+)
 from ullage_engine.protocol.messages import RankPlace, Ready, WorkerState
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
@@ -74,8 +81,12 @@ class Started:
     name: str
     """Name by which clients ask for the model."""
     ranks: list[RankPlace]
+    fingerprint: Fingerprint
+    """What decides the bits of its answers."""
     kv_space: bytes
     """Namespace of KV outside the device; empty: there is none."""
+    longest_step_s: float
+    """Seconds that a step takes at most, as measured at the start."""
 
     def state(self) -> WorkerState:
         """Measures memory and load; ends idle sessions and withholds KV that others took."""
@@ -109,7 +120,9 @@ class Started:
             vocab_size=self.vocab_size,
             dtype=self.dtype,
             ranks=self.ranks,
+            fingerprint=self.fingerprint,
             kv_space=self.kv_space,
+            longest_step_s=self.longest_step_s,
             state=state,
         )
 
@@ -117,7 +130,11 @@ class Started:
         """Writes the device map and what is served to the log."""
         for place in self.ranks:
             log.info("%s", place)
-        facts = {"dtype": self.dtype, "max_model_len": self.max_model_len}
+        facts = {
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "fingerprint": self.fingerprint.digest,
+        }
         log.info("worker serves %s", self.name, extra=facts)
 
     def stop(self) -> None:
@@ -140,6 +157,7 @@ def start(
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
         RankFailedError: another rank failed unexpectedly; another start may do better.
+        ProofError: a rank computes otherwise than at a start that was verified.
     """
     own = RankStartup(config, 0, report, host_tier)
     if own.layout.world == 1:
@@ -147,7 +165,9 @@ def start(
         own.allocate_arenas()
         num_blocks = own.warm_up()
         own.allocate_kv(num_blocks)
-        own.finalize()
+        verified = own.proof_file.read()
+        own.finalize(verifies=verified is None)
+        _check_proofs(own, verified, [])
         used_bytes = own.meter.recent_bytes
         return _started(own, own.runner, num_blocks, own.ledger, used_bytes, own.close)
     # Decided before any other rank takes memory, or shares would depend on who loads when.
@@ -172,7 +192,7 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 
     When one rank is gone the others fail too, in the middle of what they compute together.
     """
-    own = (WorkerStartError, LedgerError, WeightsError)
+    own = (WorkerStartError, LedgerError, WeightsError, ProofError)
     if isinstance(error, own) or not isinstance(error, Exception):
         return None
     failed = (
@@ -199,9 +219,12 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
     processes.broadcast(Allocate(num_blocks))
     own.allocate_kv(num_blocks)
     processes.wait_done()
-    processes.broadcast(Finalize())
-    own.finalize()
-    ledger = group_ledger(own.ledger, processes.wait_done())
+    verified = own.proof_file.read()
+    processes.broadcast(Finalize(verifies=verified is None))
+    own.finalize(verifies=verified is None)
+    answers = processes.wait_done()
+    _check_proofs(own, verified, answers)
+    ledger = group_ledger(own.ledger, answers)
 
     def used_bytes() -> int:
         others = processes.resident_bytes() if own.device.type == "cpu" else 0
@@ -214,6 +237,25 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
     max_sequences = own.config.batching.max_sequences
     runner = DistributedRunner(own.runner, processes, own.layout, max_sequences)
     return _started(own, runner, num_blocks, ledger, used_bytes, stop)
+
+
+def _check_proofs(own: RankStartup, verified: list[Proof] | None, others: list[Done]) -> None:
+    """Compares the proofs of all ranks with those of a verified start, or keeps them for the next
+    ones where there is none.
+
+    Raises:
+        ProofError: a rank computes otherwise.
+    """
+    file = own.proof_file
+    found = [each for each in (own.proof, *(answer.proof for answer in others)) if each is not None]
+    expected = verified or file.write(found)
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        source = f"the verified start of {file.path}" + (f" on rank {rank}" if others else "")
+        check(one, other, own.proof_tolerance, source)
+    log.info(
+        "this start computes as a verified one does" if verified else "this start is verified",
+        extra={"proof": file.path.name},
+    )
 
 
 def _started(
@@ -240,7 +282,12 @@ def _started(
     if own.swap_bytes_per_second:
         policy = replace(policy, swap_bytes_per_second=own.swap_bytes_per_second)
     output_lengths = OutputLengthEstimator(own.max_model_len)
-    limits = replace(own.limits, decode_tokens=own.decode_tokens, prompt_tokens=own.prompt_tokens)
+    limits = replace(
+        own.limits,
+        decode_tokens=own.decode_tokens,
+        prompt_tokens=own.prompt_tokens,
+        prompt_cost=own.prompt_cost,
+    )
     scheduler = Scheduler(profile, limits, throughput, output_lengths, policy)
     return Started(
         engine=_engine(scheduler, runner, throughput, own),
@@ -259,7 +306,9 @@ def _started(
         dtype=dtype_name(own.dtype),
         name=own.config.model.name,
         ranks=device_map(own.model_config, own.layout, own.device.type),
+        fingerprint=own.fingerprint,
         kv_space=own.kv_space,
+        longest_step_s=own.longest_step_s,
     )
 
 

@@ -29,6 +29,8 @@ release."""
 GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of the templates of an engine's pods, of which only equals join."""
 POOL_LABEL = f"{GROUP}/pool"
+STATEFUL_SET_REVISION = "controller-revision-hash"
+"""Label that Kubernetes gives a StatefulSet's pods: which revision of it they are of."""
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 """Label that every namespace has, with its name."""
 

@@ -8,6 +8,10 @@ Degraded     something is wrong that waiting alone may not mend
 A service that serves stays Ready while it rolls, scales or lacks one replica of several: that is
 what Progressing and Degraded say.
 
+One more says whether all engines give the same answers (`consistency`), once one has reported:
+
+EnginesConsistent    the fingerprints of all engines are the same
+
 Three more say what the cluster gives the operator; the first two are there only while they hold.
 
 MissingPermission    a right that the operator lacks, by name
@@ -26,6 +30,7 @@ from ullage_operator.conditions.pod_problems import PROGRESSING, PodProblem
 READY = "Ready"
 AVAILABLE = "Available"
 DEGRADED = "Degraded"
+ENGINES_CONSISTENT = "EnginesConsistent"
 
 
 @dataclass(frozen=True, slots=True)

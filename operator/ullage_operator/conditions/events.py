@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ullage_operator.conditions.conditions import ENGINES_CONSISTENT
+from ullage_operator.conditions.consistency import DIFFER
+
 MAX_NOTE_BYTES = 1024
 """Longest message of an Event that Kubernetes takes."""
 
@@ -44,7 +47,7 @@ def transitions(
 
 def _is_news(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
     if before is None:
-        is_usual = now["reason"] == "Stable" or now["type"] == "Progressing"
+        is_usual = now["reason"] == "Stable" or now["type"] in ("Progressing", ENGINES_CONSISTENT)
         return bool(now["status"] == "True" and not is_usual)
     return any(before[key] != now[key] for key in ("status", "reason"))
 
@@ -53,6 +56,8 @@ def _is_bad(condition: Mapping[str, Any]) -> bool:
     is_fault = condition["type"] in ("Degraded", "MissingPermission", "KindsUnlisted")
     if condition["type"] in ("Progressing", "MonitoringAvailable"):
         return False
+    if condition["type"] == ENGINES_CONSISTENT:
+        return bool(condition["reason"] == DIFFER)
     return bool((condition["status"] == "True") == is_fault)
 
 

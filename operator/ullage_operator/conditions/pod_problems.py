@@ -19,6 +19,9 @@ Pod = Mapping[str, Any]
 PROGRESSING = "Progressing"
 """The type of the condition that says whether a change is being rolled out."""
 
+MISUSE = 2
+"""Exit status of an engine or a router that can never work with what it is given, such as a broken
+model file."""
 LOOPING_RESTARTS = 2
 """A container that ended so often and does not stay up crash-loops, also while it just runs."""
 RECENT_S = 600.0
@@ -124,7 +127,7 @@ def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
     """The reason that helps most, or None for a pod that serves, starts or ends as it should."""
     if "deletionTimestamp" in pod["metadata"]:
         return None
-    looks = (_unscheduled, _container_stuck, _looping, _failed, _creating)
+    looks = (_unscheduled, _refused, _container_stuck, _looping, _failed, _creating)
     return next((trouble for look in looks if (trouble := look(pod, now))), None)
 
 
@@ -274,6 +277,19 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
     return None
 
 
+def _refused(pod: Pod, now: datetime) -> PodProblem | None:
+    """Return what an engine or router said that no start can help, from its first end on."""
+    if is_ready(pod):
+        return None
+    for container in _containers(pod):
+        name, ended = container.get("name", ""), _ended(container)
+        is_own = name in (naming.ENGINE, naming.ROUTER)
+        if is_own and ended.get("exitCode") == MISUSE and _crashed_lately(container, now):
+            words = _last_words(ended) or f"see kubectl logs --previous {pod['metadata']['name']}"
+            return _problem(pod, "CannotStart", f"{name} cannot start: {words}", True)
+    return None
+
+
 def stable_in_s(pod: Pod, now: datetime) -> float | None:
     """Seconds until a pod that is ready after crashes counts as stable."""
     since, trouble = ready_since(pod), _looping(pod, now)
@@ -298,7 +314,7 @@ def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
     ended, name = _ended(container), container.get("name", "its container")
-    message = (ended.get("message") or "").strip()
+    message = _last_words(ended)
     code = f" with exit code {ended['exitCode']}" if "exitCode" in ended else ""
     times = container.get("restartCount", 0)
     what = f"{name} has been restarted {times} times, last after it ended{code}"
@@ -306,8 +322,15 @@ def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
         pool = _section(pod)
         return f"{what}: out of host memory; raise {pool}.resources.limits.memory"
     if message:
-        return f"{what}: {message[-1024:]}"
+        return f"{what}: {message}"
     return f"{what}; see kubectl logs --previous {pod['metadata']['name']}"
+
+
+def _last_words(ended: Mapping[str, Any]) -> str:
+    """Return the line that says why a container ended, else the end of its log."""
+    message = (ended.get("message") or "").strip()
+    errors = [line for line in message.splitlines() if line.startswith("error: ")]
+    return str(errors[-1] if errors else message)[-1024:]
 
 
 def _failed(pod: Pod, now: datetime) -> PodProblem | None:

@@ -257,6 +257,7 @@ class HeadroomStreams(Generic[Key]):
         has_boost_changed = bool(before and before.throttle_reasons) != bool(
             report.throttle_reasons
         )
+        has_new_numerics = (before.fingerprint if before else "") != report.fingerprint
         was_ill, was_silent = stream.unhealthy_at is not None, stream.is_silent
         is_ill = report.health < stream.target.min_health
         if not is_ill:
@@ -264,7 +265,8 @@ class HeadroomStreams(Generic[Key]):
         elif not was_ill:
             stream.unhealthy_at = self._clock_s
         stream.is_silent = False
-        if was_silent or is_ill != was_ill or has_new_restart or has_boost_changed:
+        is_news = has_new_restart or has_boost_changed or has_new_numerics
+        if was_silent or is_ill != was_ill or is_news:
             self._on_news(key)
         self._report_if_due(key)
 

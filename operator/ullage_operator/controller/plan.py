@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ullage_common.config.engine import follower_place
+from ullage_common.wire.fingerprint import Fingerprint
 from ullage_operator.api import naming
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.spec import Service, Settings
@@ -32,6 +33,7 @@ from ullage_operator.conditions.conditions import (
     service_conditions,
     workload_of,
 )
+from ullage_operator.conditions.consistency import EngineNumerics, consistency_condition
 from ullage_operator.conditions.pod_problems import (
     PROGRESSING,
     PodProblem,
@@ -399,6 +401,7 @@ def status_of(
         was_progressing(observed.status),
     )
     conditions.append(rollout_condition(rollout))
+    conditions += consistency_condition(engine_numerics(observed))
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
     restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
@@ -419,6 +422,25 @@ def status_of(
             conditions, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
+
+
+def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
+    """Returns the fingerprints of engines that have served, by the names of their pods."""
+    engines = {}
+    for pod in observed.pods:
+        meta = pod["metadata"]
+        health = observed.engine_health.get(meta.get("uid", ""))
+        report = health.report if health else None
+        if report is None or not (report.fingerprint or report.ready):
+            continue
+        # A canary's StatefulSet is another one, whose revisions are its own.
+        revision = f"{pool_of(pod)} {meta['labels'].get(naming.STATEFUL_SET_REVISION, '')}"
+        engines[meta["name"]] = EngineNumerics(
+            naming.stable_pool(pool_of(pod)),
+            revision,
+            Fingerprint(report.fingerprint, dict(report.fingerprint_facts)),
+        )
+    return engines
 
 
 def warned_objects(service: Service, observed: Observed) -> list[str]:

@@ -316,6 +316,14 @@ def connection_alerts(service: Service) -> list[Alert]:
             "2m",
         ),
         Alert(
+            "UllageEnginesDiffer",
+            f"max by (pool) (ullage_router_fingerprints{{{of_routers}}}) > 1",
+            "warning",
+            "Engines of a pool compute otherwise than one another, and so may their answers.",
+            "They share no KV. The condition EnginesConsistent says in what they differ.",
+            "30m",
+        ),
+        Alert(
             "UllageCertificateExpires",
             f"min by (pod) ({ends} > 0) - time() < {CERTIFICATE_S}",
             "warning",
@@ -363,6 +371,14 @@ def engine_alerts(service: Service) -> list[Alert]:
             "warning",
             "A group of ranks was lost in a collective of NCCL or gloo.",
             "A link between GPUs is slow or down, or one rank of the group has ended.",
+            "0s",
+        ),
+        Alert(
+            "UllageStartProofFailures",
+            f"{grows('ullage_start_proof_failures_total')} > 0",
+            "warning",
+            "A worker computed otherwise than at its verified start, and was not let serve.",
+            "The next start is tried; after three in a row the engine stays out.",
             "0s",
         ),
         Alert(

@@ -33,6 +33,8 @@ _PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mb])(?![a-z
 """Such as 135M, 7b, 0.5B or 8x7B, in lower case."""
 _BLOCKS = re.compile(r"(?<![a-z0-9])i?q(\d)(?:_|\b)")
 """Blocks of GGUF files: Q4_K_M has four bits and scales."""
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+"""A part of a GGUF file, all of which become one while vLLM's checkpoint is made."""
 _BITS = (
     # gpt-oss is published as MXFP4 and does not say so in its name.
     (re.compile(r"int4|awq|gptq|mxfp4|4-?bit|gpt-oss(?!.*fp?16)"), 4.5),
@@ -139,6 +141,8 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
         # The checkpoint that is made of it stays in memory, and is there twice while it is written.
         checkpoint = math.ceil(_num_parameters(model) * _dtype_bits(model) / 8) or unknown
         weights = max(checkpoint, weights) + checkpoint
+        if _SPLIT.search(model.source):
+            weights += model_bytes(model)
     elif not (vllm or is_on_cpu):
         # Prepared weights stay in memory, where a worker that is started again finds them.
         weights = model_bytes(model) or unknown

@@ -320,7 +320,7 @@ class Admission:
 
     def _decide(self, request: AdmissionRequest) -> NextStep:
         call, began = request.call, time.perf_counter()
-        request.preferred = self._balancer.preferred(request.cache_key, call.side)
+        request.preferred = self._preferred(request)
         facts, model = self.facts(call, request), request.prompt.model
         draw, preferred = facts.draw, facts.preferred
         sample = self._engines.sample(model, call.side, draw, preferred, call.adapter)
@@ -333,6 +333,17 @@ class Admission:
         if call.is_trial and not (isinstance(step, Run) and step.step == "accept"):
             raise NotOnCanary
         return step
+
+    def _preferred(self, request: AdmissionRequest) -> Preferred:
+        """Returns the engine that has the request's beginning in its caches, or for the rest of an
+        answer one that computes as those before it did."""
+        call = request.call
+        preferred = self._balancer.preferred(request.cache_key, call.side)
+        fingerprints = call.progress.fingerprints
+        if len(fingerprints) != 1:
+            return preferred
+        refusing = self._still_refusing(call)
+        return self._balancer.alike(preferred, fingerprints, call.side, refusing)
 
     def _passes(self, request: AdmissionRequest) -> bool:
         """Whether a request behind the first of its line may run now."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -62,6 +62,31 @@ class LoadBalancer:
         if remembered:
             return Preferred(remembered, is_remembered=True)
         return Preferred(self._nearest(cache_key, side))
+
+    def alike(
+        self,
+        preferred: Preferred,
+        fingerprints: Collection[str],
+        side: Side,
+        refusing: Collection[str],
+    ) -> Preferred:
+        """Returns the engine that goes on with an answer exactly, if one takes requests: the
+        preferred one, or the one with the least to do.
+
+        Args:
+            fingerprints: of the engines that generated the answer so far.
+            refusing: keys of engines that do not take it.
+        """
+        able = {
+            engine.key: engine
+            for engine in self._engines.all()
+            if engine.numerics.digest in fingerprints
+            and engine.key not in refusing
+            and self._is_usable(side, engine.key)
+        }
+        if preferred.engine in able or not able:
+            return preferred
+        return Preferred(min(able, key=lambda key: able[key].load))
 
     def _nearest(self, cache_key: CacheKey, side: Side) -> str:
         point = cache_key.point

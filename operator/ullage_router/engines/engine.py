@@ -15,6 +15,7 @@ from ullage_common.config.router import BreakerSection
 from ullage_common.request_cost import MemoryProfile
 from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
+from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiplexer
 from ullage_router.engines.roster import engine_key
@@ -128,6 +129,9 @@ class Owner(Protocol):
     def on_ejected(self, engine: "Engine") -> None:
         """Called when an engine's breaker has opened."""
 
+    def on_numerics_change(self) -> None:
+        """Called when an engine has reported another fingerprint of its numerics."""
+
     @property
     def num_engines(self) -> int:
         """Number of engines that report to this router."""
@@ -178,6 +182,8 @@ class Engine:
         self.route = pool
         """The pool's label; what the engine's own ranks are, once it has described them."""
         self.model: Model | None = None
+        self.numerics: Fingerprint = UNKNOWN
+        """What decides the bits of the engine's answers, as it reported last."""
         self._model_name = model_name
         self._owner = owner
         self.breaker = Breaker(breaker)
@@ -269,6 +275,14 @@ class Engine:
         return self.model.fingerprint if self.model else ""
 
     @property
+    def has_numerics(self) -> bool:
+        """Whether the engine has served and may serve again, so that its numerics count."""
+        if self.headroom is None or self.model is None or self.state in ("connecting", "gone"):
+            return False
+        # One that is ready and reports none is of an earlier release.
+        return bool(self.numerics.digest) or self.headroom.ready
+
+    @property
     def health(self) -> float:
         return self.headroom.health if self.headroom else 0.0
 
@@ -308,7 +322,8 @@ class Engine:
     def trouble(self) -> str:
         """Why the engine gets no requests; empty while nothing is wrong."""
         lack = "serves no Multiplex stream; update the engine"
-        return self._loss or (lack if self._lacks_stream else "")
+        out = self.headroom.not_ready_reason if self.headroom else ""
+        return self._loss or out or (lack if self._lacks_stream else "")
 
     @property
     def _lacks_stream(self) -> bool:
@@ -564,6 +579,10 @@ class Engine:
         self._on_state_change()
         self._on_load_change()
         self._owner.on_change()
+        if headroom.fingerprint != self.numerics.digest:
+            facts = dict(headroom.fingerprint_facts)
+            self.numerics = Fingerprint(headroom.fingerprint, facts)
+            self._owner.on_numerics_change()
 
     async def _fetch_model(self) -> None:
         """Fetches the engine's model, once an epoch."""

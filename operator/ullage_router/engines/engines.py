@@ -13,6 +13,14 @@ from msgspec.structs import replace
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import LARGE_POOL, BreakerSection, PoolSection
 from ullage_common.wire.channels import NO_RECORDS, addresses, is_address, open_channel
+from ullage_common.wire.fingerprint import (
+    UNKNOWN,
+    Differences,
+    Fingerprint,
+    describe,
+    differences,
+    num_kinds,
+)
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.roster import Roster, engine_key
 from ullage_router.errors import no_engine, unknown_model
@@ -88,6 +96,8 @@ class Engines:
         self._ejections = self._missed = 0
         self._lost = dict.fromkeys(Side, 0)
         """Counts of engines that were forgotten, so that counters never fall."""
+        self._logged_values: dict[str, frozenset[str]] = {}
+        """The differing facts of engines that were logged last, with their values."""
 
     async def start(self) -> None:
         """Starts resolving engines in the background, and waits a moment for the first answer."""
@@ -112,6 +122,35 @@ class Engines:
     def model(self) -> Model | None:
         """The model of the stable engines."""
         return self.model_of(Side.STABLE)
+
+    def numerics(self, pool: str = "") -> dict[str, Fingerprint]:
+        """Returns what decides the bits of answers, by the names of engines that serve.
+
+        Args:
+            pool: empty: all pools.
+        """
+        return {
+            engine.id: engine.numerics
+            for engine in self._engines.values()
+            if engine.has_numerics and pool in ("", engine.pool)
+        }
+
+    def differences(self) -> Differences:
+        """Returns the facts by which engines that serve compute otherwise than one another."""
+        return differences(self.numerics())
+
+    def on_numerics_change(self) -> None:
+        """Logs how engines differ, once for each change of that."""
+        differing = self.differences()
+        values = {fact: frozenset(by_value) for fact, by_value in differing.items()}
+        if values == self._logged_values:
+            return
+        self._logged_values = values
+        if differing:
+            extra = {"reason": describe(differing), "facts": sorted(differing)}
+            log.warning("engines compute otherwise than one another", extra=extra)
+        else:
+            log.info("engines compute alike again")
 
     def model_of(self, side: Side) -> Model | None:
         """Returns the model of the first engine of that side that is ready, or of any that
@@ -183,7 +222,8 @@ class Engines:
 
     def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
         """Describes the served model with the adapters that any engine serves and the tenant may
-        use, and without its name where the tenant may not use it.
+        use, and without its name where the tenant may not use it. Facts of the fingerprint are for
+        those who may use everything.
 
         Args:
             name: empty: the served model, whatever its name.
@@ -197,6 +237,13 @@ class Engines:
             raise unknown_model(name, self._model_name, self.adapters, allowed)
         response = inference_pb2.GetModelResponse()
         response.CopyFrom(self.served_model(name, allowed=allowed).description)
+        if numerics := list(self.numerics().values()):
+            common = numerics[0] if num_kinds(numerics) == 1 else UNKNOWN
+            response.fingerprint = common.digest
+            response.fingerprint_facts.clear()
+            response.fingerprint_facts.update(common.facts)
+        if allowed:  # facts name adapters, those of other tenants, too
+            response.fingerprint_facts.clear()
         if allowed and response.model not in allowed:
             response.model = ""
         del response.adapters[:]
@@ -445,6 +492,7 @@ class Engines:
                 await self._resolve()
             except Exception:  # one failure must not end the search for engines
                 log.exception("cannot look for engines; trying again")
+            self.on_numerics_change()  # engines may have come or gone
             self._resolved.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESOLVE_INTERVAL_S):

@@ -23,6 +23,7 @@ from ullage_router.http.openai.errors import envelope, error_headers
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
 from ullage_router.tenants import TenantSession
+from ullage_router.tokenizer import Model
 
 Page = Callable[[Request], object]
 
@@ -127,7 +128,15 @@ class _SmallPages:
             "root": served,
             "parent": None if name == served else served,
             "max_model_len": model.description.max_model_len if model else None,
+            "sampling_defaults": _sampling_defaults(model) if model else None,
         }
+
+
+def _sampling_defaults(model: Model) -> dict[str, float]:
+    """Returns the parameters that hold where a request leaves them out and the model recommends
+    them; numbers come as float32, so 0.7 arrives a little smaller."""
+    fields = model.description.sampling_defaults.ListFields()
+    return {field.name: float(f"{value:.7g}") for field, value in fields}
 
 
 def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:

@@ -199,7 +199,8 @@ class EngineStages:
         self._on_resumption(cause, "resumed")
         engines = f"{lost.engine.id} -> {taken[0].engine.id}"
         paused_s = time.monotonic() - began
-        call.record.note("resumed", paused_s, engines=engines, reason=cause)
+        inexact = {"inexact": True} if call.progress.goes_on_inexactly else {}
+        call.record.note("resumed", paused_s, engines=engines, reason=cause, **inexact)
         _log_resumption(call, logging.INFO, "answer resumed", cause, engines, paused_s)
         return taken
 
@@ -425,6 +426,7 @@ class Generation:
         self._call.record.finish = reason.removeprefix("FINISH_REASON_").lower()
         finished.resumes += len(self._resumed_on)
         finished.resumed_on.extend(self._resumed_on)
+        finished.resumed_inexact |= self._call.progress.is_inexact
         if self._resumed_on:
             write_cached(finished.usage, self.accepted)
 
@@ -459,7 +461,8 @@ def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> Se
     if error.code in _NO_ENGINE:
         return ServiceError(
             grpc.StatusCode.UNAVAILABLE,
-            "NO_ENGINE",
+            # The one of these that an operator can do something about.
+            error.reason if error.reason == "MEMORY_SHORT" else "NO_ENGINE",
             f"{num_failures} attempts failed, the last with: {error.message}; retry",
             retry_after_s=error.retry_after_s or 1,
         )
@@ -494,4 +497,5 @@ def _log_resumption(
     }
     if paused_s is not None:
         extra["seconds"] = round(paused_s, 3)
+        extra["inexact"] = call.progress.goes_on_inexactly
     log.log(level, message, extra=extra)

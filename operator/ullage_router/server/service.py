@@ -11,6 +11,7 @@ from ullage.headroom.v1 import headroom_pb2
 from ullage_common.config.router import IdempotencySection, RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.process.tracing import start_tracing
+from ullage_common.wire.fingerprint import num_kinds
 from ullage_router import metric_names as names
 from ullage_router.admission.admission import Admission
 from ullage_router.admission.load_balancer import LoadBalancer
@@ -210,6 +211,10 @@ class RouterService:
             "model": self.config.model,
             "ready": self.is_ready,
             "engines": [_engine_json(engine) for engine in self.engines.all()],
+            "fingerprints": {
+                "count": num_kinds(self.engines.numerics().values()),
+                "differing": self.engines.differences(),
+            },
             "inflight": self.pipeline.inflight,
             "queue": {
                 "waiting": len(self.queue),
@@ -314,6 +319,10 @@ class RouterService:
         engines, balancer = self.engines, self.balancer
         watch(names.ENGINES_READY, lambda: sum(each.state == "ready" for each in engines.all()))
         watch(names.STALE_ENGINES, lambda: sum(each.state == "stale" for each in engines.all()))
+        self.metrics.watch_fingerprints(
+            [pool.name for pool in self.config.pools],
+            lambda pool: num_kinds(engines.numerics(pool).values()),
+        )
         watch(names.EJECTED_ENGINES, lambda: len(engines.held_back()))
         watch(
             names.HEADROOM_AGE,
@@ -377,6 +386,8 @@ def _engine_json(engine: Engine) -> dict[str, object]:
         return base
     return base | {
         "headroom_age_s": round(engine.age_s, 3),
+        "fingerprint": engine.numerics.digest,
+        "fingerprint_facts": engine.numerics.facts,
         "health": round(report.health, 4),
         "pressure_level": report.pressure_level,
         "batch_share": round(report.batch_share, 4),

@@ -52,6 +52,12 @@ class Metrics:
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
+    def watch_fingerprints(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
+        """Pools, and how many fingerprints their engines have, which is read when it is scraped."""
+        gauge = names.FINGERPRINTS.register(self.registry)
+        for pool in pools:
+            gauge.labels(pool).set_function(functools.partial(read, pool))
+
     def watch(self, name: GaugeName, read: Callable[[], float]) -> None:
         """A gauge that is read when it is scraped."""
         name.register(self.registry).set_function(read)

@@ -17,6 +17,8 @@ KEPT_MOMENTS = 64
 """Entries of a timeline: a request that many engines lose goes on without more."""
 DEVICE = "device"
 """Name of the tier from which nothing is loaded."""
+RESUMED_INEXACT = "x-ullage-resumed-inexact"
+"""Header, metadata and comment of an answer that went on where the fingerprint is another one."""
 
 
 class CachedTokens(NamedTuple):

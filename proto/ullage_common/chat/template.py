@@ -6,17 +6,21 @@ expect, and a client may set those variables that the model's template reads, no
 """
 
 import json
-import time
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.tool_formats import (
@@ -25,9 +29,28 @@ from ullage_common.chat.tool_formats import (
     for_format,
     tool_format,
     with_calls_as_text,
+    with_results_as_text,
+    with_short_ids,
     with_tools_as_text,
 )
 from ullage_common.wire.errors import invalid
+
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""Names of special tokens that any model may have."""
+
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS})
+_LOOP_VALUES = frozenset({"first", "last", "index", "index0"})
+
+_CHECKS_IDS = re.compile(r"length\s*[!=<>]=?\s*9\b")
+"""Matches how templates of Mistral's kind insist on ids of nine characters."""
 
 
 class ChatTemplateError(Exception):
@@ -35,36 +58,34 @@ class ChatTemplateError(Exception):
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """The compiled chat template of a model.
 
     Args:
         source: Jinja source text.
-        bos_token: text of the beginning-of-sequence token, empty when the model has none.
-        eos_token: text of the end-of-sequence token, empty when the model has none.
+        special_tokens: texts of the model's special tokens by the names that templates have for
+            them; those that it lacks are absent, and undefined in the template.
+        tool_source: source of the template for conversations with tools; empty: it is `source`.
 
     Raises:
         ChatTemplateError: the source is empty or not valid Jinja.
     """
 
-    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
+        tool_source: str = "",
+    ) -> None:
         if not source:
             raise ChatTemplateError("the model has no chat template; send text or token ids")
         environment = _environment()
-        try:
-            self._template = environment.from_string(source)
-            # Copied for every prompt: a plain dictionary takes a third of Jinja's chain of them.
-            self._template.globals = dict(self._template.globals)
-            parsed = environment.parse(source)
-            names = meta.find_undeclared_variables(parsed)
-        except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(
-                f"chat template, line {error.lineno}: {error.message}"
-            ) from error
-        self.tool_format = tool_format(source)
-        self._knows_tools = "tools" in names
-        self._knows_calls = "tool_calls" in source
-        self._given = {"bos_token": bos_token, "eos_token": eos_token, "documents": None}
-        self.variables = frozenset(names - environment.globals.keys() - self._given.keys() - _OURS)
+        self._plain = _compiled(environment, source)
+        self._with_tools = _compiled(environment, tool_source) if tool_source else self._plain
+        self.tool_format = tool_format(tool_source or source)
+
+        self._given = {**special_tokens, "documents": None}
+        names = self._plain.names | self._with_tools.names
+        self.variables = names - environment.globals.keys() - self._given.keys() - _OURS
         """Names that the template reads and a client may set."""
 
     def render(
@@ -74,7 +95,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt text of a conversation; special tokens appear in it as text.
+        """Render the prompt text of a conversation; special tokens appear in it as text.
 
         A template that knows no tools, or no calls, is given them as words of the conversation.
 
@@ -87,13 +108,22 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template rejects the messages or fails on them.
         """
+        compiled = self._with_tools if tools else self._plain
         messages = for_format(messages, self.tool_format)
-        if not self._knows_calls:
+
+        if not compiled.knows_calls:
             messages = with_calls_as_text(messages, self.tool_format)
-        if not self._knows_tools:
+        elif compiled.checks_ids:
+            messages = with_short_ids(messages)
+
+        if not compiled.knows_tools:
             messages = with_tools_as_text(messages, tools)
+            # A template that writes calls writes their results, too.
+            if not compiled.knows_calls:
+                messages = with_results_as_text(messages)
+
         try:
-            return self._template.render(
+            return compiled.render(
                 **arguments,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
@@ -105,15 +135,55 @@ class ChatTemplate:
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """One template and what its source knows of."""
+
+    render: Callable[..., str]
+    names: frozenset[str]
+    """Variables that it reads."""
+    knows_calls: bool
+    checks_ids: bool
+    """Whether it refuses calls whose ids are longer than nine characters."""
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.names
+
+
+def _compiled(environment: jinja2.Environment, source: str) -> _Compiled:
+    try:
+        template = environment.from_string(source)
+        names = meta.find_undeclared_variables(environment.parse(source))
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+    except (SyntaxError, RecursionError) as error:  # of the Python that Jinja makes of it
+        raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
+    # Copied for every prompt: a plain dictionary takes a third of Jinja's chain of them.
+    template.globals = dict(template.globals)
+    return _Compiled(
+        render=template.render,
+        names=frozenset(names),
+        knows_calls="tool_calls" in source,
+        checks_ids=_CHECKS_IDS.search(source) is not None,
+    )
+
+
 class _GenerationTag(Extension):
-    """Renders the body of `{% generation %}`, which marks the assistant's words for training."""
+    """Renders the body of `{% generation %}`, which marks the assistant's words for training.
+
+    The body is a block that is called, as in transformers: names that are set in it end with it.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's set
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -126,8 +196,35 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-_OURS = frozenset({"messages", "tools", "add_generation_prompt"})
-_LOOP_VALUES = frozenset({"first", "last", "index", "index0"})
+class _Dictionaries:
+    """The global `dict`, without the attributes of Python's own type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """A namespace that keeps no underscored name, through which Python's internals are reached."""
+
+    # No parameter has a name here, for `namespace(self=...)` is valid.
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *positional = args
+        values = dict(*positional, **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace holds no underscored name such as {name!r}; rename it")
 
 
 def _environment() -> jinja2.Environment:
@@ -136,13 +233,31 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = time.strftime
+    environment.globals["strftime_now"] = _now
+    environment.globals["dict"] = _Dictionaries()
+    environment.globals["namespace"] = _Namespace
     return environment
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Renders plain JSON; jinja2's own filter escapes for HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Render plain JSON; jinja2's own filter escapes for HTML, which no model was trained on."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _raise(message: str) -> None:

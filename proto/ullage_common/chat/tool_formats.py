@@ -1,9 +1,15 @@
 """How models write function calls: one of a few formats, recognised by the chat template's text."""
 
 import json
+import re
+import string
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from hashlib import blake2b
 from typing import Any
+
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_ALPHANUMERICS = string.digits + string.ascii_letters
 
 Turn = dict[str, Any]
 """`role` and `content`, both text; where there are any: `tool_calls` (each {"id", "type":
@@ -62,18 +68,50 @@ def with_calls_as_text(turns: Sequence[Turn], form: ToolFormat) -> list[Turn]:
     return [_as_text(turn, form) if turn.get("tool_calls") else turn for turn in turns]
 
 
-def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The same conversation for templates that know no tools.
+def with_short_ids(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the same conversation with ids of calls that are nine letters and digits.
 
-    The system's turn lists the functions, and the user's turns what they returned.
+    Templates of Mistral's kind take no others. An id that is longer, such as OpenAI's, becomes one
+    that depends on it alone, so that calls keep their results and prompts their beginnings.
     """
-    rewritten = [_as_result(turn) for turn in _joined_results(turns)]
+    return [_with_short_ids(turn) for turn in turns]
+
+
+def _with_short_ids(turn: Turn) -> Turn:
+    shortened = dict(turn)
+    if calls := turn.get("tool_calls"):
+        shortened["tool_calls"] = [call | {"id": _short_id(call["id"])} for call in calls]
+    if call_id := turn.get("tool_call_id"):
+        shortened["tool_call_id"] = _short_id(call_id)
+    return shortened
+
+
+def _short_id(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    number = int.from_bytes(blake2b(call_id.encode(), digest_size=16).digest(), "big")
+    characters = []
+    for _ in range(9):
+        number, place = divmod(number, len(_ALPHANUMERICS))
+        characters.append(_ALPHANUMERICS[place])
+    return "".join(characters)
+
+
+def with_tools_as_text(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """Return the same conversation for templates that know no tools: the system's turn lists the
+    functions."""
     if not tools:
-        return rewritten
+        return list(turns)
     text = _instruction(tools)
-    if rewritten and rewritten[0]["role"] == "system":
-        return [rewritten[0] | {"content": f"{rewritten[0]['content']}\n\n{text}"}, *rewritten[1:]]
-    return [{"role": "system", "content": text}, *rewritten]
+    if turns and turns[0]["role"] == "system":
+        return [turns[0] | {"content": f"{turns[0]['content']}\n\n{text}"}, *turns[1:]]
+    return [{"role": "system", "content": text}, *turns]
+
+
+def with_results_as_text(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the same conversation for templates that know neither tools nor calls: the user's
+    turns say what functions returned."""
+    return [_as_result(turn) for turn in _joined_results(turns)]
 
 
 def _instruction(tools: Sequence[Mapping[str, Any]]) -> str:

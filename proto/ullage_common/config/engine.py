@@ -79,6 +79,12 @@ class ModelSection(Strict, frozen=True, kw_only=True):
     max_model_len: int | None = None
     """Longest prompt plus output, tokens; None is the model's own limit."""
     deterministic: bool = False
+    allow_unknown_config: bool = False
+    """Log keys of the model's configuration that the native engine does not know, and compute
+    without them, instead of refusing the model."""
+    generation_defaults: bool = True
+    """Whether sampling parameters that a request leaves out are those of the model's
+    generation_config.json or GGUF metadata; else they are the API's."""
 
 
 class AdapterSection(Strict, frozen=True, kw_only=True):
@@ -117,6 +123,8 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "kv_cache_dtype": "model.kv_dtype",
         "max_model_len": "model.max_model_len",
         "seed": "the field seed of a request",
+        "generation_config": "model.generation_defaults",
+        "override_generation_config": "the sampling parameters of a request",
         "tensor_parallel_size": "parallelism.tensor",
         "pipeline_parallel_size": "parallelism.pipeline",
         "prefill_context_parallel_size": _RANKS,

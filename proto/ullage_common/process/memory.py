@@ -1,7 +1,9 @@
 """Memory of a process: how much it may still take, and how it returns what it freed."""
 
+import contextlib
 import ctypes
 import gc
+from collections import deque
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -61,6 +63,73 @@ def container_limit(cgroup_root: Path = CGROUP) -> int | None:
         # Without a limit cgroup v1 reports a number near 2**63.
         return int(text) if text.isdecimal() and int(text) < 1 << 62 else None
     return None
+
+
+RECENT_LOOKS = 20
+"""Looks at a count for which a kill is recent: where memory is short, a killed process may take
+seconds to end."""
+
+
+class OomKills:
+    """Counts the processes beside one, itself included, that the kernel killed to free memory.
+
+    The kernel counts for each cgroup. A process that has ended has none any more, so its cgroup is
+    remembered: call `look` regularly.
+    """
+
+    def __init__(
+        self, pid: int, cgroup_root: Path = CGROUP, proc_root: Path = Path("/proc")
+    ) -> None:
+        self._cgroups = proc_root / str(pid) / "cgroup"
+        self._root = cgroup_root
+        self._path: Path | None = None
+        self._looks: deque[int] = deque(maxlen=RECENT_LOOKS)
+        self.look()
+
+    def look(self) -> None:
+        """Note the present count, while the process lives."""
+        try:
+            lines = self._cgroups.read_text().splitlines()
+        except OSError:
+            return
+
+        path = self._events(lines)
+        if path != self._path:
+            self._path = path
+            self._looks.clear()
+        self._looks.append(self.count())
+
+    def recent(self) -> int:
+        """Return how many were killed since the oldest of the recent looks."""
+        return self.count() - self._looks[0] if self._looks else 0
+
+    def _events(self, lines: list[str]) -> Path | None:
+        """Return the file in which the kernel counts, by the lines of a process's cgroups."""
+        for line in lines:
+            _, controllers, path = line.split(":", 2)
+            folder = path.lstrip("/")
+            if "memory" in controllers.split(","):
+                files = [
+                    self._root / "memory" / each / "memory.oom_control" for each in (folder, "")
+                ]
+            elif not controllers:
+                files = [self._root / each / "memory.events" for each in (folder, "")]
+            else:
+                continue
+            # Inside a container its own cgroup may be mounted as the root.
+            for file in files:
+                if file.is_file():
+                    return file
+        return None
+
+    def count(self) -> int:
+        """Return how many were killed so far; 0 where the kernel does not say."""
+        if self._path is None:
+            return 0
+        with contextlib.suppress(OSError, ValueError):
+            counts = dict(line.split() for line in self._path.read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
+        return self._looks[-1] if self._looks else 0
 
 
 # Objects that come before the young ones are searched for cycles; Python's 700 is a few requests.

@@ -48,12 +48,12 @@ class Tally(msgspec.Struct, array_like=True):
     total: float = 0.0
     """Sum of all observations."""
 
-    def observe(self, bounds: tuple[float, ...], value: float) -> None:
-        """Counts one observation among the same bounds as ever."""
+    def observe(self, bounds: tuple[float, ...], value: float, times: int = 1) -> None:
+        """Count a value so many times, always with the same bounds."""
         if not self.counts:
             self.counts = [0] * (len(bounds) + 1)
-        self.counts[bisect_left(bounds, value)] += 1
-        self.total += value
+        self.counts[bisect_left(bounds, value)] += times
+        self.total += value * times
 
     def copy(self) -> "Tally":
         """Returns a tally that later observations do not change."""
@@ -195,9 +195,9 @@ class Tallies:
             self._tallies[()] = Tally()
         registry.register(AtScrape(self._families))
 
-    def observe(self, value: float, *labels: str) -> None:
-        """Counts an observation of the series that has these values of labels."""
-        self._tallies[labels].observe(self._bounds, value)
+    def observe(self, value: float, *labels: str, times: int = 1) -> None:
+        """Count a value so many times, in the series that has these values of labels."""
+        self._tallies[labels].observe(self._bounds, value, times)
 
     def _families(self) -> Iterable[Metric]:
         tallies = list(self._tallies.items())

@@ -530,6 +530,7 @@ class _Answer:
                 self._progress.on_sample_finished(event.sample_finished)
             case "finished":
                 event.finished.resumes += self._losses.total
+                event.finished.resumed_inexact |= self._progress.is_inexact
                 if self._is_resumed and self._accepted is not None:
                     write_cached(event.finished.usage, self._accepted)
                 self.is_over = True

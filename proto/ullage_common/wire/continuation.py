@@ -49,6 +49,10 @@ class Progress:
         """Whether an engine accepted the request as it came here."""
         self.max_tokens = 0
         """Output limit of each answer that was granted; 0 before the request is accepted."""
+        self.fingerprints: tuple[str, ...] = ()
+        """Fingerprints of the engines that generated tokens, in their order."""
+        self._fingerprint = ""
+        """Fingerprint of the engine that accepted the request last."""
         self._seed = 0
         self._degraded: tuple[str, ...] = ()
         self._is_growing = is_growing(request)
@@ -66,6 +70,8 @@ class Progress:
         self.num_tokens = sum(len(answer.token_ids) for answer in self._answers)
         self._seed = request.sampling.seed
         self._degraded = tuple(continuation.degraded)
+        # Of tokens from a server that sent no fingerprints, the fingerprint is unknown.
+        self.fingerprints = tuple(continuation.fingerprints) or ("",)
         self.max_tokens = request.stop.max_tokens
         self.has_begun = True
 
@@ -80,6 +86,17 @@ class Progress:
         num_ids = sum(len(answer.token_ids) for answer in self._answers)
         return not self._is_growing or self.num_tokens == num_ids
 
+    @property
+    def is_inexact(self) -> bool:
+        """Whether tokens come from engines whose fingerprints differ."""
+        return len(self.fingerprints) > 1
+
+    @property
+    def goes_on_inexactly(self) -> bool:
+        """Whether the engine that accepted the request last computes otherwise than those that
+        generated the tokens so far."""
+        return bool(self.fingerprints) and self.fingerprints != (self._fingerprint,)
+
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
         """Keeps what the first engine granted.
 
@@ -92,6 +109,7 @@ class Progress:
         if self.has_begun and accepted.continued_tokens != self.num_tokens:
             raise _begins_anew(accepted.engine)
         self.is_accepted = True
+        self._fingerprint = accepted.fingerprint
         if not self.has_begun:
             self.has_begun = True
             self._seed = accepted.seed
@@ -100,6 +118,8 @@ class Progress:
 
     def on_delta(self, delta: pb.Delta) -> None:
         self.num_tokens += delta.num_tokens
+        if delta.num_tokens and self._fingerprint not in self.fingerprints:
+            self.fingerprints += (self._fingerprint,)
         if self._is_growing:
             answer = self._answers[delta.sample]
             answer.token_ids.extend(delta.token_ids)
@@ -113,6 +133,7 @@ class Progress:
         """Forgets what cannot be gone on with: it comes again from its beginning."""
         if not self._is_growing:
             self.num_tokens = 0
+            self.fingerprints = ()
 
     def write(self, request: pb.GenerateRequest) -> None:
         """Makes the request go on with the answer, with what the first engine granted."""
@@ -124,6 +145,7 @@ class Progress:
         if not (self._is_growing and has_output(self._answers)):
             return
         request.continuation.degraded.extend(self._degraded)
+        request.continuation.fingerprints.extend(self.fingerprints)
         for answer in self._answers:
             request.continuation.answers.add(
                 token_ids=answer.token_ids, text_length=answer.text_length, reason=answer.reason

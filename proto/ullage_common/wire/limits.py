@@ -8,6 +8,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_REQUEST_ID_BYTES = 128
 MAX_SESSION_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
+MAX_FINGERPRINTS = 32
+"""Different fingerprints of the engines that generated an answer so far."""
+MAX_FINGERPRINT_BYTES = 64
 MAX_PRIORITY = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 1024

@@ -16,6 +16,8 @@ from ullage_common.wire.limits import (
     MAX_BEAM_WIDTH,
     MAX_CACHE_SALT_BYTES,
     MAX_CALLS,
+    MAX_FINGERPRINT_BYTES,
+    MAX_FINGERPRINTS,
     MAX_GRAMMAR_BYTES,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
@@ -199,6 +201,12 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
     for i, answer in enumerate(answers):
         count, permitted = len(answer.token_ids), f"at most max_tokens, {most}"
         _require(count <= most, f"{field}.answers[{i}].token_ids", f"{count} tokens", permitted)
+    fingerprints = request.continuation.fingerprints
+    is_few = len(fingerprints) <= MAX_FINGERPRINTS
+    permitted = f"at most {MAX_FINGERPRINTS}"
+    _require(is_few, f"{field}.fingerprints", len(fingerprints), permitted)
+    for each in fingerprints:
+        _check_bytes(f"{field}.fingerprints", each, MAX_FINGERPRINT_BYTES)
 
 
 def _check_embedding(request: inference_pb2.GenerateRequest) -> None:

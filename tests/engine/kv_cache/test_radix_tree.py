@@ -1,9 +1,12 @@
 """The prefix tree against a model of it: a dictionary of prefixes."""
 
+import itertools
+from random import Random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.kv_cache.radix_tree import RadixTree
+from ullage_engine.kv_cache.radix_tree import Path, RadixTree
 
 SIZE = 2
 
@@ -51,6 +54,41 @@ def test_it_finds_the_longest_known_beginning(prompts: list[list[int]]) -> None:
             assert known.setdefault(tuple(prompt[: (index + 1) * SIZE]), block) == block
         tree.check_integrity()
     assert tree.num_blocks == len(known)
+
+
+@given(
+    growing=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+    others=st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=14), max_size=6),
+    rng=st.randoms(use_true_random=False),
+    window=st.sampled_from([0, 3]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_match_that_goes_on_from_the_last_one_finds_the_same(
+    growing: list[int], others: list[list[int]], rng: Random, window: int
+) -> None:
+    tree = RadixTree(SIZE, window)
+    path: Path = []
+    blocks = itertools.count()
+    for _ in range(12):
+        kind = rng.choice(["grow", "evict", "evict branch", "window"])
+        prompt = rng.choice([growing, *others])
+        whole = prompt[: rng.randrange(len(prompt) + 1) // SIZE * SIZE]
+        if kind == "grow":
+            first = next(blocks) * 100
+            release(tree, grow(tree, whole, first), first)
+        elif kind == "evict":
+            tree.evict()
+        elif cached := tree.match([*whole, 0]):
+            first, last = cached[0], cached[-1]
+            if kind == "evict branch":
+                if rng.random() < 0.5:
+                    tree.set_in_use(first)
+                tree.evict_branch(first)
+            elif window and tree.window_block(last) is None:
+                tree.add_window(last, 100_000 + next(blocks))
+        seen = growing[: rng.randrange(len(path) * SIZE, len(growing)) + 1]
+        assert tree.match(seen, path=path) == tree.match(seen)
+        tree.check_integrity()
 
 
 @given(

@@ -13,13 +13,13 @@ from ullage_engine.kernels.arena import StepLimits, step_arena
 from ullage_engine.kernels.kv_pool import allocate
 from ullage_engine.layers.attention import (
     DefaultBackend,
-    fill_tables,
     head_norm,
     rms_norm,
     rotate,
 )
 from ullage_engine.layers.decoder import Decoder, Weights, gate
 from ullage_engine.layers.linear import FusedQuantizedLinear
+from ullage_engine.layers.rotary_tables import fill_tables
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 from ullage_engine.quantization.formats import Encoding, Format, Packed

@@ -175,6 +175,13 @@ def test_what_replaying_costs() -> None:
     assert read(GPT_OSS_20B).replay_tokens == 0
 
 
+def test_a_factor_of_one_that_other_engines_have_changes_nothing() -> None:
+    scaling = {**GPT_OSS_20B["rope_scaling"], "attn_factor": 1.0}
+    assert read(GPT_OSS_20B | {"rope_scaling": scaling}) == read(GPT_OSS_20B)
+    with pytest.raises(WeightsError, match=r"rope_scaling.attn_factor is 2.0"):
+        read(GPT_OSS_20B | {"rope_scaling": scaling | {"attn_factor": 2.0}})
+
+
 def test_gpt_oss_alternates_windows() -> None:
     model_config = read(GPT_OSS_20B)
     assert [layer.window for layer in model_config.layers[:3]] == [128, 0, 128]
@@ -197,6 +204,8 @@ def test_another_architecture_is_refused_with_those_known(changes: dict[str, Any
         ({"layer_types": ["mamba"] * 24}, "layer_types"),
         ({"use_expert_bias": False}, "use_expert_bias"),
         ({"conv_bias": True}, "conv_bias"),
+        ({"block_dim": 40}, "block_dim is 40, but hidden_size is 2048"),
+        ({"theta": 1e4}, "remove theta"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
         ({"layer_types": "conv"}, "not a list"),
     ],
@@ -218,11 +227,19 @@ def test_configurations_are_what_files_hold() -> None:
         ({"hidden_size": -64, "head_dim": 64}, "hidden size is -64"),
         ({"num_key_value_heads": 5}, "32 heads cannot share 5 KV heads"),
         ({"head_dim": 15}, "head size is 15"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.0} | YARN}, "contradict"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0} | YARN}, "mscale"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.0} | YARN}, "factor .* is 0.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "factor .* is -1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "alpha": 1.0}}, "alpha 1.0 is not"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "rope_scaling.factor 8.0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "same positions"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LLAMA3}, "remove rope_scaling"),
+        ({"theta": 1e4}, "theta 10000.0 is not known"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "contradict"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 32}, "full_attention"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 32}, "no window"),
+        ({"model_type": "qwen3", "layer_types": ["conv"] * 32}, "full_attention"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "new": 1}}, "config.new 1"),
+        ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "config.version"),
     ],
 )
 def test_nonsense_is_one_line(changes: dict[str, Any], words: str) -> None:
@@ -239,3 +256,30 @@ def test_a_null_multiplier_leaves_the_width_alone() -> None:
     values = MODELS["LFM2-350M"][0]
     assert read(values).intermediate == 4608
     assert read(values | {"block_ffn_dim_multiplier": None}).intermediate == 4437
+
+
+def test_an_unknown_key_is_allowed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    values = LFM2_8B_A1B | {"surprise": 5, "quantization_config": {"quant_method": "mxfp4", "x": 1}}
+    allowed = HFConfig(Path("config.json"), values, allows_unknown=True)
+    assert read_model_config(allowed) == read(LFM2_8B_A1B)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    assert "surprise 5 is not known here" in warnings[0]
+    assert "quantization_config.x 1 is not known here" in warnings[1]
+
+
+def test_what_is_known_to_change_numbers_is_never_allowed() -> None:
+    values = LFM2_8B_A1B | {"logits_scaling": 8.0}
+    with pytest.raises(WeightsError, match=r"logits_scaling is 8\.0, but only 1 is"):
+        read_model_config(HFConfig(Path("config.json"), values, allows_unknown=True))
+
+
+def test_longrope_serves_the_original_context_alone_where_longer_ones_differ() -> None:
+    def longest(long_factor: list[float]) -> int:
+        scaling = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": long_factor}
+        own = {"original_max_position_embeddings": 4096}
+        values = MODELS["Llama-3.1-8B"][0] | {"rope_scaling": scaling} | own
+        return read(values).max_position
+
+    assert longest([2.0] * 64) == 4096
+    assert longest([1.0] * 64) == 131072

@@ -1,5 +1,7 @@
 """GGUF files of every supported quantisation, and broken ones."""
 
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantisation
 from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ullage_common.config.engine import ModelSection
 from ullage_engine.kernels.arena import StepLimits
@@ -67,10 +71,13 @@ def write(
     quantisation: str = "F32",
     value_kind: str = "",
     embedding_kind: str = "",
+    part_tensors: int = 0,
     **metadata: Callable[[Any], None],
 ) -> None:
-    """`value_kind`: of the matrices of values, if it is another; so is `embedding_kind`."""
-    writer = gguf.GGUFWriter(path, str(metadata.pop("architecture", "llama")))
+    """`value_kind`: of the matrices of values, if it is another; so is `embedding_kind`.
+    `part_tensors`: tensors of each part; 0: the file is whole."""
+    architecture = str(metadata.pop("architecture", "llama"))
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -296,6 +303,55 @@ def test_a_truncated_file_is_told(
     fails_with(path, load, "not a whole GGUF file", "download it again")
 
 
+def test_parts_of_a_split_file_are_one_model(
+    tmp_path: Path, load: Callable[..., LoadedModel]
+) -> None:
+    tensors = random_tensors()
+    write(tmp_path / "whole.gguf", tensors, "Q4_1")
+    write(tmp_path / "split.gguf", tensors, "Q4_1", part_tensors=4)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) == 5
+    whole = load(f"file://{tmp_path}/whole.gguf")
+    split = load(f"file://{parts[3]}")
+    assert split.model_config == whole.model_config
+    assert split.content == whole.content
+    assert split.tensors.keys() == whole.tensors.keys()
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(split.tensors[name], tensor), name
+
+    os.utime(parts[4], ns=(1, 1))
+    assert load(f"file://{parts[0]}").key != split.key
+    parts[4].unlink()
+    fails_with(parts[0], load, f"missing beside it are {parts[4].name}")
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_its_other_tensors_are_the_same(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.gguf")
+        write(path, random_tensors())
+        whole = prepared(path, "none")
+        contents = path.read_bytes()
+        # The metadata and the descriptions of tensors, and a few numbers of the first of them.
+        limit = contents.index(b"blk.1.ffn_down") + data.draw(st.integers(0, 2000))
+        begin = data.draw(st.integers(0, limit))
+        if data.draw(st.booleans()):
+            path.write_bytes(contents[:begin])
+        else:
+            noise = data.draw(st.binary(min_size=1, max_size=8))
+            path.write_bytes(contents[:begin] + noise + contents[begin + len(noise) :])
+        try:
+            damaged = prepared(path, "none")
+        except WeightsError as error:
+            assert "\n" not in str(error)
+            return
+        if damaged.model_config != whole.model_config:
+            return  # Another value of the metadata, as somebody may have written it.
+        pairs = zip(damaged.tensors.values(), whole.tensors.values(), strict=True)
+        assert sum(not torch.equal(*pair) for pair in pairs) <= 1
+
+
 def test_another_format_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(1000))
@@ -312,6 +368,29 @@ def test_another_quantisation_is_told(tmp_path: Path, load: Callable[..., Loaded
     path = tmp_path / "model.gguf"
     write(path, random_tensors(), "TQ2_0")
     fails_with(path, load, "TQ2_0", "token_embd.weight", "Q4_1")
+
+
+def test_metadata_that_are_no_text_are_told(
+    tmp_path: Path, load: Callable[..., LoadedModel]
+) -> None:
+    path = tmp_path / "model.gguf"
+    kind = gguf.RopeScalingType.YARN
+    write(path, random_tensors(), scaling=lambda writer: writer.add_rope_scaling_type(kind))
+    path.write_bytes(path.read_bytes().replace(b"yarn", b"\xffarn"))
+    fails_with(path, load, "'llama.rope.scaling.type' is no UTF-8", "download it again")
+
+
+def test_what_nobody_foresaw_of_a_header_is_no_reason_for_another_start(
+    tmp_path: Path, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, random_tensors())
+
+    def read(*arguments: object) -> None:
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr("ullage_engine.model_loader.gguf.read_model_config", read)
+    fails_with(path, load, "cannot be read: KeyError: 'unforeseen'; download the model again")
 
 
 def test_missing_metadata_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ullage_common.config.engine import ModelSection
+from ullage_engine.model_config.hf_config import HFConfig
+from ullage_engine.model_config.keys import check_keys
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_config.quantization_keys import QUANTIZATION_KEYS
 from ullage_engine.model_loader.loader import LoadedModel, ShardModel, load_weights
 from ullage_engine.model_loader.quantized import open_directory
 from ullage_engine.parallel.layout import RankLayout
@@ -224,15 +227,68 @@ def test_gptq(tmp_path: Path, seed: int, bits: int, desc_act: bool, sym: bool) -
     check(tmp_path, weights, None if desc_act else f"int{bits}")
 
 
-def test_gptq_with_zero_points_as_they_are(tmp_path: Path, seed: int) -> None:
-    config = {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP,
-        "checkpoint_format": "gptq_v2",
-    }
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+def test_gptq_with_zero_points_as_they_are(tmp_path: Path, seed: int, key: str) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, key: "gptq_v2"}
     weights = save(tmp_path, gptq(seed, 4, desc_act=False, sym=False, less=0), config)
     check(tmp_path, weights, "int4")
+
+
+AUTO_ROUND = {
+    "act_bits": 16,
+    "act_data_type": "int",
+    "act_dynamic": True,
+    "act_group_size": 128,
+    "act_sym": True,
+    "amp": True,
+    "autoround_version": "0.5.1",
+    "data_type": "int",
+    "enable_minmax_tuning": True,
+    "enable_norm_bias_tuning": False,
+    "iters": 1000,
+    "enable_quanted_input": True,
+    "gradient_accumulate_steps": 1,
+    "low_gpu_mem_usage": True,
+    "lr": 0.001,
+    "minmax_lr": 0.001,
+    "nsamples": 512,
+    "scale_dtype": "torch.float16",
+    "seqlen": 2048,
+    "super_bits": None,
+    "to_quant_block_names": None,
+}
+"""What AutoRound writes beside the keys of the format that it exports to."""
+
+
+TRANSFORMERS = {
+    "act_group_aware": True,
+    "backend": "auto",
+    "batch_size": 1,
+    "cache_block_outputs": True,
+    "damp_percent": 0.1,
+    "desc_act": False,
+    "meta": None,
+    "sym": True,
+    "true_sequential": True,
+}
+"""What transformers 5 writes with GPTQ and AWQ when it saves a model again."""
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "gptq", "bits": 4, "format": "gptq", **TRANSFORMERS},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, **AUTO_ROUND},
+        {"quant_method": "gptq", "bits": 4, "method": "gptq", "format": "gptq", "meta": {}},
+        {"quant_method": "awq", "bits": 4, "format": "gemm", "version": "gemm", **TRANSFORMERS},
+        {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True, **AUTO_ROUND},
+        {"quant_method": "fp8", "dequantize": False, "expert_dtype": "fp8", "scale_fmt": "float"},
+    ],
+    ids=lambda section: f"{section['quant_method']}-{len(section)}",
+)
+def test_keys_that_quantisers_write_are_no_reason_to_refuse(section: Config) -> None:
+    keys = QUANTIZATION_KEYS[section["quant_method"]]
+    check_keys(HFConfig(Path("config.json"), section), keys)
 
 
 def test_awq(tmp_path: Path, seed: int) -> None:
@@ -244,6 +300,43 @@ def test_awq(tmp_path: Path, seed: int) -> None:
 def test_fp8(tmp_path: Path, seed: int, kind: str) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [32, 64]}
     check(tmp_path, save(tmp_path, scaled(seed, torch.float8_e4m3fn, kind), config), "fp8")
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (4,), (1, 1), ()])
+def test_scales_are_told_apart_by_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Blocks may be as many as rows: 2 x 2 of a matrix with 4 rows."""
+    random = Random(3, 7)
+    values = (random.codes(4, 16) - 64).to(torch.float8_e4m3fn)
+    scales = random.scales(*shape).float()
+    stem = LAYER + "self_attn.q_proj"
+    save(tmp_path, scaled(3, torch.float8_e4m3fn, "row"), {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [2, 8]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {f"{stem}.weight": values, f"{stem}.weight_scale": scales}
+    save_file(tensors, path)
+    own = scales
+    if shape == (2, 2):
+        own = scales.repeat_interleave(2, 0).repeat_interleave(8, 1)
+    elif shape:
+        own = scales.reshape(-1, 1)
+    found = open_directory(tmp_path).read(f"{stem}.weight").float()
+    torch.testing.assert_close(found, values.float() * own)
+
+
+def test_scales_that_lie_along_the_columns_are_refused(tmp_path: Path) -> None:
+    """They are as many as rows, and say nothing about which."""
+    pack = scaled(1, torch.float8_e4m3fn, "row")
+
+    def turned(stem: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
+        tensors, weights = pack(stem, shape)
+        name = f"{stem}.weight_scale"
+        return tensors | {name: tensors[name].t().contiguous()}, weights
+
+    save(tmp_path, turned, {"quant_method": "fp8"})
+    with pytest.raises(WeightsError, match=r"neither rows nor blocks of 128 x 128"):
+        load(tmp_path)
 
 
 def compressed(rounded: bool = False, format: str = "int-quantized", **weights: Any) -> Config:
@@ -308,6 +401,8 @@ def test_small_numbers_without_a_scale_are_refused(tmp_path: Path, seed: int) ->
         (compressed(twist=1), "weights.twist 1 is not known"),
         (compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
         (compressed() | {"transform_config": {"config_groups": {}}}, "transform_config is"),
+        (compressed() | {"twist": 1}, "quantization_config.twist 1 is not known"),
+        ({"quant_method": "gptq", "bits": 4, "twist": 1}, "twist 1 is not known"),
         (compressed() | {"sparsity_config": {"format": "bitmask"}}, "format is 'bitmask'"),
         (compressed() | {"config_groups": {}}, "config_groups has 0"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
@@ -315,6 +410,10 @@ def test_small_numbers_without_a_scale_are_refused(tmp_path: Path, seed: int) ->
         ({"quant_method": "fp8", "rotation": 1}, "rotation 1 is not known"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"x": {}}}, "dynamic is"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "act_bits": 8}, "act_bits is 8"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "'llm-awq'"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point is False"),
         ({"quant_method": "ullage", "format": "int2"}, "format is 'int2'"),

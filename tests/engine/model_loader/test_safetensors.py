@@ -77,10 +77,13 @@ def test_several_files_with_an_index_are_one_model(save_llama: Save, load: Load)
     ("changes", "words"),
     [
         ({"model_type": "mixtral"}, ["model_type", "'mixtral'", "llama"]),
-        ({"attention_bias": True}, ["attention_bias", "True"]),
+        ({"attention_bias": True}, ["q_proj.bias", "missing"]),
+        ({"mlp_bias": True}, ["mlp_bias", "True", "only False"]),
+        ({"attention_multiplier": 0.1}, ["attention_multiplier", "0.1", "use another model"]),
+        ({"surprise": [1] * 99}, ["surprise [1, 1", "not known", "allowUnknownConfig"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
         ({"hidden_size": "big"}, ["hidden_size", "'big'", "whole number"]),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, ["'dynamic'", "llama3"]),
+        ({"rope_parameters": {"rope_type": "axial"}}, ["'axial'", "llama3"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config", "gptq"]),
         ({"intermediate_size": 81}, ["gate_proj", "[80, 48]", "[81, 48]"]),
         ({"num_hidden_layers": 4}, ["model.layers.3.", "missing"]),
@@ -105,6 +108,8 @@ def test_truncated_weights_are_told(save_llama: Save, load: Load, keep: int) -> 
 def test_broken_or_absent_files_are_told(save_llama: Save, load: Load) -> None:
     _, folder = save_llama()
     (folder / "config.json").write_text("{")
+    fails_with(load, folder, "config.json", "not JSON")
+    (folder / "config.json").write_text("[" * 200_000)
     fails_with(load, folder, "config.json", "not JSON")
     (folder / "config.json").write_text("[]")
     fails_with(load, folder, "config.json", "not a JSON object")

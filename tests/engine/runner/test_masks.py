@@ -1,5 +1,7 @@
 """Biases and masks: what they leave is sampled as if there were nothing else."""
 
+import math
+import random
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk
+from ullage_engine.runner.logits_edits import constrain
 from ullage_engine.runner.sampler import sample
 
 VOCAB = 1500
@@ -91,3 +94,22 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert sampled.token_id == 8
     assert sampled.logprob == pytest.approx(float(wanted[8]))
     assert sampled.top_ids == wanted.topk(2).indices.tolist()
+
+
+@given(st.integers(1, 300), st.randoms(use_true_random=False), st.sampled_from([0.02, 0.5, 0.98]))
+def test_masks_of_few_and_of_nearly_all_tokens_rule_out_alike(
+    vocab: int, rng: random.Random, share: float
+) -> None:
+    num_named = max(1, vocab + rng.choice([-9, 0, 0, 40]))
+    allowed = [rng.random() < share for _ in range(num_named)]
+    mask = np.packbits(np.array(allowed, bool), bitorder="little").tobytes()
+    logits = torch.arange(1.0, vocab + 1)
+    constrain(logits, masked_chunk(mask))
+    # Bits behind the vocabulary mean nothing; what a shorter mask does not name is ruled out.
+    is_allowed = [index < len(allowed) and allowed[index] for index in range(vocab)]
+    wanted = [index + 1.0 if fine else -math.inf for index, fine in enumerate(is_allowed)]
+    assert logits.tolist() == wanted
+
+
+def masked_chunk(mask: bytes) -> Chunk:
+    return Chunk("a", [0], 0, [0], SamplingParams(), [], 1, allowed=mask)

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from ullage_engine.native.library import Team, instruction_set
 from ullage_engine.protocol.messages import SamplingParams
-from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk
+from ullage_engine.protocol.step_plan import NO_TOKEN, NOTHING_ALLOWED, Chunk
+from ullage_engine.runner import sampler
 from ullage_engine.runner.draw import Row, likeliest, uniform
 from ullage_engine.runner.logits_edits import PenaltyCounts, TokenCounts, penalise
 from ullage_engine.runner.sampler import choose, sample
@@ -94,15 +95,17 @@ def test_the_token_is_the_naive_inverse_of_the_filtered_distribution(
     kept = naive_kept(row, params)
     filtered = top_k > 0 or top_p < 1.0 or min_p > 0.0
     order = kept if filtered else sorted(kept)
+    assert token in near_tokens(row, order, temperature, uniform(seed, position))
+
+
+def near_tokens(row: np.ndarray, order: list[int], temperature: float, noise: float) -> set[int]:
+    """Tokens of the distribution at the noise; float32 sums may step over a boundary this near."""
     weights = np.exp((row[order].astype(np.float64) - row.max()) / temperature)
     running = np.cumsum(weights) / weights.sum()
-    noise = uniform(seed, position)
-    # float32 sums may step over a boundary that is this near.
-    near = {
+    return {
         order[min(int(np.searchsorted(running, noise + shift)), len(order) - 1)]
         for shift in (-1e-4, 0.0, 1e-4)
     }
-    assert token in near
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
@@ -303,7 +306,70 @@ def test_a_row_with_one_logit_that_is_not_finite_has_no_token_and_its_neighbours
 
 
 @by_either
-def test_a_row_in_which_no_token_is_allowed_has_one_of_the_vocabulary(team: Team | None) -> None:
-    rows = [Row(SamplingParams(**params), 5) for params in PARAMS]
-    logits = torch.full((len(rows), VOCAB), -math.inf)
-    assert all(0 <= token < VOCAB for token in choose(logits, rows, team))
+def test_a_row_of_which_every_token_is_ruled_out_says_so_and_its_neighbours_have_one(
+    team: Team | None, subtests: pytest.Subtests
+) -> None:
+    nothing = bytes(-(-VOCAB // 8))
+    for params in PARAMS:
+        rows = [chunk([6, 7, 8], seed=seed, top_logprobs=2, **params) for seed in (5, 6, 7)]
+        logits = random_logits(4, rows=3)
+        wanted = [each.token_id for each in sample(logits.clone(), rows, team=team)]
+        for refused in ({"allowed": nothing}, {"banned": list(range(VOCAB))}):
+            rows[1] = replace(rows[1], **refused)
+            with subtests.test(params=params, refused=list(refused)):
+                tokens = [each.token_id for each in sample(logits.clone(), rows, team=team)]
+                assert tokens == [wanted[0], NOTHING_ALLOWED, wanted[2]]
+
+
+@by_either
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_allowed=st.sampled_from([1, 2, 7, 300]),
+    temperature=st.floats(0.2, 2.0),
+    top_k=st.sampled_from([0, 40, 500, 2999, 5000]),
+    top_p=st.sampled_from([0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05]),
+)
+def test_filters_keep_of_what_a_mask_allows(
+    team: Team | None,
+    seed: int,
+    num_allowed: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> None:
+    logits = random_logits(seed, scale=2.0)
+    allowed = np.random.default_rng(seed).permutation(VOCAB)[:num_allowed]
+    bits = np.zeros(-(-VOCAB // 8) * 8, np.uint8)
+    bits[allowed] = 1
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    item = replace(
+        chunk([3], **_fields(params)), allowed=np.packbits(bits, bitorder="little").tobytes()
+    )
+    token = draw(logits, item, team)
+
+    masked = np.full(VOCAB, -np.inf, np.float32)
+    masked[allowed] = logits[0].numpy()[allowed]
+    kept = [each for each in naive_kept(masked, params) if masked[each] > -np.inf]
+    is_filtered = top_k > 0 or top_p < 1.0 or min_p > 0.0
+    order = kept if is_filtered else sorted(kept)
+    assert token in near_tokens(masked, order, temperature, uniform(seed, 1))
+
+
+def test_the_library_leaves_no_row_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one of which a mask allows fewer tokens than top-k keeps, nor one of a flat
+    distribution, of which more tokens are kept than the library has room for beforehand."""
+    if TEAMS.get("library") is None:
+        pytest.skip("the library cannot be used here")
+    monkeypatch.setattr(sampler, "_choose_with_torch", None)
+    few = torch.full((1, VOCAB), -math.inf)
+    few[0, [5, 900, 2000]] = torch.tensor([0.0, 1.0, -30.0])
+    flat = torch.zeros(1, VOCAB)
+    for top_k, top_p in ((40, 1.0), (2999, 1.0), (0, 0.99), (2500, 0.99)):
+        row = Row(SamplingParams(top_k=top_k, top_p=top_p, seed=3), 5)
+        assert choose(few.clone(), [row], TEAMS["library"])[0] in (5, 900)
+        assert 0 <= choose(flat.clone(), [row], TEAMS["library"])[0] < VOCAB

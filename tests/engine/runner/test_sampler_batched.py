@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.kernels.staging import upload
 from ullage_engine.protocol.messages import SamplingParams
-from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, SampledToken
+from ullage_engine.protocol.step_plan import NO_TOKEN, NOTHING_ALLOWED, Chunk, SampledToken
 from ullage_engine.runner import logits_edits
 from ullage_engine.runner.batched_sampler import CANDIDATES, SORT_ROWS, enqueue, plan_sampling
 from ullage_engine.runner.draw import (
@@ -308,6 +308,22 @@ def test_a_mask_with_fewer_tokens_than_top_k_keeps_needs_no_second_draw(
     assert all(7 <= token < 8 + row for row, token in enumerate(tokens))
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 50}])
+def test_a_row_of_which_every_token_is_ruled_out_says_so(params: dict[str, Any]) -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
+    refused: list[dict[str, Any]] = [
+        {},
+        {"allowed": mask_of([], 300)},
+        {"banned": list(range(300))},
+        {"allowed": mask_of([8], 300)},
+    ]
+    chunks = [chunk(row, 300, seed=row, **params, **each) for row, each in enumerate(refused)]
+    first, *nothing, last = [each.token_id for each in sample_batch(logits, chunks)]
+    assert nothing == [NOTHING_ALLOWED, NOTHING_ALLOWED]
+    assert first >= 0
+    assert last == 8
+
+
 def test_a_low_temperature_leaves_fewer_tokens_than_top_k_keeps() -> None:
     logits = torch.randn(20, 3008, generator=torch.Generator().manual_seed(2))
     chunks = [chunk(row, 3008, seed=row, temperature=1e-3, top_k=1024) for row in range(20)]
@@ -379,10 +395,10 @@ KINDS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "top-p": ([FILTERED], 47),
     "top-k, top-p, min-p": ([{**FILTERED, "top_k": 50, "min_p": 0.05}], 40),
     "penalties": ([FILTERED | PENALTIES], 63),
-    "masks": ([FILTERED | LIMITS], 53),
+    "masks": ([FILTERED | LIMITS], 56),
     "all": (
         [{"temperature": 0.0}, {"temperature": 1.0}, FILTERED | PENALTIES | LIMITS, ALONE],
-        122,
+        125,
     ),
 }
 """Kinds of batches: what rows ask for in turn, and the most operations that a device is told."""

@@ -3,10 +3,13 @@
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ullage_testing.scheduler_bench import Bench
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.messages import TokenOutput
-from ullage_engine.scheduler.sequence import MIN_DECODES, postponed_decodes
+from ullage_engine.scheduler.sequence import MIN_DECODES, PromptCost, postponed_decodes
 
 STOP = 7
 
@@ -50,6 +53,72 @@ def test_prompts_share_the_chunk_budget_of_a_step(bench: Any) -> None:
     for name in "abc":
         scheduler.submit(bench.make_request(name, 30))
     assert bench.shape(scheduler.schedule()) == [("a", 0, 30), ("b", 0, 30), ("c", 0, 4)]
+
+
+def test_prompts_share_the_cost_of_a_step(bench: Any) -> None:
+    """Behind 64 tokens one costs twice as much as the first."""
+    scheduler = bench.make_scheduler(blocks=99, prompt_cost=PromptCost(64.0, step_budget=96.0))
+    scheduler.submit(bench.make_request("a", 200))
+    scheduler.submit(bench.make_request("b", 10))
+    shapes = []
+    for _ in range(4):
+        plan = scheduler.schedule()
+        shapes.append(bench.shape(plan))
+        scheduler.commit(bench.sample(plan))
+    # Sizes fall with depth, and what remains of the cost is the next prompt's.
+    assert shapes[:3] == [[("a", 0, 64)], [("a", 64, 41)], [("a", 105, 33)]]
+    assert shapes[3] == [("a", 138, 28), ("b", 0, 1)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 120), min_size=1, max_size=3),
+    even_context=st.floats(1.0, 1e4),
+    step_budget=st.floats(0.5, 300.0),
+    prompt_tokens=st.integers(1, 64),
+)
+def test_no_step_costs_more_than_it_may_and_every_prompt_ends(
+    prompts: list[int], even_context: float, step_budget: float, prompt_tokens: int
+) -> None:
+    cost = PromptCost(even_context, step_budget)
+    scheduler = Bench.make_scheduler(blocks=64, prompt_tokens=prompt_tokens, prompt_cost=cost)
+    for number, length in enumerate(prompts):
+        scheduler.submit(Bench.make_request(chr(97 + number), length, max_tokens=2))
+
+    tokens: dict[str, int] = {}
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        # A prompt's last token by itself is computed like a decode.
+        taken = [
+            (chunk.start, len(chunk.token_ids))
+            for chunk in plan.chunks
+            if chunk.start < prompts[ord(chunk.request_id) - 97] - 1
+        ]
+        num_computed = sum(count for _, count in taken)
+        assert num_computed <= prompt_tokens
+        assert (
+            sum(cost.of(*each) for each in taken) <= step_budget * (1 + 1e-9) or num_computed == 1
+        )
+        for output in scheduler.commit(Bench.sample(plan)):
+            tokens[output.request_id] = tokens.get(output.request_id, 0) + len(output.token_ids)
+        scheduler.check_integrity()
+    assert list(tokens.values()) == [2] * len(prompts)
+
+
+@given(
+    start=st.integers(0, 10**6),
+    most=st.integers(1, 4096),
+    even_context=st.one_of(st.just(float("inf")), st.floats(0.5, 1e6)),
+    budget=st.floats(0.0, 1e5),
+)
+def test_as_many_tokens_fit_as_cost_no_more(
+    start: int, most: int, even_context: float, budget: float
+) -> None:
+    cost = PromptCost(even_context)
+    count = cost.tokens_within(budget, start, most)
+    assert 0 <= count <= most
+    assert count == 0 or cost.of(start, count) <= budget * (1 + 1e-9)
+    assert count == most or cost.of(start, count + 1) > budget * (1 - 1e-9)
 
 
 def test_without_chunking_prompts_are_computed_whole(bench: Any) -> None:

@@ -9,8 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ullage.inference.v1 import inference_pb2 as pb
@@ -138,6 +140,7 @@ def encoder(config: EngineConfig, tmp_path: Path) -> EngineConfig:
     tokenizer.enable_padding(length=8, pad_id=3, pad_token="[PAD]")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text("{}")
+    save_file({"norm": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
     return replace(config, model=ModelSection(source=f"file://{tmp_path}", name="encoder"))
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 from ullage_testing.small_models import smollm2_path
 
 from ullage_common.config.engine import AdapterSection, EngineConfig, MemorySection
@@ -41,6 +43,7 @@ SET_VLLM = "set engine: vllm (spec.engine: VLLM)"
 
 def folder_of(folder: Path, config: object) -> ModelFiles:
     (folder / "config.json").write_text(json.dumps(config))
+    save_file({"weight": np.ones(2)}, folder / "model.safetensors")
     return ModelFiles(folder, "directory")
 
 
@@ -71,6 +74,7 @@ def choose(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Choose:
     [
         (LLAMA, NATIVE),
         (LLAMA | {"hidden_act": "gelu"}, VLLM),
+        (LLAMA | {"surprise": 1}, VLLM),
         ({"model_type": "gemma3_text"}, VLLM),
         ({"model_type": "bert"}, VLLM),
         ("llama", NATIVE),
@@ -95,6 +99,19 @@ def test_a_model_that_only_vllm_serves_is_refused_with_what_to_do(
     message = str(refusal.value)
     assert "config.json: model_type 'gemma3_text' is not supported" in message
     assert message.endswith(f"; or {SET_VLLM} and {INSTALL}")
+
+
+def test_an_unknown_key_of_the_configuration_is_refused_or_allowed(
+    choose: Choose, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = folder_of(tmp_path, LLAMA | {"surprise": 1})
+    with pytest.raises(
+        AppError, match=r"config.json: surprise 1 is not known .*allowUnknownConfig"
+    ):
+        choose(files, has_vllm=False)
+    allowed = replace(config.model, allow_unknown_config=True)
+    assert choose(files, has_vllm=False, model=allowed) == NATIVE
+    assert any("surprise 1 is not known here" in each.getMessage() for each in caplog.records)
 
 
 def test_what_stops_vllm_is_named_where_the_native_engine_does_not_serve_a_model(
@@ -141,7 +158,6 @@ def test_models_of_the_hub_are_looked_at_when_they_are_there(
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("abc")
     folder_of(folder, {"model_type": "gemma3_text"})
-    (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").write_bytes(load_tokenizer(smollm2_path()).json_bytes)
     if absent:
         (folder / absent).unlink()

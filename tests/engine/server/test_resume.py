@@ -24,6 +24,8 @@ from ullage_common.wire.errors import from_rpc_error
 from ullage_engine.protocol.errors import MEMORY_SHORT
 from ullage_engine.server.app import AppError
 from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.journal import JournalEntry
+from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.supervisor import GaveUpError
 from ullage_engine.server.worker_process import EndpointError
 
@@ -72,6 +74,36 @@ def test_streams_survive_a_killed_worker(serve: Serve, fake: ModuleType, run_dir
     asyncio.run(scenario())
     submits = [line.split()[2] for line in trace.read_text().splitlines() if "submit" in line]
     assert submits == ["False"] * 3 + ["True"] * 3
+
+
+@pytest.mark.parametrize("later", ["", "91bc"])
+def test_a_worker_that_computes_otherwise_marks_what_it_goes_on_with(
+    serve: Serve, fake: ModuleType, later: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02, weights="3f1a", later_weights=later) as engine:
+            before = await engine.state()
+            assert before.fingerprint and before.fingerprint_facts["weights"] == "3f1a"
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            await asyncio.sleep(0)
+            await engine.admin.InjectFault(KILL)
+            found = await answer
+            assert found.token_ids == expected(fake)
+            assert found.accepted.fingerprint == before.fingerprint
+            after = await engine.state()
+            assert (after.fingerprint != before.fingerprint) == bool(later)
+            assert found.finished.resumed_inexact == bool(later)
+            described = await engine.inference.GetModel(pb.GetModelRequest())
+            assert described.fingerprint == after.fingerprint
+            assert dict(described.fingerprint_facts) == dict(after.fingerprint_facts)
+            # All of the next answer is the new worker's.
+            assert not (await engine.generate(ask(max_tokens=2))).finished.resumed_inexact
+
+    asyncio.run(scenario())
+    reasons = [record.reason for record in caplog.records if "otherwise" in record.message]
+    expected_reason = "weights differ: 3f1a (before), 91bc (now)"
+    assert reasons == ([expected_reason] if later else [])
 
 
 def test_a_stream_survives_many_deaths(serve: Serve, fake: ModuleType) -> None:
@@ -234,7 +266,7 @@ def test_an_idle_worker_is_not_stuck(serve: Serve, fake: ModuleType) -> None:
 
 
 def test_a_request_that_kills_every_worker_is_given_up(serve: Serve, fake: ModuleType) -> None:
-    policy = RestartPolicy(first_backoff_s=0.01, max_stalled_resumes=1, max_failures=20)
+    policy = RestartPolicy(first_backoff_s=0.01, max_deaths=2, max_failures=20)
 
     async def scenario() -> None:
         async with serve(policy=policy, step_s=0.02) as engine:
@@ -250,7 +282,7 @@ def test_a_request_that_kills_every_worker_is_given_up(serve: Serve, fake: Modul
 def test_a_request_whose_workers_lack_memory_that_others_hold_may_be_sent_again(
     serve: Serve, fake: ModuleType
 ) -> None:
-    policy = RestartPolicy(first_backoff_s=0.01, max_stalled_resumes=1, max_failures=20)
+    policy = RestartPolicy(first_backoff_s=0.01, max_deaths=2, max_failures=20)
 
     async def scenario() -> None:
         async with serve(policy=policy, step_s=0.02, ends_with=MEMORY_SHORT) as engine:
@@ -283,6 +315,205 @@ def test_requests_beside_one_that_kills_every_worker_are_not_blamed(
             for answer in answers:
                 assert answer.token_ids == expected(fake)
             assert (await engine.generate(ask())).token_ids == expected(fake)
+
+    asyncio.run(scenario())
+
+
+def submissions(trace: Path) -> list[str]:
+    """The first tokens of the requests that each worker was sent, in their order."""
+    lines = [line for line in trace.read_text().splitlines() if "submit" in line]
+    return [line.partition("[")[2].rstrip("]").split(",")[0] for line in lines]
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_request_that_kills_workers_before_they_admit_it_ends_by_name(
+    serve: Serve, fake: ModuleType, config: EngineConfig, run_dir: Path, others: int
+) -> None:
+    """The engine goes on, and nobody else is blamed, those sent behind it least of all."""
+    trace = run_dir / "trace"
+    limits = msgspec.structs.replace(config.limits, request_timeout=120.0)
+    config = msgspec.structs.replace(config, limits=limits)
+    policy = RestartPolicy(first_backoff_s=0.01)
+    culprit = ask(fake.Script.KILLS_BEFORE_ADMISSION)
+
+    async def scenario() -> None:
+        async with serve(config, policy, step_s=0.02, trace=str(trace)) as engine:
+            before = [asyncio.create_task(engine.generate(ask())) for _ in range(others)]
+            await started(engine, others)
+            failing = asyncio.create_task(engine.generate(culprit))
+            after = [asyncio.create_task(engine.generate(ask())) for _ in range(others)]
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await failing
+            assert from_rpc_error(raised.value).reason == "WORKER_LOST"
+            for answer in await asyncio.gather(*before, *after):
+                assert answer.token_ids == expected(fake)
+            assert (await engine.state()).worker_restarts == policy.max_deaths
+
+    asyncio.run(scenario())
+    sent = submissions(trace)
+    # In its first repeat it is what the next worker gets first, and alone.
+    first = sent.index("17")
+    assert sent.count("17") == policy.max_deaths
+    repeats = [place for place, name in enumerate(sent) if name == "17"][1:]
+    assert repeats[-1] - repeats[0] == len(repeats) - 1, sent
+    assert first < repeats[0]
+
+
+def test_many_innocent_requests_do_not_wait_long_for_one_another(
+    serve: Serve, fake: ModuleType
+) -> None:
+    """The worker dies with requests that never get a token: they are tried alone for a while, and
+    the others are not kept for ever."""
+    policy = RestartPolicy(first_backoff_s=0.01, trial_s=0.5)
+
+    async def scenario() -> None:
+        async with serve(policy=policy, step_s=0.02) as engine:
+            silent = [asyncio.create_task(engine.generate(ask(fake.Script.SILENT))) for _ in "ab"]
+            answer = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            await engine.admin.InjectFault(KILL)
+            assert (await answer).token_ids == expected(fake)
+            for task in silent:
+                task.cancel()
+            await asyncio.gather(*silent, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_computes_without_an_end_is_replaced_long_before_the_deadline(
+    serve: Serve, fake: ModuleType, config: EngineConfig
+) -> None:
+    policy = RestartPolicy(step_deadline_s=600.0, min_busy_s=0.5, slow_start_steps=0)
+    limits = msgspec.structs.replace(config.limits, request_timeout=120.0)
+
+    async def scenario() -> None:
+        own = msgspec.structs.replace(config, limits=limits)
+        async with serve(own, policy, step_s=0.02, longest_step_s=0.02) as engine:
+            whole = asyncio.create_task(engine.generate(ask()))
+            await started(engine, 1)
+            answer = await engine.generate(ask(fake.Script.SPINS_ONCE, 2, 3))
+            assert answer.token_ids == expected(fake)
+            assert answer.finished.resumes == 1
+            assert (await whole).token_ids == expected(fake)
+            assert (await engine.state()).worker_restarts == 1
+
+    asyncio.run(scenario())
+
+
+class Break(Exception):
+    """An error of the server's own."""
+
+
+def broken_once(real: Callable[..., Any], is_hit: Callable[..., bool]) -> Callable[..., Any]:
+    """The same function, which fails the first time that its arguments are hit."""
+    hits: list[bool] = []
+
+    def call(*arguments: Any) -> Any:
+        if not hits and is_hit(*arguments):
+            hits.append(True)
+            raise Break("a mistake in the server")
+        return real(*arguments)
+
+    return call
+
+
+def test_an_error_of_the_server_over_a_token_ends_that_request_alone(
+    serve: Serve, fake: ModuleType, run_dir: Path
+) -> None:
+    """Others keep every token of that step, and the worker lives."""
+    trace = run_dir / "trace"
+
+    async def scenario() -> None:
+        async with serve(step_s=0.02, trace=str(trace)) as engine:
+            metrics = engine._app._metrics
+            metrics.tokens = broken_once(
+                metrics.tokens,
+                lambda entry, _: (len(entry.output_ids), entry.job.request.token_ids[0]) == (5, 2),
+            )
+            pid = (await engine.admin.InjectFault(_oom())).worker_pid
+            prompts = [ask(), ask(2, 2, 3), ask(3, 2, 3)]
+            answers = await asyncio.gather(
+                *(engine.generate(prompt) for prompt in prompts), return_exceptions=True
+            )
+            failed = from_rpc_error(answers.pop(1))
+            assert (failed.code, failed.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+            for answer in answers:
+                assert answer.token_ids == expected(fake)
+                assert answer.finished.resumes == 0
+            assert (await engine.state()).worker_restarts == 0
+            assert (await engine.admin.InjectFault(_oom())).worker_pid == pid
+            assert (await engine.state()).health < 1.0
+
+    asyncio.run(scenario())
+    assert sum("cancel" in line for line in trace.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("method", ["_admitted", "_rejected", "_request_failed"])
+def test_an_error_of_the_server_over_a_request_ends_that_request(
+    serve: Serve, fake: ModuleType, method: str
+) -> None:
+    first = {
+        "_admitted": 1,
+        "_rejected": fake.Script.FITS_NOT_NOW,
+        "_request_failed": fake.Script.FAILS,
+    }[method]
+
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            supervisor = engine._app._supervisor
+            whole = asyncio.create_task(engine.generate(ask(5)))
+            await started(engine, 1)
+            setattr(supervisor, method, broken_once(getattr(supervisor, method), lambda _: True))
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await engine.generate(ask(first, 2, 3))
+            assert from_rpc_error(raised.value).reason == "INTERNAL"
+            assert (await whole).finished.resumes == 0
+            assert (await engine.state()).worker_restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_server_over_a_report_costs_nothing(serve: Serve, fake: ModuleType) -> None:
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            metrics = engine._app._metrics
+            metrics.worker_state = broken_once(metrics.worker_state, lambda _: True)
+            assert (await engine.generate(ask())).token_ids == expected(fake)
+            assert (await engine.state()).worker_restarts == 0
+            await engine.until(lambda state: state.requests_running == 0)
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_server_over_a_submission_ends_that_request(
+    serve: Serve, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = JournalEntry.engine_request
+    is_second = lambda entry: entry.job.request.token_ids[0] == 2  # noqa: E731
+    monkeypatch.setattr(JournalEntry, "engine_request", broken_once(real, is_second))
+
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            whole = asyncio.create_task(engine.generate(ask()))
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await engine.generate(ask(2, 2, 3))
+            assert from_rpc_error(raised.value).reason == "INTERNAL"
+            assert (await whole).token_ids == expected(fake)
+            assert (await engine.generate(ask(2, 2, 3))).token_ids == expected(fake)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_start_the_server_fails_over_is_replaced(
+    serve: Serve, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = EngineMetrics.worker_ready
+    monkeypatch.setattr(EngineMetrics, "worker_ready", broken_once(real, lambda *_: True))
+
+    async def scenario() -> None:
+        async with serve(step_s=0.02) as engine:
+            assert (await engine.generate(ask())).token_ids == expected(fake)
+            assert (await engine.state()).worker_restarts == 1
 
     asyncio.run(scenario())
 
@@ -374,7 +605,7 @@ def test_a_request_that_no_worker_took_is_sent_again_as_new(
     serve: Serve, fake: ModuleType, run_dir: Path
 ) -> None:
     trace = run_dir / "trace"
-    policy = RestartPolicy(first_backoff_s=0.01, max_stalled_resumes=0)
+    policy = RestartPolicy(first_backoff_s=0.01)
 
     async def scenario() -> None:
         async with serve(policy=policy, trace=str(trace)) as engine:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ullage_engine.tokenizer.detokenizer import (
     Detokenizer,
@@ -133,3 +133,18 @@ def test_a_decoder_without_bytes_is_named() -> None:
     tokenizer.decoder = decoders.WordPiece()
     assert "WordPiece" in TokenBytes(tokenizer).problem
     assert not BYTES.problem
+
+
+def test_added_tokens_in_latin_letters_are_written_as_themselves() -> None:
+    bytes_alone = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(bytes_alone, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    added = ["na\u00efve", "\u00e9", "\u00ac\u00df", "plain", "two words", "\u0120x", "\u4f60"]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
+    spellings = TokenBytes(tokenizer)
+    for text in added:
+        [token_id] = tokenizer.encode(text, add_special_tokens=False).ids
+        assert spellings.text_bytes(token_id).decode() == text
+    [*parts] = tokenizer.encode("\u00fc", add_special_tokens=False).ids
+    assert b"".join(map(spellings.text_bytes, parts)).decode() == "\u00fc", "of bytes, as before"

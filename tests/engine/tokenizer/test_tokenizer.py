@@ -93,7 +93,7 @@ def test_decodes_as_transformers(token_ids: list[int]) -> None:
 
 def test_facts_of_the_model() -> None:
     assert (OURS.bos_token, OURS.eos_token) == (THEIRS.bos_token, THEIRS.eos_token)
-    assert OURS.eos_token_ids == (2,)
+    assert OURS.eos_token_ids == (2, 0), "the end of turn, and <|endoftext|> by its name"
     assert not OURS.add_bos
     assert OURS.chat_template == THEIRS.chat_template
 
@@ -127,7 +127,7 @@ def test_directory_with_generation_config_and_template_file(tmp_path: Path) -> N
     _directory(tmp_path, generation_config={"eos_token_id": [0, 2]}, config={"eos_token_id": 1})
     tmp_path.joinpath("chat_template.jinja").write_text("{{ messages }}")
     loaded = load_tokenizer(tmp_path)
-    assert loaded.eos_token_ids == (0, 2)
+    assert loaded.eos_token_ids == (0, 2, 1)
     assert loaded.chat_template == "{{ messages }}"
 
 

@@ -12,6 +12,7 @@ from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.vllm_worker.adapters import Turns, adapter_folders, num_slots, slot_bytes
 
 NAMES = ("a", "b", "c", "d")
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 13107200\n"
 
 
 def write(folder: Path, **tensors: tuple[torch.dtype, tuple[int, ...]]) -> Path:
@@ -38,10 +39,12 @@ def test_a_slot_has_two_matrices_for_each_of_the_model(tmp_path: Path) -> None:
     tied_embedding = 2 * (1000 + 64)
     sides = tied_embedding + (128 + 64) + 8 * (64 + 96) + (96 + 64)
     assert slot_bytes(folder, 16, 2) == sides * 16 * 2
-    save_file({"lm_head.weight": torch.empty(500, 64)}, folder / "more.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    head = {"lm_head.weight": torch.empty(500, 64)}
+    save_file(head, folder / "model-00002-of-00002.safetensors")
     assert slot_bytes(folder, 16, 2) == (sides - 1064 + 564) * 16 * 2
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"lm_head.weight": "more.safetensors"}})
+        json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}})
     )
     assert slot_bytes(folder, 8, 4) == 564 * 8 * 4
 
@@ -76,6 +79,15 @@ def test_an_adapter_that_is_gone_is_an_error_of_the_first_start_only(tmp_path: P
     with pytest.raises(WeightsError, match=r"gone has no adapter_config\.json"):
         adapter_folders(adapters, may_lack=False)
     assert adapter_folders(adapters, may_lack=True) == {"a": str(tmp_path)}
+
+
+def test_a_broken_adapter_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(POINTER)
+    adapters = [AdapterSection(name="a", source=f"file://{tmp_path}", rank=8)]
+    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors: a Git LFS pointer"):
+        adapter_folders(adapters, may_lack=False)
+    assert adapter_folders(adapters, may_lack=True) == {}
 
 
 def turns(loaded: str, in_use: str, free: int = 0) -> Turns:

@@ -48,6 +48,20 @@ def test_each_node_knows_its_place_among_those_of_its_engine() -> None:
     assert not set(names) & engine_args(config, Path("/m"), "bfloat16", 0.5).keys()
 
 
+def test_mistrals_own_files_are_left_alone_beside_those_of_transformers(tmp_path: Path) -> None:
+    config = configured(1, 1, 1)
+
+    def load_format() -> str | None:
+        return engine_args(config, tmp_path, "bfloat16", 0.5).get("load_format")
+
+    (tmp_path / "consolidated.safetensors").touch()
+    assert load_format() is None
+    (tmp_path / "model.safetensors").touch()
+    assert load_format() == "safetensors"
+    (tmp_path / "consolidated.safetensors").unlink()
+    assert load_format() is None
+
+
 def test_ranks_are_as_many_as_gpus() -> None:
     with pytest.raises(WorkerStartError, match=r"^parallelism: tensor 2 times pipeline 1 is not"):
         check(configured(4, 2, 1))

@@ -1,6 +1,7 @@
 """A GGUF file is written as a checkpoint once, and what a killed worker left of one is removed."""
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -8,8 +9,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
-from ullage_testing.small_models import smollm2_path
+from ullage_testing.small_models import foreign_warnings_allowed, smollm2_path
 
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
@@ -119,6 +122,60 @@ def test_a_conversion_that_fails_leaves_nothing_and_says_what_to_do(
         checkpoint.checkpoint_folder(model, "bfloat16", tmp_path)
     assert names(tmp_path) == {"vllm.lock"}
     assert (written, checkpoint.written_bytes(tmp_path)) == ([len("bfloat16")], 0)
+
+
+def write_parts(path: Path, part_tensors: int) -> None:
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=part_tensors)
+    for number, name in enumerate(("a", "b", "c")):
+        writer.add_tensor(name, np.full((3, 32), number, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_all_parts_of_a_split_file_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_parts(tmp_path / "model.gguf", 1)
+    first, second, _ = sorted(tmp_path.glob("model-*.gguf"))
+    read: list[float] = []
+
+    def convert(path: Path, dtype: str, folder: Path) -> None:
+        read.extend(float(each.data.mean()) for each in gguf.GGUFReader(path).tensors)
+        write_config(path, dtype, folder)
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    files, weights = ModelFiles(first, "gguf"), tmp_path / "weights"
+    made = checkpoint.checkpoint_folder(files, "bfloat16", weights)
+    assert read == [0.0, 1.0, 2.0]
+    assert names(made) == {"config.json"}
+    os.utime(second, ns=(1, 1))
+    assert checkpoint.checkpoint_folder(files, "bfloat16", weights) != made
+    second.unlink()
+    with pytest.raises(WeightsError, match=f"missing beside it are {second.name}; download all"):
+        checkpoint.checkpoint_folder(files, "bfloat16", weights)
+
+
+def test_tensors_that_a_file_lacks_get_no_random_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(8)
+    writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    words = r"model\.gguf lacks 9 tensors of its model, such as model\.layers\.0\..*; download it"
+    with foreign_warnings_allowed(), pytest.raises(WeightsError, match=words):
+        checkpoint.checkpoint_folder(ModelFiles(path, "gguf"), "float32", tmp_path / "weights")
 
 
 def test_a_folder_that_is_none_is_not_said_to_be_full(tmp_path: Path, model: ModelFiles) -> None:

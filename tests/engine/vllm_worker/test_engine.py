@@ -49,16 +49,11 @@ def make_engine(
     keeps_prompts: bool = True,
     lookahead_tokens: int = 0,
     adapter_slots: int | None = None,
+    core_class: type[FakeVllm] = FakeVllm,
 ) -> tuple[VllmEngine, FakeVllm, Clock]:
-    core, clock = (
-        FakeVllm(
-            num_blocks,
-            BLOCK,
-            windows=windows,
-            chunk_tokens=CHUNK,
-            adapter_slots=adapter_slots,
-        ),
-        Clock(),
+    clock = Clock()
+    core = core_class(
+        num_blocks, BLOCK, windows=windows, chunk_tokens=CHUNK, adapter_slots=adapter_slots
     )
     profile = MemoryProfile(
         BLOCK,
@@ -173,6 +168,53 @@ def test_steps_are_tallied_and_a_request_waits_once() -> None:
     assert figures.step_tokens.total == prompt + 10 + 9 + 4
     assert sum(figures.queue_seconds.counts) == 1
     assert figures.num_grown > 0 and figures.num_shrunk > 0
+
+
+class CountingVllm(FakeVllm):
+    """Counts how often it is asked what a request holds."""
+
+    num_asked = 0
+
+    def num_held(self, request_id: str) -> float:
+        self.num_asked += 1
+        return super().num_held(request_id)
+
+
+def test_a_step_asks_once_for_each_request_however_many_grow() -> None:
+    engine, _, _ = make_engine(num_blocks=4096, core_class=CountingVllm)
+    core = engine._core
+    assert isinstance(core, CountingVllm)
+    for _ in range(300):
+        engine._output_lengths.observe(1)  # so that all are charged for one block after the other
+    client = Client(engine)
+    num_requests = 8
+    for number in range(num_requests):
+        client.submit(make_request(str(number), [number] * 8, 100))
+    client.run_until(lambda: len(client.texts) == num_requests)
+
+    asked = []
+    for _ in range(2 * BLOCK):
+        core.num_asked = 0
+        engine.step()
+        asked.append(core.num_asked)
+    # All walk over the edge of a block in the same step, twice, and each reserves one more.
+    num_walks = num_requests
+    num_changes = 2 * num_requests  # what it holds of the old reservation, and of the new one
+    assert max(asked) <= num_walks + num_changes + num_requests
+    assert sorted(asked)[BLOCK] == 0
+
+
+def test_the_error_of_a_step_is_told_before_the_engine_ends() -> None:
+    told: list[Exception] = []
+    engine, _, _ = make_engine()
+    engine.on_failed_step = told.append
+    client = Client(engine)
+    client.submit(make_request("a", 40, 30))
+    engine.inject_out_of_memory(2)
+    with pytest.raises(OutOfMemoryFault):
+        client.run()
+    assert engine.num_steps == 2
+    assert [type(each) for each in told] == [OutOfMemoryFault]
 
 
 def test_a_stop_token_ends_it_and_is_part_of_it() -> None:

@@ -42,7 +42,7 @@ def byte_tokenizer() -> ModelTokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<end>"])
-    return ModelTokenizer(made, made.to_str().encode(), "", "", "<end>", (END,), add_bos=False)
+    return ModelTokenizer(made, made.to_str().encode(), "", (END,), {"eos_token": "<end>"})
 
 
 TOKENIZER = byte_tokenizer()

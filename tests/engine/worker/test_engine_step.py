@@ -10,7 +10,14 @@ import torch
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.errors import MemoryShortError
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
-from ullage_engine.protocol.step_plan import NO_TOKEN, Chunk, Moves, SampledToken, StepPlan
+from ullage_engine.protocol.step_plan import (
+    NO_TOKEN,
+    NOTHING_ALLOWED,
+    Chunk,
+    Moves,
+    SampledToken,
+    StepPlan,
+)
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
 from ullage_engine.worker.engine import EngineCore
@@ -414,6 +421,25 @@ def test_a_request_without_finite_logits_in_several_rows_fails_once(
     assert run(engine) == {"bad": [1] * 9}
     assert [each.request_id for each in engine.take_failed()] == ["bad"]
     assert engine.num_nonfinite_logits == 1
+
+
+def test_a_request_that_rules_out_every_token_fails_by_name_and_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, runner = make_engine(lambda plan: False)
+
+    def token_after(part: Chunk) -> int:
+        return NOTHING_ALLOWED if part.request_id == "bad" and part.end == 25 else part.end
+
+    monkeypatch.setattr(runner, "token_after", token_after)
+    for name in ("good", "bad"):
+        submit(engine, name, 20, max_tokens=10)
+    answers = run(engine)
+    assert answers == {"good": list(range(20, 30)), "bad": list(range(20, 25))}
+    [failed] = engine.take_failed()
+    assert failed.request_id == "bad"
+    assert all(word in failed.message for word in ("grammar", "logit_bias", "min_tokens"))
+    assert engine.num_nonfinite_logits == 0
 
 
 def test_only_repeated_damage_costs_the_others_their_cache() -> None:

@@ -37,7 +37,7 @@ def make_tokenizer() -> ModelTokenizer:
     made.pre_tokenizer, made.decoder = spell, decoders.ByteLevel()
     made.add_special_tokens(["<end>"])
     text = made.to_str()
-    return ModelTokenizer(made, text.encode(), "", "", "<end>", (0,), add_bos=False)
+    return ModelTokenizer(made, text.encode(), "", (0,), {"eos_token": "<end>"})
 
 
 TOKENIZER = make_tokenizer()

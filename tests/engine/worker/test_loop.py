@@ -22,7 +22,7 @@ from ullage_engine.protocol.messages import (
 )
 from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.vllm_worker.engine import OutOfMemoryFault
-from ullage_engine.worker.loop import Link, StartedEngine, Worker
+from ullage_engine.worker.loop import DRAIN_S, Link, StartedEngine, Worker
 
 
 class FakeEngine:
@@ -94,6 +94,41 @@ def test_more_requests_are_waited_for_only_where_no_decode_is_due(
     worker._take_messages()
     assert bool(link.waited_s) == bool(window_s)
     assert all(window_s / 2 < waited <= window_s for waited in link.waited_s[:1])
+
+
+class SlowEngine(FakeEngine):
+    """Takes a millisecond of a clock for each request."""
+
+    now_s = 0.0
+    num_taken = 0
+
+    def submit_group(self, requests: list[EngineRequest], *, resumed: bool) -> list[object]:
+        self.now_s += 1e-3
+        self.num_taken += 1
+        return []
+
+
+@pytest.mark.parametrize("has_work", [True, False], ids=["busy", "idle"])
+def test_a_flood_of_requests_delays_a_step_by_no_more_than_its_time(has_work: bool) -> None:
+    engine = SlowEngine(has_work, has_decodes=has_work)
+    link = FakeLink(1000)
+    started = cast(StartedEngine, SimpleNamespace(engine=engine))
+    windows = BatchingSection(prefill_window=0.01, decode_window=0.01)
+    pressure = PressureController(DegradeSection())
+    worker = Worker(started, windows, cast(Link, link), pressure, clock=lambda: engine.now_s)
+
+    taken = []
+    while engine.num_taken < 1000:
+        engine.now_s += 0.1  # a step
+        before = engine.num_taken
+        worker._take_messages()
+        taken.append(engine.num_taken - before)
+
+    # An idle worker collects more until its window ends, within the same bound.
+    most = DRAIN_S if has_work else DRAIN_S + 0.01 + DRAIN_S
+    assert sum(taken) == 1000
+    assert max(taken) <= most * 1e3 + 1
+    assert min(taken[:-1]) >= DRAIN_S * 1e3 - 1
 
 
 def make_state(num_oom_events: int) -> WorkerState:

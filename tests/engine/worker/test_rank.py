@@ -11,7 +11,8 @@ import torch
 from ullage_common.config.engine import BatchingSection, EngineConfig, ModelSection, ServerSection
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.native.library import instruction_set
-from ullage_engine.worker.rank import RankStartup, chunk_tokens
+from ullage_engine.scheduler.sequence import PromptCost
+from ullage_engine.worker.rank import RankStartup, chunk_tokens, measured_cost
 
 SIZES = {"vocab_size": 208, "hidden_size": 96, "head_dim": 32, "intermediate_size": 160}
 
@@ -54,6 +55,33 @@ def test_what_computes_and_why_is_said_once(
         assert rank.kv_type == kv_type
         is_slow = dtype == "bfloat16" and instruction_set() is None and not cpu_computes_bfloat16()
         assert any("emulates" in line for line in caplog.messages) == is_slow
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_chunk_costs_no_more_behind_a_long_context_than_it_may(is_free: bool) -> None:
+    # 8 billion weights on two cores: 40 ms a token, and as much again for 9,000 of context.
+    cost = measured_cost(0.04, 0.04 / 9000, 128, 30.0, is_free=is_free)
+    limit_s = 128 * 0.04 * (1 + 64 / 9000) if is_free else 7.5
+    assert cost.tokens_within(cost.step_budget, 0, 128) == 128
+    for start in (9_000, 70_000, 130_000):
+        count = cost.tokens_within(cost.step_budget, start, 128)
+        seconds = 0.04 * count * (1 + (start + count / 2) / 9000)
+        assert 0.9 * limit_s < seconds <= limit_s
+
+
+def test_a_fast_processor_computes_whole_chunks_as_deep_as_half_a_second_allows() -> None:
+    cost = measured_cost(1e-4, 1e-4 / 1500, 512, 30.0, is_free=True)
+    assert cost.tokens_within(cost.step_budget, 8_000, 512) == 512
+    assert cost.tokens_within(cost.step_budget, 30_000, 512) < 300
+
+
+def test_chunks_that_are_configured_shrink_only_for_the_deadline() -> None:
+    cost = measured_cost(1e-3, 1e-3 / 4000, 2048, 30.0, is_free=False)
+    assert cost.tokens_within(cost.step_budget, 8_000, 2048) == 2048
+    assert cost.tokens_within(cost.step_budget, 60_000, 2048) < 500
+    # Even at the beginning, where a chunk would take longer than a worker may.
+    assert measured_cost(0.1, 0.0, 2048, 30.0, is_free=False).step_budget == 75
+    assert measured_cost(0.0, 0.0, 2048, 30.0, is_free=False) == PromptCost()
 
 
 def test_chunks_take_half_a_second_within_bounds() -> None:

@@ -127,16 +127,47 @@ def test_other_reasons_of_the_kubelet_come_with_a_remedy() -> None:
 
 
 def test_a_crash_loop_tells_how_often_the_exit_code_and_the_last_words() -> None:
-    last = {"terminated": {"exitCode": 2, "message": "error: no such model\n"}}
+    last = {"terminated": {"exitCode": 1, "message": "error: workers kept dying\n"}}
     given = container(
         restartCount=7, state={"waiting": {"reason": "CrashLoopBackOff"}}, lastState=last
     )
     trouble = found(given)
     assert trouble.blocks
     assert trouble.message == (
-        "engine has been restarted 7 times, last after it ended with exit code 2: "
-        "error: no such model"
+        "engine has been restarted 7 times, last after it ended with exit code 1: "
+        "error: workers kept dying"
     )
+
+
+LOG = '{"level": "info"}\nerror: /m/model.gguf: a Git LFS pointer; run git lfs pull\n'
+
+
+@pytest.mark.parametrize("state", ["terminated", "running", "waiting"])
+def test_an_engine_that_no_start_can_help_says_so_after_its_first(state: str) -> None:
+    ended = {"terminated": {"exitCode": 2, "message": LOG, "finishedAt": ago(3)}}
+    states = {
+        "terminated": ended,
+        "running": {"running": {}},
+        "waiting": {"waiting": {"reason": "CrashLoopBackOff"}},
+    }
+    given = container(restartCount=0, lastState=ended, state=states[state])
+    trouble = found(given)
+    assert (trouble.reason, trouble.blocks) == ("CannotStart", True)
+    assert trouble.message == (
+        "engine cannot start: error: /m/model.gguf: a Git LFS pointer; run git lfs pull"
+    )
+    given["status"]["containerStatuses"][0]["state"] = {"running": {}}
+    given["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+    assert diagnose_pod(given, NOW) is None
+
+
+def test_other_containers_and_other_ends_may_be_helped_by_a_start() -> None:
+    assert diagnose_pod(crashed(1), NOW) is None
+    assert found(crashed(1, exitCode=2)).message.startswith("engine cannot start: see kubectl logs")
+    assert diagnose_pod(crashed(1, exitCode=2, finishedAt=ago(600)), NOW) is None
+    beside = crashed(1, exitCode=2)
+    beside["status"]["containerStatuses"][0]["name"] = "sidecar"
+    assert diagnose_pod(beside, NOW) is None
 
 
 def test_a_crash_without_words_points_to_the_log() -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+from ullage_testing.fake_engine import FakeEngine
+
 from ullage_operator.controller.healer import HeadroomStreams, StreamTimes
 from ullage_operator.healing import EngineTarget
 
@@ -26,5 +28,42 @@ def test_who_no_longer_leads_follows_nobody() -> None:
         streams.follow("b", {"3": NOWHERE})  # it leads again
         assert following() == {"headroom 3"}
         await streams.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_new_fingerprint_is_worth_a_look() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine("e", "single", 10, 100)
+        engine.heartbeat_s = 0.02
+        await engine.start()
+        looks: list[str] = []
+        streams = HeadroomStreams[str](looks.append, StreamTimes(status_interval_s=3600.0))
+
+        def digest() -> str:
+            report = streams.engine_health("a")["1"].report
+            return report.fingerprint if report else "none yet"
+
+        async def until_reported(wanted: str) -> None:
+            async with asyncio.timeout(30):
+                while digest() != wanted:  # noqa: ASYNC110 - the stream has no event
+                    await asyncio.sleep(0.01)
+
+        try:
+            streams.follow("a", {"1": EngineTarget("single", engine.address, 0.2)})
+            await until_reported("")
+            before = len(looks)
+            engine.set_facts(weights="1")
+            await until_reported(engine.headroom.fingerprint)
+            assert len(looks) == before + 1
+            engine.set_facts(weights="2")
+            await until_reported(engine.headroom.fingerprint)
+            assert len(looks) == before + 2
+            assert dict(streams.engine_health("a")["1"].report.fingerprint_facts) == {
+                "weights": "2"
+            }
+        finally:
+            await streams.close()
+            await engine.stop()
 
     asyncio.run(scenario())

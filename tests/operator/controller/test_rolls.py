@@ -80,6 +80,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"model": {"dtype": "Float32"}}, ENGINES),
     ({"model": {"deterministic": True}}, ENGINES),
     ({"model": {"maxModelLen": 9000}}, ENGINES),
+    ({"model": {"allowUnknownConfig": True}}, ENGINES),
     ({"device": "CUDA"}, ENGINES),
     ({"image": "registry.example/engine:2"}, ENGINES),
     ({"engine": "Native"}, ENGINES),

@@ -69,6 +69,10 @@ def test_a_pod_that_stays_not_ready_is_made_anew_and_not_before() -> None:
     found = verdict(stuck())
     assert reasons(found) == ["NotReady"]
     assert found.restarts[0].message == "not ready for more than 300 s"
+    out = verdict(replace(stuck(), not_ready_reason="3 starts in a row failed their proof"))
+    assert out.restarts[0].message == (
+        "not ready for more than 300 s: 3 starts in a row failed their proof"
+    )
 
 
 @pytest.mark.parametrize(

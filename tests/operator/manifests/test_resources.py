@@ -76,6 +76,8 @@ def test_requests_grow_with_the_model_its_ranks_and_host_memory(make_plan: MakeP
         # A checkpoint of 140 GB is made of the file, and is in memory twice while it is written.
         ("Llama-3.1-70B.Q4_K_M.gguf", {}, 280),
         ("Llama-3.1-70B.Q4_K_M.gguf", {"dtype": "Float32"}, 560),
+        # Its parts become one file of 39.4 GB in the same memory.
+        ("Llama-3.1-70B.Q4_K_M-00001-of-00002.gguf", {}, 319.375),
         ("Llama-3.1-70B.Q4_K_M.gguf", {"quantization": "FP8"}, 280),
         ("Llama-3.1-70B", {}, 0),
         ("current.gguf", {}, 2 * 8 * 1.024**3),

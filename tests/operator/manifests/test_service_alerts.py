@@ -19,6 +19,7 @@ from ullage_router import metric_names as router_names
 
 RUNBOOK = Path(__file__).parents[3] / "docs" / "runbooks" / "service.md"
 OF_ENGINES = {
+    "UllageStartProofFailures",
     "UllageWorkersRestart",
     "UllageEngineOutOfMemory",
     "UllageCollectiveErrors",
@@ -193,6 +194,16 @@ CASES = [
     Case("UllageEnginesSilent", [series("ullage_router_reports_missed_total", "0+1x30 30x60")]),
     Case("UllageEnginesStale", [series("ullage_router_stale_engines", "1x30 0x60")]),
     Case(
+        "UllageEnginesDiffer",
+        [
+            series("ullage_router_fingerprints", "2x60 1x60", pool="single"),
+            series("ullage_router_fingerprints", "1x120", pool="large"),
+        ],
+        [{"pool": "single"}],
+        fires=40,
+        is_clear=90,
+    ),
+    Case(
         "UllageCertificateExpires",
         [
             series("ullage_certificate_expiry_timestamp_seconds", "86400x30 864000x60"),
@@ -208,6 +219,7 @@ CASES = [
     Case("UllageWorkersRestart", [series("ullage_worker_restarts_total", "0+1x30 30x60")]),
     Case("UllageEngineOutOfMemory", [series("ullage_oom_events_total", "0x10 1x80")]),
     Case("UllageCollectiveErrors", [series("ullage_collective_errors_total", "0x10 1x80")]),
+    Case("UllageStartProofFailures", [series("ullage_start_proof_failures_total", "0x10 1x80")]),
     Case("UllageNonFiniteLogits", [series("ullage_nonfinite_logits_total", "0x10 3x80")]),
     Case(
         "UllageKVTierFails",

@@ -290,6 +290,22 @@ def test_an_engine_without_the_stream_gets_no_requests_and_says_why(
     asyncio.run(scenario())
 
 
+def test_an_engine_that_stays_out_says_why(start_service: "StartService") -> None:
+    reason = "3 starts in a row failed their proof"
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            known = service.router.service.engines.all()[0]
+            service.engine.push(ready=False, not_ready_reason=reason)
+            await service.until(lambda: known.trouble == reason, WAIT_S)
+            assert known.state != "ready"
+            service.engine.push(ready=True, not_ready_reason="")
+            await service.until(lambda: known.state == "ready", WAIT_S)
+            assert known.trouble == ""
+
+    asyncio.run(scenario())
+
+
 def test_the_router_passes_requests_and_errors_over_the_stream(
     start_service: "StartService",
 ) -> None:

@@ -354,6 +354,11 @@ def test_a_tenant_learns_only_of_models_that_it_may_use(
     async def scenario() -> None:
         async with start_service(tenants=tenants) as service:
             await learn(service, ("sql", "acme-secret"))
+            for engine in service.engines:
+                engine.set_facts(weights="w", adapters="acme-secret 3f1a, sql 91bc")
+            digest = service.engine.headroom.fingerprint
+            numerics = service.router.service.engines.numerics
+            await service.until(lambda: {each.digest for each in numerics().values()} == {digest})
             for name, models in usable.items():
                 key = {"authorization": f"Bearer sk-{name}-0123456789"}
                 listed = await service.http.get("/v1/models", headers=key)
@@ -366,6 +371,8 @@ def test_a_tenant_learns_only_of_models_that_it_may_use(
                 assert {adapter.name for adapter in described.adapters} == {*models} - {"tiny"}
                 assert described.model == ("tiny" if "tiny" in models else "")
                 assert described.tokenizer_json and described.max_model_len
+                assert described.fingerprint == digest
+                assert ("adapters" in described.fingerprint_facts) == (name == "carol")
                 parents = {model["parent"] for model in listed.json()["data"]}
                 roots = {model["root"] for model in listed.json()["data"]}
                 assert parents | roots <= {None, *models}

@@ -5,9 +5,12 @@ import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import httpx
 import pytest
 
+from ullage.inference.v1 import inference_pb2 as pb
+from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.http.messages import Limits, asgi
 from ullage_router.http.openai.endpoint import Dialect, GenerateEndpoint, Parsed
 from ullage_router.http.openai.responses import ChatFormat
@@ -272,6 +275,25 @@ def test_unknown_paths_methods_and_models(start_service: "StartService") -> None
             listed = (await http.get("/v1/models")).json()
             assert [model["id"] for model in listed["data"]] == ["tiny"]
             assert listed["data"][0]["max_model_len"] == 2000
+            assert listed["data"][0]["sampling_defaults"] == {}
+
+    asyncio.run(scenario())
+
+
+REFUSING = (
+    "{% if messages[0].role != 'user' %}{{ raise_exception('Begin with\n a user') }}{% endif %}"
+    "{{ messages[0].content }}"
+)
+
+
+def test_a_refusal_of_the_chat_template_has_its_words(start_service: "StartService") -> None:
+    async def scenario() -> None:
+        async with start_service(template=REFUSING) as service:
+            turns = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "Hi"}]
+            answer = await service.chat(messages=turns)
+            error = refused(answer, 400, "messages")
+            assert "chat template: Begin with a user" in error["message"]
+            assert (await service.chat()).status_code == 200
 
     asyncio.run(scenario())
 
@@ -333,5 +355,38 @@ def test_a_bug_in_reading_a_body_is_counted_too(start_service: "StartService") -
             assert "a bug" not in answer.text
             (latest,) = (await service.stats())["latest"]
             assert (latest["status"], latest["error"]) == (500, "INTERNAL")
+
+    asyncio.run(scenario())
+
+
+MEMORY_SHORT = ServiceError(
+    grpc.StatusCode.UNAVAILABLE,
+    "MEMORY_SHORT",
+    "other processes hold memory of the device that this engine needs; try again",
+    retry_after_s=10.0,
+)
+
+
+def test_memory_that_others_hold_is_a_503_with_a_time_to_come_back(
+    start_service: "StartService",
+) -> None:
+    """Over HTTP and gRPC, once every engine has said so."""
+
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            for engine in service.engines:
+                engine.script.refuse = MEMORY_SHORT
+            answer = await service.complete()
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+            error = answer.json()["error"]
+            assert (error["code"], error["type"]) == ("MEMORY_SHORT", "service_unavailable")
+            assert "hold memory" in error["message"]
+
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in service.grpc.Generate(pb.GenerateRequest(text="Hi")):
+                    pass
+            refused = from_rpc_error(caught.value)
+            assert (refused.code, refused.reason) == (MEMORY_SHORT.code, MEMORY_SHORT.reason)
+            assert refused.retry_after_s == 10.0
 
     asyncio.run(scenario())

@@ -15,6 +15,7 @@ from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.wire.channels import bind, new_server
 from ullage_common.wire.errors import ServiceError, abort
+from ullage_common.wire.fingerprint import fingerprint_of
 from ullage_common.wire.multiplex import serve_multiplex
 
 MODEL = "tiny"
@@ -88,6 +89,8 @@ class FakeEngine(
         self.grid = (2, 2) if pool == "large" else (1, 1)
         """Tensor ranks and pipeline stages."""
         self.template = TEMPLATE
+        self.tool_template = ""
+        self.sampling_defaults = inference_pb2.SamplingParams()
         self.task = inference_pb2.TASK_GENERATE
         self.has_kv = True
         """Whether the model has KV, as an encoder has not."""
@@ -139,6 +142,13 @@ class FakeEngine(
         self.headroom.epoch += 1
         await self.start(port)
 
+    def set_facts(self, **facts: str) -> None:
+        """Changes what decides its bits, and reports it; none: it tells no fingerprint."""
+        self.headroom.fingerprint = fingerprint_of(facts).digest if facts else ""
+        self.headroom.fingerprint_facts.clear()
+        self.headroom.fingerprint_facts.update(facts)
+        self.push()
+
     def push(self, **changes: Any) -> None:
         """Changes the headroom and reports it."""
         for name, value in changes.items():
@@ -171,11 +181,15 @@ class FakeEngine(
             model=self.headroom.model,
             tokenizer_json=TOKENIZER,
             chat_template=self.template,
+            tool_chat_template=self.tool_template,
+            sampling_defaults=self.sampling_defaults,
             max_model_len=self.max_model_len,
             vocab_size=256,
             created=1_700_000_000,
             task=self.task,
             adapters=[inference_pb2.Adapter(name=name, rank=8) for name in self.adapters],
+            fingerprint=self.headroom.fingerprint,
+            fingerprint_facts=self.headroom.fingerprint_facts,
             profile=inference_pb2.MemoryProfile(
                 block_tokens=BLOCK,
                 groups=[inference_pb2.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)]
@@ -220,6 +234,7 @@ class FakeEngine(
                     degraded=self.script.degraded,
                     max_tokens=self.script.max_tokens,
                     continued_tokens=sum(self._received(request)),
+                    fingerprint=self.headroom.fingerprint,
                 )
             )
             async for response in self._tell(request, context):

@@ -15,7 +15,9 @@ import msgspec
 
 from ullage_common.config.engine import DegradeSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile
+from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint, fingerprint_of
 from ullage_engine.memory.pressure import PressureController
+from ullage_engine.protocol.errors import UNPROVEN
 from ullage_engine.protocol.frames import connect
 from ullage_engine.protocol.messages import (
     Admitted,
@@ -61,6 +63,8 @@ class Script(enum.IntEnum):
     NONSENSE_ONCE = 14
     LOST_TWICE = 15
     FAULTY = 16
+    KILLS_BEFORE_ADMISSION = 17
+    SPINS_ONCE = 18
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,6 +74,10 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     start_failed: str = ""
     may_retry: bool = False
     """A failed start is a crash, not a wrong configuration."""
+    unproven: int = 0
+    """Starts of this server that fail their proof, before one does not."""
+    unproven_restarts: bool = False
+    """All starts but the first fail their proof."""
     exit_code: int | None = None
     """Exits with it before saying anything."""
     ends_with: int | None = None
@@ -81,9 +89,14 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
     trace: str = ""
     """File that gets a line for every request and cancel taken."""
     task: str = "generate"
+    longest_step_s: float = 0.0
     has_kv: bool = True
     """Whether the model has KV, as an encoder has not."""
     device: str = "cpu"
+    weights: str = ""
+    """Digest of its weights, which is a fact of its fingerprint; empty: it has none."""
+    later_weights: str = ""
+    """That of later workers of this server; empty: the same."""
     degrade: DegradeSection = DegradeSection()
     """Each sequence takes 2 % of the pool's headroom."""
 
@@ -163,6 +176,13 @@ class FakeWorker:
         time.sleep(self._options.load_s)
         if any(self._once(f"crash-{number}") for number in range(self._options.crashes)):
             return 1
+        is_unproven = self._options.unproven_restarts and not self._once("proven")
+        is_unproven |= any(self._once(f"unproven-{n}") for n in range(self._options.unproven))
+        if is_unproven:
+            error = "this start computes otherwise than the verified one: cos"
+            self._send(StartFailed(error=error, may_retry=True, is_unproven=True))
+            self._link.close()
+            return UNPROVEN
         if self._options.start_failed:
             options = self._options
             self._send(StartFailed(error=options.start_failed, may_retry=options.may_retry))
@@ -214,6 +234,8 @@ class FakeWorker:
 
     def _admit(self, request: EngineRequest) -> None:
         first = request.token_ids[0]
+        if first == Script.KILLS_BEFORE_ADMISSION:
+            os.kill(os.getpid(), 9)
         if first == Script.LOST_TWICE and (self._once("first") or self._once("second")):
             os.kill(os.getpid(), 9)
         if first not in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
@@ -236,6 +258,9 @@ class FakeWorker:
             self._send(failure)
         elif first == Script.WEDGES_ONCE and self._once():
             time.sleep(3600)
+        elif first == Script.SPINS_ONCE and self._once():
+            while True:
+                pass
         elif first == Script.NONSENSE_ONCE and self._once():
             self._link.send(b"nonsense")
         elif request.embed:
@@ -300,8 +325,18 @@ class FakeWorker:
             dtype="float32",
             task=self._options.task,
             ranks=[self._place()],
+            longest_step_s=self._options.longest_step_s,
+            fingerprint=self._fingerprint(),
             state=self._state(),
         )
+
+    def _fingerprint(self) -> Fingerprint:
+        options = self._options
+        if not options.weights:
+            return UNKNOWN
+        is_first = self._once("ready")
+        weights = options.weights if is_first else options.later_weights or options.weights
+        return fingerprint_of({"weights": weights, "engine": "fake"})
 
     def _place(self) -> RankPlace:
         return RankPlace(

@@ -7,6 +7,7 @@ from ullage_engine.protocol.messages import EngineRequest, SamplingParams, Token
 from ullage_engine.protocol.step_plan import SampledToken, StepPlan
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
+from ullage_engine.scheduler.sequence import PromptCost
 
 
 class Bench:
@@ -34,9 +35,15 @@ class Bench:
         is_chunked: bool = True,
         decode_tokens: int = 8192,
         expected: int = 32,
+        prompt_cost: PromptCost = PromptCost(),  # noqa: B008 - immutable
     ) -> Scheduler:
         limits = SchedulerLimits(
-            max_model_len, max_sequences, prompt_tokens, is_chunked, decode_tokens
+            max_model_len,
+            max_sequences,
+            prompt_tokens,
+            is_chunked,
+            decode_tokens,
+            prompt_cost=prompt_cost,
         )
         estimate = OutputLengthEstimator(max_model_len, start=expected)
         return Scheduler(Bench.make_profile(blocks), limits, ThroughputEstimator(), estimate)

@@ -235,7 +235,7 @@ def rotate_and_store(
         norms: weights [head_dim] of the norms of queries and of keys, before they are rotated.
         eps: of the norms.
         tables: cosine and sine [positions, head_dim], see
-            `ullage_engine.layers.attention.fill_tables`.
+            `ullage_engine.layers.rotary_tables.fill_tables`.
         positions: int32 [rows].
         slots: int64 [rows]; negative for rows of padding.
         queries: [heads, rows, head_dim], each head contiguous.

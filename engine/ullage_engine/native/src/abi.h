@@ -76,7 +76,9 @@ struct Draw {
   double temperature, top_p, min_p;
   double noise;   // in (0, 1): where in the running sum of probabilities the token lies
   int64_t top_k;  // 0: no limit
-  int64_t token;  // the result; -1: too many tokens would have to be sorted, or none is allowed
+  int64_t token;  // the result: a token or a `Refusal`
 };
+
+enum Refusal : int64_t { kNothingAllowed = -1, kNoMemory = -2 };
 
 }  // extern "C"

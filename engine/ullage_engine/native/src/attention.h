@@ -18,10 +18,10 @@ namespace ULLAGE_ISA {
 constexpr int kBlockTokens = 16, kSpan = 256, kRowsTogether = 16;
 
 template <Format kFormat>
-inline F load_kv(const uint8_t* block, int64_t place) {
-  if constexpr (kFormat == kFloat8) return load_float8(block + place);
-  if constexpr (kFormat == kBfloat16) return load_bfloat16(reinterpret_cast<const uint16_t*>(block) + place);
-  return load(reinterpret_cast<const float*>(block) + place);
+inline V load_kv(const uint8_t* block, int64_t place) {
+  if constexpr (kFormat == kFloat8) return V::float8(block + place);
+  if constexpr (kFormat == kBfloat16) return V::bfloat16(reinterpret_cast<const uint16_t*>(block) + place);
+  return V::load(reinterpret_cast<const float*>(block) + place);
 }
 
 // Asks for a block's memory before it is read: blocks lie anywhere, so no processor foresees them.
@@ -39,23 +39,23 @@ struct Cache {
 template <int kRows, int kBlocks, Format kFormat>
 inline void score_blocks(const float* queries, int64_t head_dim, const Cache& cache, const int32_t* blocks,
                          float* scores) {
-  constexpr int kVectors = kBlockTokens / F::kWidth;
+  constexpr int kVectors = kBlockTokens / V::kWidth;
   const uint8_t* keys[kBlocks];
-  F acc[kRows][kBlocks * kVectors];
+  V acc[kRows][kBlocks * kVectors];
   for (int b = 0; b < kBlocks; ++b) keys[b] = cache.keys + blocks[b] * cache.block_size;
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kBlocks * kVectors; ++v) acc[r][v] = zero();
+    for (int v = 0; v < kBlocks * kVectors; ++v) acc[r][v] = V::set(0.0f);
   }
   for (int64_t d = 0; d < head_dim; ++d) {
-    F query[kRows];
-    for (int r = 0; r < kRows; ++r) query[r] = set1(queries[r * head_dim + d]);
+    V query[kRows];
+    for (int r = 0; r < kRows; ++r) query[r] = V::set(queries[r * head_dim + d]);
     for (int v = 0; v < kBlocks * kVectors; ++v) {
-      const F key = load_kv<kFormat>(keys[v / kVectors], d * kBlockTokens + v % kVectors * F::kWidth);
+      const V key = load_kv<kFormat>(keys[v / kVectors], d * kBlockTokens + v % kVectors * V::kWidth);
       for (int r = 0; r < kRows; ++r) acc[r][v] = fma(query[r], key, acc[r][v]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kBlocks * kVectors; ++v) store(scores + r * kSpan + v * F::kWidth, acc[r][v]);
+    for (int v = 0; v < kBlocks * kVectors; ++v) store(scores + r * kSpan + v * V::kWidth, acc[r][v]);
   }
 }
 
@@ -82,23 +82,23 @@ inline void score_rows(const float* queries, int64_t head_dim, const Cache& cach
 template <int kRows, int kVectors, Format kFormat>
 inline void weigh(const float* weights, const Cache& cache, const int32_t* blocks, int tokens,
                   int64_t head_dim, int64_t d, float* out) {
-  F acc[kRows][kVectors];
+  V acc[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = zero();
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = V::set(0.0f);
   }
   for (int start = 0; start < tokens; start += kBlockTokens) {
     const uint8_t* block = cache.values + blocks[start / kBlockTokens] * cache.block_size;
     for (int t = 0; t < kBlockTokens; ++t) {
-      F value[kVectors];
-      for (int v = 0; v < kVectors; ++v) value[v] = load_kv<kFormat>(block, t * head_dim + d + v * F::kWidth);
+      V value[kVectors];
+      for (int v = 0; v < kVectors; ++v) value[v] = load_kv<kFormat>(block, t * head_dim + d + v * V::kWidth);
       for (int r = 0; r < kRows; ++r) {
-        const F weight = set1(weights[r * kSpan + start + t]);
+        const V weight = V::set(weights[r * kSpan + start + t]);
         for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
       }
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(out + r * head_dim + d + v * F::kWidth, acc[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(out + r * head_dim + d + v * V::kWidth, acc[r][v]);
   }
 }
 
@@ -107,10 +107,10 @@ inline void weigh_rows(const float* weights, const Cache& cache, const int32_t* 
                        int64_t head_dim, float* out) {
   constexpr int kWide = kRows <= 3 ? 4 : 2;
   int64_t d = 0;
-  for (; d + kWide * F::kWidth <= head_dim; d += kWide * F::kWidth) {
+  for (; d + kWide * V::kWidth <= head_dim; d += kWide * V::kWidth) {
     weigh<kRows, kWide, kFormat>(weights, cache, blocks, tokens, head_dim, d, out);
   }
-  for (; d < head_dim; d += F::kWidth) weigh<kRows, 1, kFormat>(weights, cache, blocks, tokens, head_dim, d, out);
+  for (; d < head_dim; d += V::kWidth) weigh<kRows, 1, kFormat>(weights, cache, blocks, tokens, head_dim, d, out);
 }
 
 template <typename Each>

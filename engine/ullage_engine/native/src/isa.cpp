@@ -1,4 +1,5 @@
-// The kernels for one instruction set: compiled once for each with ULLAGE_ISA, its name.
+// The kernels for one instruction set: compiled once for each with ULLAGE_ISA, its name. All have the
+// same bits; see vector.h.
 #include "step.h"
 
 namespace ullage {
@@ -17,6 +18,12 @@ void multiply(const Matrix& matrix, const float* x, int64_t num_rows, float* out
 void sample(const float* logits, int64_t vocab, Draw* draws, int64_t num_rows, Team& team) {
   if (num_rows > 1) team.begin();
   team.each(num_rows, [&](int64_t row, int) { draws[row].token = choose(logits + row * vocab, vocab, draws[row]); });
+  team.end();
+}
+
+void weigh_rows(const float* logits, int64_t vocab, int64_t num_rows, float* log_masses, Team& team) {
+  if (num_rows > 1) team.begin();
+  team.each(num_rows, [&](int64_t row, int) { log_masses[row] = log_mass(logits + row * vocab, vocab); });
   team.end();
 }
 

@@ -15,10 +15,12 @@ namespace ullage {
   bool run(const Model&, const Step&, Team&);                                                      \
   void multiply(const Matrix&, const float*, int64_t, float*, const Model&, Team&);                \
   void sample(const float*, int64_t, Draw*, int64_t, Team&);                                       \
+  void weigh_rows(const float*, int64_t, int64_t, float*, Team&);                                  \
   }
 
 ULLAGE_DECLARE(avx2)
 ULLAGE_DECLARE(avx512)
+ULLAGE_DECLARE(portable)
 
 namespace {
 
@@ -27,10 +29,14 @@ struct Kernels {
   bool (*run)(const Model&, const Step&, Team&);
   void (*multiply)(const Matrix&, const float*, int64_t, float*, const Model&, Team&);
   void (*sample)(const float*, int64_t, Draw*, int64_t, Team&);
+  void (*weigh_rows)(const float*, int64_t, int64_t, float*, Team&);
 };
 
-constexpr Kernels kAvx512 = {"avx512", avx512::run, avx512::multiply, avx512::sample};
-constexpr Kernels kAvx2 = {"avx2", avx2::run, avx2::multiply, avx2::sample};
+constexpr Kernels kAll[] = {
+    {"portable", portable::run, portable::multiply, portable::sample, portable::weigh_rows},
+    {"avx2", avx2::run, avx2::multiply, avx2::sample, avx2::weigh_rows},
+    {"avx512", avx512::run, avx512::multiply, avx512::sample, avx512::weigh_rows},
+};
 
 // Whether the processor has an instruction set and the kernel keeps its registers.
 struct Processor {
@@ -54,10 +60,17 @@ struct Processor {
   }
 };
 
-const Kernels* best() {
+const char* best() {
   const Processor processor;
   if (!processor.has_avx2()) return nullptr;
-  return processor.has_avx512() ? &kAvx512 : &kAvx2;
+  return processor.has_avx512() ? "avx512" : "avx2";
+}
+
+const Kernels* named(const char* name) {
+  for (const Kernels& each : kAll) {
+    if (strcmp(each.name, name) == 0) return &each;
+  }
+  return nullptr;
 }
 
 struct Engine {
@@ -71,17 +84,16 @@ struct Engine {
 extern "C" {
 
 // The version of abi.h, which Python compares with its own.
-int64_t ullage_abi() { return 7; }
+int64_t ullage_abi() { return 8; }
 
-// The best instruction set of this processor; null: none that the library has.
-const char* ullage_instruction_set() {
-  const ullage::Kernels* kernels = ullage::best();
-  return kernels == nullptr ? nullptr : kernels->name;
-}
+// The best instruction set of this processor; null: none that is worth computing with.
+const char* ullage_instruction_set() { return ullage::best(); }
 
-// Starts a team of threads, the caller among them. `instruction_set` is one of the library's.
+// Starts a team of threads, the caller among them. `instruction_set` is one of the library's that the
+// processor has; every one has the portable set. Null: there is no memory, or no such set.
 void* ullage_start(int64_t num_threads, const char* instruction_set) {
-  const ullage::Kernels* kernels = strcmp(instruction_set, "avx512") ? &ullage::kAvx2 : &ullage::kAvx512;
+  const ullage::Kernels* kernels = ullage::named(instruction_set);
+  if (kernels == nullptr) return nullptr;
   void* memory = aligned_alloc(alignof(ullage::Engine), sizeof(ullage::Engine));
   return memory ? new (memory) ullage::Engine{ullage::Team(static_cast<int>(num_threads)), kernels} : nullptr;
 }
@@ -93,20 +105,30 @@ void ullage_stop(void* engine) {
 
 // Computes a step; returns 0 where the model's workspace is too small, 1 otherwise.
 int64_t ullage_step(void* engine, const Model* model, const Step* step) {
+  const ullage::StandardRounding rounding;
   auto* own = static_cast<ullage::Engine*>(engine);
   return own->kernels->run(*model, *step, own->team);
 }
 
 void ullage_multiply(void* engine, const Matrix* matrix, const float* x, int64_t num_rows, float* out,
                      const Model* buffers) {
+  const ullage::StandardRounding rounding;
   auto* own = static_cast<ullage::Engine*>(engine);
   own->kernels->multiply(*matrix, x, num_rows, out, *buffers, own->team);
 }
 
 // Chooses a token from each row of logits [num_rows, vocab], whose width vectors divide.
 void ullage_sample(void* engine, const float* logits, int64_t vocab, Draw* draws, int64_t num_rows) {
+  const ullage::StandardRounding rounding;
   auto* own = static_cast<ullage::Engine*>(engine);
   own->kernels->sample(logits, vocab, draws, num_rows, own->team);
+}
+
+// Writes the logarithm of each row's sum of exp(logit - greatest of the row).
+void ullage_log_masses(void* engine, const float* logits, int64_t vocab, int64_t num_rows, float* out) {
+  const ullage::StandardRounding rounding;
+  auto* own = static_cast<ullage::Engine*>(engine);
+  own->kernels->weigh_rows(logits, vocab, num_rows, out, own->team);
 }
 
 }  // extern "C"

@@ -25,12 +25,16 @@ inline const uint8_t* tile_of(const Matrix& m, int64_t tile) {
   return m.data + tile * (m.columns / m.group) * block_bytes(m);
 }
 
-// Rows multiplied at once: as many as registers hold sums of.
+// Rows multiplied at once: as many as registers hold sums of. Results do not depend on it.
 #if ULLAGE_AVX512
 constexpr int kMostRows = 12;
+#elif ULLAGE_PORTABLE
+constexpr int kMostRows = 3;
 #else
 constexpr int kMostRows = 8;
 #endif
+
+constexpr int kParts = kTileRows / V::kWidth;  // registers that a tile's rows take
 
 // Rows of inputs, rounded.
 struct Inputs {
@@ -79,12 +83,6 @@ inline int32_t four_codes(const int8_t* p) {
   return bits;
 }
 
-#if ULLAGE_AVX512
-constexpr int kParts = 1;  // vectors that a tile's rows take
-#else
-constexpr int kParts = 2;
-#endif
-
 // The sums of one group: lanes are rows of the tile, from part `part` on.
 template <int kRows, int kLanes, bool kNibbles, int kGroup>
 struct Sums {
@@ -115,7 +113,23 @@ struct Sums {
       }
     }
   }
-  inline F of(int m, int) const { return {_mm512_cvtepi32_ps(total[m])}; }
+  inline V of(int m, int) const { return {_mm512_cvtepi32_ps(total[m])}; }
+#elif ULLAGE_PORTABLE
+  int32_t total[kRows][kTileRows];
+  inline void add(const uint8_t* codes, int, const int8_t* x) {
+    memset(total, 0, sizeof total);
+    for (int m = 0; m < kRows; ++m) {
+      for (int k = 0; k < (kNibbles ? kGroup / 2 : kGroup); ++k) {
+        const int8_t* place = x + 4 * (k / 4 * kRows + m) + k % 4;
+        const int32_t first = place[0], second = kNibbles ? place[kRows * kGroup / 2] : 0;
+        for (int lane = 0; lane < kTileRows; ++lane) {
+          const uint8_t code = codes[k / 4 * 64 + lane * 4 + k % 4];
+          total[m][lane] += kNibbles ? (code & 15) * first + (code >> 4) * second : code * first;
+        }
+      }
+    }
+  }
+  inline V of(int m, int) const { return V::of([&](int lane) { return static_cast<float>(total[m][lane]); }); }
 #else
   // Two products of codes up to 15 fit 16 bits eight times over: 8 * 2 * 15 * 127 < 2^15. Codes of
   // eight bits are two of four.
@@ -149,7 +163,7 @@ struct Sums {
       }
     }
   }
-  inline F of(int m, int h) const {
+  inline V of(int m, int h) const {
     __m256i total = _mm256_madd_epi16(low_sum[m][h], _mm256_set1_epi16(1));
     if constexpr (!kNibbles) {
       total = _mm256_add_epi32(total, _mm256_madd_epi16(high_sum[m][h], _mm256_set1_epi16(16)));
@@ -169,26 +183,26 @@ inline void integer_rows(const uint8_t* tile, int part, const Inputs& in, int64_
   const int8_t* x = in.rounded + first * in.columns;
   const float* scales = in.scales + first * in.groups;
   const float* sums = in.sums + first * in.groups;
-  F acc[kRows][kLanes];
+  V acc[kRows][kLanes];
   for (int m = 0; m < kRows; ++m) {
-    for (int h = 0; h < kLanes; ++h) acc[m][h] = zero();
+    for (int h = 0; h < kLanes; ++h) acc[m][h] = V::set(0.0f);
   }
   for (int64_t g = 0; g < in.groups; ++g, tile += kBlock, x += kRows * kGroup) {
     Sums<kRows, kLanes, kNibbles, kGroup> group;
     group.add(tile, part, x);
     const uint16_t* factors = reinterpret_cast<const uint16_t*>(tile + kCodes);
     for (int h = 0; h < kLanes; ++h) {
-      const F scale = load_float16(factors + (part + h) * F::kWidth);
-      F minimum = load_float16(factors + kTileRows + (part + h) * F::kWidth);
-      if constexpr (!kNibbles) minimum = fma(scale, set1(-128.0f), minimum);
+      const V scale = V::float16(factors + (part + h) * V::kWidth);
+      V minimum = V::float16(factors + kTileRows + (part + h) * V::kWidth);
+      if constexpr (!kNibbles) minimum = fma(scale, V::set(-128.0f), minimum);
       for (int m = 0; m < kRows; ++m) {
-        acc[m][h] = fma(group.of(m, h), scale * set1(scales[g * kRows + m]), acc[m][h]);
-        acc[m][h] = fma(minimum, set1(sums[g * kRows + m]), acc[m][h]);
+        acc[m][h] = fma(group.of(m, h), scale * V::set(scales[g * kRows + m]), acc[m][h]);
+        acc[m][h] = fma(minimum, V::set(sums[g * kRows + m]), acc[m][h]);
       }
     }
   }
   for (int m = 0; m < kRows; ++m) {
-    for (int h = 0; h < kLanes; ++h) store(out[m] + (part + h) * F::kWidth, acc[m][h]);
+    for (int h = 0; h < kLanes; ++h) store(out[m] + (part + h) * V::kWidth, acc[m][h]);
   }
 }
 
@@ -240,8 +254,8 @@ inline void read_row(const Matrix& matrix, int64_t row, float* out) {
   const int64_t codes = code_bytes(matrix), group = matrix.group;
   for (int64_t g = 0; g < matrix.columns / group; ++g, tile += block_bytes(matrix)) {
     const uint16_t* factors = reinterpret_cast<const uint16_t*>(tile + codes);
-    const float scale = _cvtsh_ss(factors[lane]);
-    float minimum = _cvtsh_ss(factors[kTileRows + lane]);
+    const float scale = float16_to_float(factors[lane]);
+    float minimum = float16_to_float(factors[kTileRows + lane]);
     if (matrix.format == kInt8) minimum -= 128.0f * scale;
     for (int64_t k = 0; k < group; ++k) {
       int code;

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "abi.h"
 #include "vector.h"
@@ -11,7 +12,10 @@ namespace ullage {
 namespace ULLAGE_ISA {
 
 constexpr int kBlocksOfRow = 256;  // whose sums are kept, to find where a draw falls
-constexpr int kCandidates = 2048;  // likeliest tokens that are sorted; more are left to the caller
+constexpr int kCandidates = 2048;  // tokens to be sorted that need no memory of their own
+// Tokens that a filter may keep are gathered from e^kFirstPower of the likeliest's weight on, then a step
+// further down, then twice the step. What is at kLeastPower or below has no weight.
+constexpr float kFirstPower = -4.6f, kPowerStep = 2.3f, kLeastPower = -86.0f;
 
 // The likeliest token, the first of equals; `most` is its logit.
 inline int32_t first_of(const float* logits, int64_t vocab, float most) {
@@ -52,7 +56,7 @@ class Weights {
   // The weights; far below the likeliest they are 0, where exp gives e^-87.
   F at(int64_t k) const {
     const F power = powers(k);
-    return above(power, set1(-86.0f), exp(power));
+    return above(power, set1(kLeastPower), exp(power));
   }
 
   // The first token, by id, whose weights from the first on exceed a share of all.
@@ -74,7 +78,7 @@ class Weights {
     return static_cast<int32_t>(last);  // sums of another order may end a little lower
   }
 
-  // Calls each(id, weight) for every token whose weight is at least e^power, until it returns false.
+  // Calls each(id, weight) for every token that has a weight of at least e^power, until it returns false.
   template <typename Each>
   void over(float power, const Each& each) const {
     for (int64_t k = 0; k < vocab_; k += F::kWidth) {
@@ -84,7 +88,7 @@ class Weights {
       store(weights, at(k));
       store(own, found);
       for (int i = 0; i < F::kWidth; ++i) {
-        if (own[i] >= power && !each(static_cast<int32_t>(k + i), weights[i])) return;
+        if (own[i] >= power && weights[i] > 0.0f && !each(static_cast<int32_t>(k + i), weights[i])) return;
       }
     }
   }
@@ -101,59 +105,123 @@ struct Candidate {
   int32_t id;
 };
 
-// Chooses by the filters of a draw; -1: more tokens than `kCandidates` would have to be sorted.
-inline int32_t draw_filtered(const Weights& weights, const float* logits, const Draw& draw) {
-  Candidate candidates[kCandidates];
+// Tokens that are to be sorted: as many as a row has, of which only many are allocated.
+class Candidates {
+ public:
+  explicit Candidates(int64_t vocab) : vocab_(vocab) {}
+  ~Candidates() { free(more_); }
+  Candidates(const Candidates&) = delete;
+
+  void clear() { count_ = 0; }
+
+  // Adds a token; returns false where there is no memory.
+  bool add(Candidate candidate) {
+    if (count_ == kCandidates && more_ == nullptr) {
+      more_ = static_cast<Candidate*>(malloc(vocab_ * sizeof(Candidate)));
+      if (more_ == nullptr) return false;
+      memcpy(more_, few_, sizeof few_);
+    }
+    begin()[count_++] = candidate;
+    return true;
+  }
+
+  int64_t count() const { return count_; }
+  Candidate* begin() { return more_ == nullptr ? few_ : more_; }
+
+ private:
+  int64_t vocab_, count_ = 0;
+  Candidate few_[kCandidates], *more_ = nullptr;
+};
+
+// Gathers all tokens down to a weight, then those of less, until what the filters keep is among them or
+// none is left. Returns false where there is no memory.
+inline bool gather(const Weights& weights, const float* logits, const Draw& draw, Candidates& candidates) {
+  const bool is_limited = draw.top_k > 0, is_nucleus = draw.top_p < 1.0;
+  float power = kFirstPower;
+  for (float step = kPowerStep;; step *= 2.0f) {
+    bool has_memory = true;
+    double mass = 0.0;
+    candidates.clear();
+    weights.over(power, [&](int32_t id, float weight) {
+      mass += weight;
+      return has_memory = candidates.add({weight, logits[id], id});
+    });
+    if (!has_memory) return false;
+    if (power <= kLeastPower || (is_limited && candidates.count() >= draw.top_k)) return true;
+    // The nucleus is a share of what top-k keeps, so that all of it must be there.
+    if (!is_limited && is_nucleus && mass >= draw.top_p * weights.total()) return true;
+    if (!(is_limited && is_nucleus) && draw.min_p > 0.0 && std::log(draw.min_p) > power + 0.01) return true;
+    power = std::max(power - step, kLeastPower);
+  }
+}
+
+// Chooses by the filters of a draw.
+inline int32_t draw_filtered(const Weights& weights, const float* logits, int64_t vocab, const Draw& draw) {
+  Candidates candidates(vocab);
+  if (!gather(weights, logits, draw, candidates)) return kNoMemory;
+  const auto is_before = [](const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+  };
+  Candidate* const first = candidates.begin();
+  int64_t count = candidates.count();
   const bool is_limited = draw.top_k > 0, is_nucleus = draw.top_p < 1.0;
   const float min_p = static_cast<float>(draw.min_p);
-  int count = 0;
-  // All tokens down to a weight are gathered, and then those of less, until what is kept is among them.
-  for (float power = -4.6f;; power -= 2.3f) {
-    if (power < -80.0f) return -1;
-    bool fits = true;
-    double mass = 0.0;
-    count = 0;
-    weights.over(power, [&](int32_t id, float weight) {
-      fits = count < kCandidates;
-      if (fits) candidates[count++] = {weight, logits[id], id}, mass += weight;
-      return fits;
-    });
-    if (!fits) return -1;
-    if (is_limited && count >= draw.top_k) break;
-    if (is_limited && is_nucleus) continue;  // the nucleus is a share of what top-k keeps
-    if (is_nucleus && mass >= draw.top_p * weights.total()) break;
-    if (min_p > 0.0f && std::log(min_p) > power + 0.01f) break;
+  if (is_limited && draw.top_k < count) {
+    std::nth_element(first, first + draw.top_k, first + count, is_before);
+    count = draw.top_k;
   }
-  std::sort(candidates, candidates + count, [](const Candidate& a, const Candidate& b) {
-    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-  });
-  if (is_limited && draw.top_k < count) count = static_cast<int>(draw.top_k);
+  std::sort(first, first + count, is_before);
   double all = is_limited ? 0.0 : weights.total();
-  for (int i = 0; is_limited && i < count; ++i) all += candidates[i].weight;
+  for (int64_t i = 0; is_limited && i < count; ++i) all += first[i].weight;
   double kept = 0.0;
-  int end = 0;
-  for (; end < count; kept += candidates[end++].weight) {
-    const bool is_kept = (!is_nucleus || kept < draw.top_p * all) && candidates[end].weight >= min_p;
+  int64_t end = 0;
+  for (; end < count; kept += first[end++].weight) {
+    const bool is_kept = (!is_nucleus || kept < draw.top_p * all) && first[end].weight >= min_p;
     if (end > 0 && !is_kept) break;
   }
   const double target = draw.noise * kept;
   double running = 0.0;
-  for (int i = 0; i < end; ++i) {
-    running += candidates[i].weight;
-    if (running > target) return candidates[i].id;
+  for (int64_t i = 0; i < end; ++i) {
+    running += first[i].weight;
+    if (running > target) return first[i].id;
   }
-  return candidates[end - 1].id;
+  return first[end - 1].id;
+}
+
+inline float greatest_of(const float* logits, int64_t vocab) {
+  F most = load(logits);
+  for (int64_t k = 0; k < vocab; k += F::kWidth) most = max(most, load(logits + k));
+  return largest(most);
 }
 
 inline int32_t choose(const float* logits, int64_t vocab, const Draw& draw) {
-  F most = load(logits);
-  for (int64_t k = 0; k < vocab; k += F::kWidth) most = max(most, load(logits + k));
-  const float greatest = largest(most);
-  if (!(greatest > -INFINITY)) return -1;  // no token is allowed
+  const float greatest = greatest_of(logits, vocab);
+  if (!(greatest > -INFINITY)) return kNothingAllowed;
   if (draw.temperature == 0.0 || draw.top_k == 1) return first_of(logits, vocab, greatest);
   const Weights weights(logits, vocab, greatest, draw.temperature);
   const bool is_filtered = draw.top_k > 0 || draw.top_p < 1.0 || draw.min_p > 0.0;
-  return is_filtered ? draw_filtered(weights, logits, draw) : weights.draw(draw.noise);
+  return is_filtered ? draw_filtered(weights, logits, vocab, draw) : weights.draw(draw.noise);
+}
+
+// The natural logarithm of a number from 1 on: 2 artanh((m - 1) / (m + 1)) of the mantissa. A C library's
+// may differ in the last bit from another's.
+inline double natural_log(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, 8);
+  int64_t exponent = static_cast<int64_t>(bits >> 52) - 1023;
+  bits = (bits & 0xfffffffffffffull) | 0x3ff0000000000000ull;
+  double mantissa;
+  memcpy(&mantissa, &bits, 8);
+  if (mantissa > 1.4142135623730951) mantissa *= 0.5, ++exponent;
+  const double s = (mantissa - 1.0) / (mantissa + 1.0), square = s * s;
+  double series = 0.0;
+  for (int n = 21; n >= 1; n -= 2) series = series * square + 1.0 / n;  // 0.03^11 is beyond a double
+  return static_cast<double>(exponent) * 0.69314718055994531 + 2.0 * s * series;
+}
+
+// The logarithm of a row's sum of exp(logit - greatest).
+inline float log_mass(const float* logits, int64_t vocab) {
+  return static_cast<float>(natural_log(Weights(logits, vocab, greatest_of(logits, vocab), 1.0).total()));
 }
 
 }  // namespace ULLAGE_ISA

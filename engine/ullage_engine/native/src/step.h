@@ -111,7 +111,8 @@ class Stepper {
   }
 
   static void put(float* out, const float* results) {
-    for (int i = 0; i < kTileRows; i += F::kWidth) store(out + i, load(results + i));
+    static_assert(kTileRows == F::kWidth);
+    store(out, load(results));
   }
 
   // Normalises rows of the hidden states into `attended` and rounds them for the next matrix.
@@ -170,7 +171,7 @@ class Stepper {
   void add_product(const Matrix& matrix) {
     multiply(matrix, [&](int64_t row, int64_t column, const float* results) {
       float* out = model_.hidden_rows + row * model_.hidden + column;
-      for (int i = 0; i < kTileRows; i += F::kWidth) store(out + i, load(out + i) + load(results + i));
+      store(out, load(out) + load(results));
     });
   }
 

@@ -9,12 +9,25 @@
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <xmmintrin.h>
 
 #include <atomic>
 #include <climits>
 #include <cstdint>
 
 namespace ullage {
+
+// As long as it lives, a thread rounds to nearest and keeps tiny numbers, as every processor does at first.
+// A process may have set that otherwise for some of its threads: torch.set_flush_denormal does, and so do
+// libraries that were compiled with -ffast-math, when they are loaded.
+class StandardRounding {
+ public:
+  StandardRounding() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~StandardRounding() { _mm_setcsr(before_); }
+
+ private:
+  const unsigned before_;
+};
 
 class Team {
  public:
@@ -83,6 +96,7 @@ class Team {
   };
 
   static void* main(void* argument) {
+    const StandardRounding rounding;
     const Start start = *static_cast<Start*>(argument);
     start.team->serve(start.thread);
     return nullptr;

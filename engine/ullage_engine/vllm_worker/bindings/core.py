@@ -61,6 +61,7 @@ from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput, Invali
 from ullage_engine.vllm_worker.ranks import RESUMED
 from ullage_engine.vllm_worker.tiers import TiersRefusedError, TierTransfers
 from ullage_engine.worker.device import HostTier, open_ledger
+from ullage_engine.worker.fingerprint import cpu_kind
 from ullage_engine.worker.grammar import Grammars
 
 log = logging.getLogger("ullage.engine.vllm")
@@ -130,6 +131,11 @@ def check_device(asked: str) -> None:
             f"device: {asked} is asked for, but this vLLM computes on {own}; install the other one "
             f"(make install-vllm{' CUDA=1' if is_cpu() else ''}), or set device: {own}"
         )
+
+
+def processor() -> str:
+    """Returns the kind of processor that vLLM computes with, without a context on a GPU."""
+    return cpu_kind() if is_cpu() else str(current_platform.get_device_name())
 
 
 def item_bytes(dtype: str) -> int:
@@ -295,6 +301,22 @@ class VllmCore:
     def max_decode_tokens(self) -> int:
         """Most tokens of one sequence whose prompt is computed that are scheduled at a time."""
         return int(self._config.max_concurrent_batches) * (1 + self.lookahead_tokens)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of one step; 0: prompts are not cut."""
+        limits = self._config.scheduler_config
+        if not limits.enable_chunked_prefill:
+            return 0
+        return max(0, int(self._scheduler.max_num_scheduled_tokens) - int(limits.max_num_seqs))
+
+    def limit_chunk(self, num_tokens: int) -> None:
+        """Lower the prompt tokens of one step, for which buffers and warm-up stay as large."""
+        most = num_tokens + int(self._config.scheduler_config.max_num_seqs)
+        if self.chunk_tokens:
+            self._scheduler.max_num_scheduled_tokens = min(
+                int(self._scheduler.max_num_scheduled_tokens), most
+            )
 
     def blank_slots(self) -> int:
         """Return the bytes of all ranks' slots of adapters, while none is loaded."""

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,7 +17,12 @@ from ullage_router.call import Call, ResponseStream
 from ullage_router.errors import http_status, internal
 from ullage_router.http.messages import Headers, Reply, Request
 from ullage_router.http.openai import requests
-from ullage_router.http.openai.errors import decision_headers, envelope, error_headers
+from ullage_router.http.openai.errors import (
+    decision_headers,
+    envelope,
+    error_headers,
+    resumed_headers,
+)
 from ullage_router.http.openai.responses import (
     JSON,
     ChatFormat,
@@ -91,13 +96,12 @@ class Writer:
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def whole(self, answer: JSON, resumed_on: Sequence[str] = ()) -> None:
+    async def whole(self, answer: JSON, later: Headers) -> None:
         """A complete answer.
 
         Args:
-            resumed_on: engines that went on with it after the first one.
+            later: headers that are known at the answer's end.
         """
-        later = [(b"x-ullage-resumed-on", ", ".join(resumed_on).encode())] if resumed_on else []
         await self._body(200, _encode(answer), later)
 
     async def in_pieces(self, pieces: Iterator[bytes]) -> None:
@@ -283,7 +287,7 @@ async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -
                 parts[event.sample_finished.sample].end = event.sample_finished
             case _:
                 parts[event.delta.sample].add(event.delta)
-    await writer.whole(form.whole(stream.accepted, parts, finished), finished.resumed_on)
+    await writer.whole(form.whole(stream.accepted, parts, finished), resumed_headers(finished))
 
 
 def request_id(headers: Mapping[str, str]) -> str:

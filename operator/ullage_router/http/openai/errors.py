@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
     INVALID_API_KEY,
@@ -14,7 +15,12 @@ from ullage_router.errors import (
 )
 from ullage_router.http.messages import Headers
 from ullage_router.policy.decision import attempts_header
-from ullage_router.telemetry.record import DEVICE, CachedTokens, RequestRecord
+from ullage_router.telemetry.record import (
+    DEVICE,
+    RESUMED_INEXACT,
+    CachedTokens,
+    RequestRecord,
+)
 
 _CODES = {
     INVALID_API_KEY: "invalid_api_key",
@@ -73,6 +79,16 @@ def error_headers(error: ServiceError) -> Headers:
     if error.reason == REPLACED:
         # OpenAI's clients send a 409 again with the same key, which would replace the newer one.
         headers.append((b"x-should-retry", b"false"))
+    return headers
+
+
+def resumed_headers(finished: inference_pb2.Finished) -> Headers:
+    """Who went on with a whole answer after a loss, and whether they compute otherwise."""
+    headers = []
+    if finished.resumed_on:
+        headers.append((b"x-ullage-resumed-on", ", ".join(finished.resumed_on).encode()))
+    if finished.resumed_inexact:
+        headers.append((RESUMED_INEXACT.encode(), b"true"))
     return headers
 
 

@@ -4,6 +4,8 @@ finish_reason has OpenAI's words; an answer that a time limit ended says "length
 (a field that vLLM has too) says "timeout", or ENGINE_LOST or ENGINE_SILENT where no engine could go
 on with it in time. Where a stop string ended it, stop_reason is that one,
 and where a lowered limit did, the limit as in the header x-ullage-degraded: "max_tokens=64".
+A stream that went on where another text may follow has a comment at its end that says so, as the
+header x-ullage-resumed-inexact does of whole answers, and a field of the chunk with the usage.
 What all chunks of a stream share is encoded once.
 """
 
@@ -14,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.telemetry.record import DEVICE, cached_tokens
+from ullage_router.telemetry.record import DEVICE, RESUMED_INEXACT, cached_tokens
 
 
 def sse_event(data: bytes) -> bytes:
@@ -336,7 +338,12 @@ def _ending(end: Finished | SampleFinished, options: ResponseOptions) -> JSON:
 
 
 def _usage_chunk(base: JSON, options: ResponseOptions, finished: Finished) -> list[JSON]:
-    return [base | {"choices": [], "usage": usage(finished.usage)}] if options.usage else []
+    if not options.usage:
+        return []
+    chunk = base | {"choices": [], "usage": usage(finished.usage)}
+    if finished.resumed_inexact:
+        chunk["ullage"] = {"resumed_inexact": True, "resumed_on": list(finished.resumed_on)}
+    return [chunk]
 
 
 def _base(prefix: str, kind: str, options: ResponseOptions) -> JSON:
@@ -376,7 +383,7 @@ class Chunks:
         """Returns the bytes of one event of the answer; empty when it has none."""
         match event.WhichOneof("event"):
             case "finished":
-                return _events(self._form.closing(event.finished))
+                return _events(self._form.closing(event.finished)) + _comment(event.finished)
             case "sample_finished":
                 return _events(self._form.ended(event.sample_finished))
             case _:
@@ -394,6 +401,11 @@ class Chunks:
         example = self._form.piece(inference_pb2.Delta(text=_MARK, sample=sample))
         before, _, after = _events(example).partition(_encode(_MARK))
         return before, after
+
+
+def _comment(finished: Finished) -> bytes:
+    """Returns the comment of an answer that another engine may have gone on with otherwise."""
+    return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
 
 
 def _events(chunks: list[JSON]) -> bytes:

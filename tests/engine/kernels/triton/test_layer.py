@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ullage_engine.kernels import moe
 from ullage_engine.kernels.kv_pool import LayerCache, head_scales, narrow
-from ullage_engine.layers.attention import fill_tables
+from ullage_engine.layers.rotary_tables import fill_tables
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 
 TYPES = [torch.float32, torch.float16]

@@ -20,8 +20,6 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "intermediate_size": 96,
     "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "norm_eps": 1e-5,
     "rope_theta": 1e4,
 }
 
@@ -48,7 +46,8 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
     def make(seed: int, **values: Any) -> Path:
         folder = tmp_path_factory.mktemp("model")
-        values = COMMON | values
+        eps = "norm_eps" if values["model_type"].startswith("lfm2") else "rms_norm_eps"
+        values = COMMON | {eps: 1e-5} | values
         (folder / "config.json").write_text(json.dumps(values))
         model_config = read_model_config(HFConfig(folder / "config.json", values))
         generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,111 @@
+"""Tables of the keys of a model's configuration: read, harmless, or bound to a value.
+
+One table for each family decides for each key of config.json whether a start honours it, passes
+over it or refuses it, and docs/model-keys.md is made of the same tables. A key that is in no table
+may change numbers, so it ends the start unless `model.allow_unknown_config` says otherwise.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ullage_engine.model_config.hf_config import HFConfig
+from ullage_engine.protocol.errors import WeightsError
+
+log = logging.getLogger("ullage.engine.weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The rule for one key."""
+
+    meaning: str
+    """Meaning of the value where it is honoured, or the reason why it changes no number."""
+    is_read: bool = False
+    """Whether the engine computes by the value."""
+    values: tuple[object, ...] = ()
+    """Values with which the engine computes as it does without the key; it refuses others."""
+    same_as: str = ""
+    """Key that has to have the same value."""
+
+
+Keys = Mapping[str, Key]
+
+
+def read(meaning: str, *names: str) -> dict[str, Key]:
+    """Return rules of keys that the engine computes by."""
+    return dict.fromkeys(names, Key(meaning, is_read=True))
+
+
+def harmless(reason: str, *names: str) -> dict[str, Key]:
+    """Return rules of keys that change no number."""
+    return dict.fromkeys(names, Key(reason))
+
+
+def fixed(meaning: str, values: tuple[object, ...], *names: str) -> dict[str, Key]:
+    """Return rules of keys that have to be absent, null or one of these values."""
+    return dict.fromkeys(names, Key(meaning, values=values))
+
+
+def same(meaning: str, name: str, other: str) -> dict[str, Key]:
+    """Return the rule of a second name of a key."""
+    return {name: Key(meaning, same_as=other)}
+
+
+def check_keys(section: HFConfig, keys: Keys, where: str = "") -> None:
+    """Refuse keys whose value would change numbers and is not honoured.
+
+    A key that is null is as one that is absent. `where`: path of the section, with a dot.
+
+    Raises:
+        WeightsError: a value is not supported, or a key is unknown and unknown keys are not
+            allowed.
+    """
+    for name, value in section.values.items():
+        if value is None:
+            continue
+        key = keys.get(name)
+        if key is None:
+            refuse_unknown(section, f"{where}{name}", value)
+        elif key.values and not any(_equal(value, each) for each in key.values):
+            raise WeightsError(
+                f"{section.path}: {where}{name} is {value!r}, but only "
+                f"{_listed(key.values)} is supported; use another model"
+            )
+        elif key.same_as:
+            other = section.values.get(key.same_as)
+            if not _equal(value, other):
+                raise WeightsError(
+                    f"{section.path}: {where}{name} is {value!r}, but {key.same_as} is "
+                    f"{other!r}; give both the value that the model was trained with"
+                )
+
+
+def refuse_unknown(section: HFConfig, path: str, value: object) -> None:
+    """Refuse a key that is in no table, or log a warning where unknown keys are allowed."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]} ..."
+    if section.allows_unknown:
+        log.warning(
+            "%s: %s %s is not known here and is not computed with, as "
+            "spec.model.allowUnknownConfig allows; answers are wrong if the model depends on it",
+            section.path,
+            path,
+            shown,
+        )
+        return
+    raise WeightsError(
+        f"{section.path}: {path} {shown} is not known here, and may change what the numbers "
+        "mean; use another model or, if the model does not depend on it, set "
+        "spec.model.allowUnknownConfig: true (model.allow_unknown_config)"
+    )
+
+
+def _equal(value: object, other: object) -> bool:
+    """Compare JSON values; true is not 1, but 1 is 1.0."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    shown = ["no value" if each is None else repr(each) for each in values]
+    return " or ".join(shown)

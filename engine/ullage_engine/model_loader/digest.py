@@ -1,0 +1,179 @@
+"""Digests of files by their content, so that two copies of a model are known to be one.
+
+A file is read once: its digest is kept in a small file of the weights folder, under the path, size,
+inode and times of the file, so that a later start takes milliseconds.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from ullage_engine.model_loader.files import weight_files
+from ullage_engine.model_loader.gguf_file import gguf_parts
+from ullage_engine.model_loader.source import ModelFiles
+from ullage_engine.protocol.errors import WeightsError
+
+log = logging.getLogger("ullage.engine.weights")
+
+_PIECE_BYTES = 4 << 20
+_HEX_DIGITS = 64
+_THREADS = 4
+"""Files that are read at a time."""
+_WAIT_S = 1.0
+
+
+class Digests:
+    """Digests of files, computed at most once for a file and kept in a folder.
+
+    Args:
+        folder: where they are kept; one that cannot be written makes every start read the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_read = 0
+        """Number of files that were read, because nobody had their digest."""
+
+    def of_all(self, paths: Iterable[Path]) -> str:
+        """Return the digest of files, whatever their names and order.
+
+        Raises:
+            WeightsError: one cannot be read.
+        """
+        pending = deque((path, Future[str]()) for path in paths)
+        results = [result for _, result in pending]
+
+        def read() -> None:
+            while True:
+                try:
+                    path, result = pending.popleft()
+                except IndexError:
+                    return
+                _settle(result, partial(self.of, path))
+
+        for _ in range(min(_THREADS, len(results))):
+            _start_thread(read)
+        digests = sorted(result.result() for result in results)
+        return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+    def of(self, path: Path) -> str:
+        """Return the SHA-256 of a file in hexadecimal digits.
+
+        Raises:
+            WeightsError: the file cannot be read.
+        """
+        try:
+            kept = self._folder / f"{_key(path)}.digest"
+            with self._reserved(kept):
+                return _read_kept(kept) or self._compute(path, kept)
+        except OSError as error:
+            raise WeightsError(
+                f"{path}: {error.strerror or error}; check the file and its permissions"
+            ) from error
+
+    def _compute(self, path: Path, kept: Path) -> str:
+        key, began = kept.stem, time.monotonic()
+        self.num_read += 1
+        digest = hashlib.sha256()
+        buffer = bytearray(_PIECE_BYTES)
+        view = memoryview(buffer)
+        with path.open("rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                digest.update(view[:size])
+        if _key(path) != key:
+            raise WeightsError(f"{path}: it changed while it was read; start again")
+        log.info("%s was read for its digest in %.1f s", path, time.monotonic() - began)
+        text = digest.hexdigest()
+        with contextlib.suppress(OSError):
+            partial = kept.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(text, encoding="ascii")
+            partial.replace(kept)
+        return text
+
+    @contextlib.contextmanager
+    def _reserved(self, kept: Path) -> Iterator[None]:
+        """Hold the right to compute a digest, which other engines on this folder wait for."""
+        with contextlib.ExitStack() as stack:
+            # Without a folder that can be written and locked, each engine reads for itself.
+            with contextlib.suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(kept.with_suffix(".digest-lock").open("wb"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def model_digest(files: ModelFiles, folder: Path) -> str:
+    """Return the digest of a model's weights as their files have them; `folder` keeps it.
+
+    Raises:
+        WeightsError: a file is missing or cannot be read.
+    """
+    return Digests(folder).of_all(_weight_paths(files))
+
+
+def _weight_paths(files: ModelFiles) -> list[Path]:
+    if files.format == "gguf":
+        return gguf_parts(files.path)
+    if any(files.path.glob("*.safetensors")):
+        return weight_files(files.path)
+    # Older checkpoints, which vLLM reads too.
+    return sorted([*files.path.glob("*.bin"), *files.path.glob("*.pt")])
+
+
+Wait = Callable[[Callable[[], None]], str]
+"""Function that waits for a digest; it calls its argument about every second until then."""
+
+
+def begin(compute: Callable[[], str]) -> Wait:
+    """Compute a digest in the background, and return what waits for it."""
+    result: Future[str] = Future()
+    _start_thread(lambda: _settle(result, compute))
+
+    def wait(on_wait: Callable[[], None]) -> str:
+        while not result.done():
+            with contextlib.suppress(TimeoutError):
+                return result.result(_WAIT_S)
+            on_wait()
+        return result.result()
+
+    return wait
+
+
+def _start_thread(work: Callable[[], None]) -> None:
+    # A process that ends early does not wait for daemon threads, as it would for those of a pool.
+    threading.Thread(target=work, name="digest", daemon=True).start()
+
+
+def _settle(result: Future[str], compute: Callable[[], str]) -> None:
+    try:
+        result.set_result(compute())
+    except BaseException as error:  # raised again where the result is waited for
+        result.set_exception(error)
+
+
+def _key(path: Path) -> str:
+    """Return a name that another file, or a changed one, does not have."""
+    status = path.stat()
+    text = (
+        f"{path.resolve()} {status.st_size} {status.st_ino} {status.st_mtime_ns} "
+        f"{status.st_ctime_ns}"
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _read_kept(kept: Path) -> str:
+    """Return a digest that was kept; empty: there is none."""
+    try:
+        text = kept.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return text if len(text) == _HEX_DIGITS else ""

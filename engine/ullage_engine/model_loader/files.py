@@ -1,0 +1,320 @@
+"""Which files of a source are its model, and whether they are whole, judged by their headers.
+
+Imports no torch: the server process checks the files before it starts a worker, and the readers of
+a worker take the same list of files. Contents of tensors are not looked at, so a file with another
+number in it passes.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ullage_engine.model_config.hf_config import read_json
+from ullage_engine.model_loader.file_check import check_file, explained
+from ullage_engine.model_loader.gguf_file import check_gguf
+from ullage_engine.model_loader.source import ModelFiles, other_kind
+from ullage_engine.protocol.errors import WeightsError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+
+_BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""Files of a folder that are read where they are, beside the weights."""
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+
+_MAX_HEADER_BYTES = 100_000_000
+"""Longest header that the safetensors library reads."""
+
+_MAX_NAMED = 5
+"""Most files that a message names."""
+
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+"""Bits of an element of each type of safetensors; the library refuses others."""
+
+_MAGICS = {
+    b"GGUF": "a GGUF file",
+    b"PK\x03\x04": "a zip archive, as PyTorch writes",
+    b"\x80\x02": "a Python pickle, as PyTorch writes",
+    b"\x89HDF": "an HDF5 file",
+    b"\x1f\x8b": "compressed with gzip",
+}
+"""First bytes of files that are taken for safetensors by their name alone."""
+
+
+class _Span(NamedTuple):
+    """Where a tensor is in the data of a safetensors file."""
+
+    begin: int
+    end: int
+    name: str
+
+
+def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
+    """Check that the files of a model are there, readable and whole, by their headers.
+
+    Args:
+        reads_weights: whether the weights are read from safetensors or GGUF files; without it only
+            the files beside them are checked.
+
+    Raises:
+        WeightsError: one is not; the message names the file, the cause and the remedy.
+    """
+    if files.format == "gguf":
+        check_gguf(files.path)
+        return
+    for name in _BESIDE:
+        path = files.path / name
+        if os.path.lexists(path):
+            check_file(path)
+    if reads_weights:
+        weight_files(files.path)
+
+
+def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
+    """Check the files of a model that vLLM loads with these arguments.
+
+    Without an index vLLM reads all safetensors of a folder, so there may be no others.
+
+    Raises:
+        WeightsError: as `check_files`, or there are others.
+    """
+    is_chosen = "load_format" in args
+    check_files(files, reads_weights=not is_chosen)
+    folder = files.path
+    if files.format == "gguf" or is_chosen or (folder / INDEX).is_file():
+        return
+    counted = {path.name for path in weight_files(folder)}
+    others = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in counted)
+    if others:
+        raise WeightsError(
+            f"{folder}: vLLM would read {_named(others)} beside {_named(sorted(counted))}; move "
+            f"what is not the model's out of the folder, or write {INDEX}"
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that are a model's, each whole by its header.
+
+    As with transformers and vLLM these are the files of the index, else `model.safetensors`. A
+    folder with neither has one file, or all of `NAME-00001-of-0000N`. Whatever leaves a choice is
+    refused.
+
+    Raises:
+        WeightsError: files are missing or broken, contradict one another, or leave a choice.
+    """
+    index = folder / INDEX
+    named = _read_index(index) if os.path.lexists(index) else None
+    paths = _listed(folder) if named is None else _indexed(folder, named)
+    found: dict[str, Path] = {}
+    for path in paths:
+        for name in read_safetensors_header(path):
+            other = found.setdefault(name, path)
+            if other != path:
+                raise WeightsError(
+                    f"{folder}: tensor {name!r} is in both {other.name} and {path.name}; these are "
+                    "files of different checkpoints, so download the model again"
+                )
+    for name, file in (named or {}).items():
+        if name not in found or found[name].name != file:
+            raise WeightsError(
+                f"{index}: tensor {name!r} is said to be in {file}, which lacks it; these are "
+                "files of different checkpoints, so download the model again"
+            )
+    return paths
+
+
+def read_safetensors_header(path: Path) -> list[str]:
+    """Return the names of a safetensors file's tensors, whose places fill the file exactly.
+
+    Raises:
+        WeightsError: the file cannot be read, is cut short or is no safetensors file.
+    """
+    size = check_file(path)
+    with explained(path), path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        _check_length(path, start, length, size)
+        encoded = file.read(length)
+    spans = _spans(path, _decode(path, encoded))
+
+    expected = 0
+    for span in sorted(spans):
+        if span.begin != expected:
+            raise _damaged(path, f"tensor {span.name!r} begins at {span.begin}, not {expected}")
+        expected = span.end
+    whole = 8 + length + expected
+    if size < whole:
+        raise WeightsError(
+            f"{path}: cut short: {size:,} of {whole:,} bytes are there; download it again"
+        )
+    if size > whole:
+        raise _damaged(path, f"{size - whole:,} bytes follow the last tensor")
+    return [span.name for span in spans]
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor."""
+    check_file(index)
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise WeightsError(f"{index}: no 'weight_map'; download the model again")
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise WeightsError(f"{index}: {name!r} is no file of this folder; check the source")
+    return names
+
+
+def _indexed(folder: Path, named: dict[str, str]) -> list[Path]:
+    files = sorted(set(named.values()))
+    if SINGLE not in files and os.path.lexists(folder / SINGLE):
+        raise WeightsError(
+            f"{folder}: {SINGLE} and the files of {INDEX} are two checkpoints; remove the one that "
+            "is not the model's"
+        )
+    missing = [name for name in files if not os.path.lexists(folder / name)]
+    if missing:
+        are = "are" if len(missing) > 1 else "is"
+        raise WeightsError(
+            f"{folder}: {_named(missing)} {are} missing, of the {len(files)} files that {INDEX} "
+            "names; download the model again"
+        )
+    return [folder / name for name in files]
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Return the model's files where no index says which they are."""
+    with explained(folder):
+        names = sorted(os.listdir(folder))
+    if SINGLE in names:
+        return [folder / SINGLE]
+    files = [name for name in names if name.endswith(".safetensors") and name != ADAPTER]
+    if not files:
+        raise _without_weights(folder, names)
+    shards = [match for name in files if (match := _SHARD.fullmatch(name))]
+    sets = {(match["stem"], int(match["count"])) for match in shards}
+    if len(shards) == len(files) and len(sets) == 1:
+        return [folder / name for name in _whole_set(folder, files, sets.pop()[1])]
+    if len(files) > 1:
+        raise WeightsError(
+            f"{folder}: {_named(files)} are here, and no {INDEX} says which are the model's; "
+            "download the index, or leave the model's files alone in the folder"
+        )
+    return [folder / files[0]]
+
+
+def _whole_set(folder: Path, files: Sequence[str], count: int) -> Sequence[str]:
+    """Return the files of `NAME-00001-of-0000N`, all of which must be there."""
+    present = {int(match["number"]) for name in files if (match := _SHARD.fullmatch(name))}
+    missing = [number for number in range(1, count + 1) if number not in present]
+    if missing or len(files) != count:
+        numbers = ", ".join(map(str, missing[:_MAX_NAMED])) or "none"
+        raise WeightsError(
+            f"{folder}: {len(files)} of {count} files are there, such as {files[0]}; missing are "
+            f"the numbers {numbers}; download the model again"
+        )
+    return files
+
+
+def _without_weights(folder: Path, names: Sequence[str]) -> WeightsError:
+    for name in names:
+        if name == ADAPTER:
+            return WeightsError(
+                f"{folder}: {name} is an adapter without its model; name the model's folder, and "
+                "this one in spec.adapters"
+            )
+        if kind := other_kind(folder / name):
+            return WeightsError(f"{folder}: no .safetensors file, but {name}, {kind}")
+    return WeightsError(f"{folder}: no .safetensors file; download the model again")
+
+
+def _check_length(path: Path, start: bytes, length: int, size: int) -> None:
+    """Check the length of a header before any memory is taken for it."""
+    for magic, kind in _MAGICS.items():
+        if start.startswith(magic):
+            raise WeightsError(f"{path}: {kind}, and no safetensors; download it again")
+    if len(start) < 8:
+        raise WeightsError(f"{path}: cut short: it has {size} bytes; download it again")
+    if length == 0:
+        raise WeightsError(
+            f"{path}: it begins with zeros, as an unfinished download does; download it again"
+        )
+    if length > _MAX_HEADER_BYTES:
+        raise _damaged(path, f"it claims a header of {length:,} bytes")
+    if length > size - 8:
+        raise WeightsError(
+            f"{path}: cut short: its header takes {length:,} bytes, and {size - 8:,} are there; "
+            "download it again"
+        )
+
+
+def _decode(path: Path, encoded: bytes) -> dict[str, object]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            raise ValueError("a name is there twice")
+        return values
+
+    try:
+        header = json.loads(encoded, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is no JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is no JSON object")
+    return header
+
+
+def _spans(path: Path, header: dict[str, object]) -> list[_Span]:
+    spans = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        values = entry if isinstance(entry, dict) else {}
+        kind, shape, place = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not (isinstance(kind, str) and _are_sizes(shape) and _are_sizes(place)):
+            raise _damaged(path, f"tensor {name!r} lacks its type, shape or place")
+        assert isinstance(shape, list)
+        assert isinstance(place, list)
+        if len(place) != 2 or place[0] > place[1]:
+            raise _damaged(path, f"tensor {name!r} is at {place}")
+        bits = _BITS.get(kind)
+        if bits is not None and math.prod(shape) * bits != (place[1] - place[0]) * 8:
+            raise _damaged(
+                path, f"tensor {name!r} of {kind} {shape} takes {place[1] - place[0]:,} bytes"
+            )
+        spans.append(_Span(place[0], place[1], name))
+    return spans
+
+
+def _are_sizes(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(type(each) is int and each >= 0 for each in value)
+
+
+def _damaged(path: Path, reason: str) -> WeightsError:
+    line = " ".join(reason.split())
+    return WeightsError(f"{path}: not a whole safetensors file ({line}); download it again")
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more

@@ -1,0 +1,146 @@
+"""Tensors that a checkpoint has beyond those that its configuration speaks of.
+
+A configuration may say that the output projection is the embedding while the files have another
+one, and the files may have tensors, such as biases, that no layer of the family reads. Both change
+answers, so the first is used and the second is refused.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+import torch
+
+from ullage_engine.model_config.hf_config import HFConfig
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.tensor_plan import EMBEDDING, HEAD, plan_tensors
+from ullage_engine.protocol.errors import WeightsError
+
+log = logging.getLogger("ullage.engine.weights")
+
+_ROWS_AT_ONCE = 4096
+"""Rows compared at once, which bounds the memory."""
+
+_STORED = (
+    *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
+    *("weight_zero_point", "weight_zero", "weight_shape", "weight_g_idx", "input_scale"),
+)
+"""Endings of the tensors that quantised matrices are stored as."""
+
+_HARMLESS = re.compile(
+    r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|k_scale|v_scale|kv_scale"
+    r"|q_scale|prob_scale|output_scale|input_zero_point)"
+)
+"""Tensors that change no number: tables that are made anew, and scales of activations and of KV,
+which keep their own types."""
+
+
+class Tensors(Protocol):
+    """The tensors of an open checkpoint."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str: ...
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+
+def with_own_head(model_config: ModelConfig, tensors: Tensors) -> ModelConfig:
+    """Untie the head of a checkpoint that has another head than its embedding, as transformers."""
+    heads = [
+        name for name in tensors.names if name.startswith("lm_head.") and not name.endswith(".bias")
+    ]
+    if not model_config.tied or not heads or EMBEDDING not in tensors:
+        return model_config
+    if heads == [HEAD] and _are_equal(tensors, HEAD, EMBEDDING):
+        return model_config
+    log.warning(
+        "config.json says tie_word_embeddings, but the files have another %s than the embedding, "
+        "which is used; set tie_word_embeddings to false",
+        heads[0],
+    )
+    return msgspec.structs.replace(model_config, tied=False)
+
+
+def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig) -> None:
+    """Refuse tensors of the model's layers that it is not computed with.
+
+    Tensors of layers beyond those configured are left alone, and so are biases of nothing but
+    zeros, which some quantisers write.
+
+    Raises:
+        WeightsError: there is one, and unknown ones are not allowed.
+    """
+    read = {part.source for plan in plan_tensors(model_config) for part in plan.parts}
+    stems = {name.removesuffix(".weight") for name in read}
+    unread = [
+        name
+        for name in tensors.names
+        if name not in read
+        and not _HARMLESS.fullmatch(name)
+        and not _is_stored_part(name, stems)
+        and _is_computed_with(name, model_config)
+        and not _is_zero_bias(tensors, name)
+    ]
+    if not unread:
+        return
+    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+    if config.allows_unknown:
+        log.warning(
+            "%s: tensor %s%s is not read, as spec.model.allowUnknownConfig allows; answers are "
+            "wrong if the model depends on it",
+            config.path.parent,
+            unread[0],
+            more,
+        )
+        return
+    raise WeightsError(
+        f"{config.path.parent}: tensor {unread[0]!r}{more} is not read by a model of "
+        f"{model_config.architecture}, and may change answers; use another model or, if the model "
+        "does not depend on it, set spec.model.allowUnknownConfig: true "
+        "(model.allow_unknown_config)"
+    )
+
+
+def _are_equal(tensors: Tensors, name: str, other: str) -> bool:
+    shape = tensors.shape(name)
+    if shape != tensors.shape(other) or tensors.dtype(name) != tensors.dtype(other):
+        return False
+    starts: Iterable[int] = range(0, shape[0], _ROWS_AT_ONCE)
+    return all(
+        torch.equal(
+            tensors.rows(name, start, start + _ROWS_AT_ONCE),
+            tensors.rows(other, start, start + _ROWS_AT_ONCE),
+        )
+        for start in starts
+    )
+
+
+def _is_stored_part(name: str, stems: set[str]) -> bool:
+    """Whether a tensor is a part of a quantised matrix that is read."""
+    stem, _, ending = name.rpartition(".")
+    if ending in _STORED and stem in stems:
+        return True
+    # gpt-oss: experts as blocks and scales.
+    return name.removesuffix("_blocks").removesuffix("_scales") in stems
+
+
+def _is_computed_with(name: str, model_config: ModelConfig) -> bool:
+    """Whether a tensor belongs to the configured layers, or to what lies before and behind them."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is not None:
+        return int(layer[1]) < model_config.num_layers
+    if model_config.tied and name == HEAD:
+        return False
+    return name.startswith(("model.", "lm_head."))
+
+
+def _is_zero_bias(tensors: Tensors, name: str) -> bool:
+    return name.endswith(".bias") and not tensors.rows(name, 0, tensors.shape(name)[0]).any()

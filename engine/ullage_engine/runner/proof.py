@@ -1,0 +1,58 @@
+"""Proves that a runner computes as a verified start of the same model did."""
+
+from collections.abc import Mapping
+
+import torch
+
+from ullage_engine.model_loader.proof import (
+    LogitsDigest,
+    Proof,
+    check,
+    digest_weights,
+    digest_whole,
+)
+from ullage_engine.protocol.errors import ProofError
+from ullage_engine.runner.model_runner import ModelRunner
+
+_SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+"""How much a logit may differ where products are not summed in one order at every start, as a share
+of its row's spread."""
+
+
+def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
+    """Return how much logits may differ from one start to another: a share of their row's spread;
+    0: not at all."""
+    return 0.0 if is_exact else _SPREAD_SHARE[dtype]
+
+
+def take_proof(
+    runner: ModelRunner,
+    weights: Mapping[str, torch.Tensor],
+    tolerance: float,
+    *,
+    verifies: bool,
+) -> Proof:
+    """Compute the proof of a start. Overwrites the KV pool; ranks that compute together take it
+    together.
+
+    `verifies`: everything is computed twice and compared, since no other start did before.
+
+    Raises:
+        ProofError: two computations differ.
+    """
+    proof = _computed(runner, weights)
+    if verifies:
+        again = _computed(runner, weights)
+        # Behind the steps that ranks compute together: none may wait for one that has failed.
+        check(again, proof, tolerance, "it did a moment before")
+        if name := runner.check_derived():
+            raise ProofError(f"{name} is computed otherwise a second time; the next start may not")
+    return proof
+
+
+def _computed(runner: ModelRunner, weights: Mapping[str, torch.Tensor]) -> Proof:
+    logits = LogitsDigest()
+    for rows in runner.probe():
+        logits.add(rows)
+    tensors = digest_whole(runner.derived()) | digest_weights(weights)
+    return Proof(tensors, logits.hexdigest(), logits.samples)

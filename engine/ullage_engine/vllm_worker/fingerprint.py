@@ -1,0 +1,87 @@
+"""What decides the bits of the answers of an engine with vLLM. Imports no vLLM."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ullage_common.config.engine import EngineConfig
+from ullage_engine.model_config.hf_config import read_json
+from ullage_engine.model_loader.digest import Digests
+from ullage_engine.model_loader.source import ModelFiles, resolve_adapter
+from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.worker.fingerprint import digest_of_json, yes_or_no
+
+_CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
+"""Files of a model that say its sizes and how its weights are quantised."""
+
+_ADAPTER_FILES = (".json", ".safetensors", ".bin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """vLLM as it runs here."""
+
+    version: str
+    device: str
+    processor: str
+    dtype: str
+    """Type of weights and activations."""
+
+
+def engine_facts(
+    config: EngineConfig, files: ModelFiles, weights: str, backend: Backend
+) -> dict[str, str]:
+    """Return what decides the bits of KV, and of answers without adapters.
+
+    Args:
+        files: of the model.
+        weights: digest of the files of its weights.
+    """
+    model, ranks = config.model, config.parallelism
+    facts = {
+        "engine": "vllm",
+        "weights": weights[:32],
+        "model_config": _config_digest(files),
+        "dtype": backend.dtype,
+        "kv_dtype": model.kv_dtype,
+        "quantization": model.quantization,
+        "deterministic": yes_or_no(model.deterministic),
+        # Some families compute positions by it.
+        "max_model_len": str(model.max_model_len or "auto"),
+        "ranks": f"tensor {ranks.tensor}, pipeline {ranks.pipeline}",
+        "device": backend.device,
+        "computed_by": "vllm",
+        "vllm": backend.version,
+        # They may say how positions are computed, and much else.
+        "args": json.dumps(config.vllm.args, sort_keys=True, separators=(",", ":")),
+        "torch": str(torch.__version__),
+        "processor": backend.processor,
+    }
+    if backend.device == "cpu":
+        facts["threads"] = str(torch.get_num_threads())
+    return facts
+
+
+def adapter_facts(config: EngineConfig) -> dict[str, str]:
+    """Return digests of the adapters, which decide the answers of those who ask for them."""
+    digests = Digests(Path(config.server.weights_dir))
+    contents = {each.name: _adapter_digest(each.source, digests) for each in config.adapters}
+    text = ", ".join(f"{name} {content[:16]}" for name, content in sorted(contents.items()))
+    return {"adapters": text} if contents else {}
+
+
+def _adapter_digest(source: str, digests: Digests) -> str:
+    try:
+        files = sorted(resolve_adapter(source).iterdir())
+    except (WeightsError, OSError):
+        return "missing"
+    return digests.of_all(path for path in files if path.suffix in _ADAPTER_FILES)
+
+
+def _config_digest(files: ModelFiles) -> str:
+    """Return a digest of what a model's folder says of its sizes and its quantisation; of a GGUF
+    file the digest of its weights covers that, too."""
+    paths = [files.path / name for name in _CONFIG_FILES] if files.format == "directory" else []
+    return digest_of_json({path.name: read_json(path) for path in paths if path.is_file()})

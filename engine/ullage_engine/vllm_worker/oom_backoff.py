@@ -1,0 +1,184 @@
+"""After a worker ran out of memory the next one takes less: a smaller KV pool, and smaller steps.
+
+vLLM cannot go on after a step that ran out of memory, so its worker ends, and a next one that took
+the same again would end the same way. What a worker took, and how often memory ran out, is in a
+file in the engine's run_dir, which the workers of one server share. A new server begins anew.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ullage_common.process.memory import OomKills
+from ullage_engine.memory.out_of_memory import is_out_of_memory
+
+log = logging.getLogger("ullage.engine.vllm")
+
+FILE = "vllm-memory.json"
+
+_POOL_SHARE = 7 / 8
+"""Share of a KV pool that the next worker takes."""
+_LEAST_CHUNK_TOKENS = 64
+_FORGIVEN_S = 3600.0
+"""Seconds after which memory that ran out is of the past: the next worker takes all there is."""
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What a worker took of memory."""
+
+    kv_bytes: int
+    least_kv_bytes: int
+    """Bytes of a KV pool that holds the longest sequence, or this one, if it is smaller."""
+    chunk_tokens: int = 0
+    """Most prompt tokens of a step; 0: prompts are not cut."""
+    least_chunk_tokens: int = 0
+    """Tokens of the largest block: models with states compute whole blocks."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the next worker takes at most."""
+
+    kv_bytes: int | None = None
+    reserve_bytes: int = 0
+    """Bytes that stay empty beside `memory.safety_reserve`."""
+    chunk_tokens: int | None = None
+
+
+def lowered(limits: Limits, taken: Taken) -> Limits:
+    """Return the limits of a worker after one that took so much ran out of memory."""
+    kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
+    chunk_tokens = limits.chunk_tokens
+    if taken.chunk_tokens:
+        least = max(_LEAST_CHUNK_TOKENS, taken.least_chunk_tokens)
+        chunk_tokens = max(taken.chunk_tokens // 2, min(least, taken.chunk_tokens))
+    return Limits(
+        kv_bytes=kv_bytes,
+        reserve_bytes=limits.reserve_bytes + taken.kv_bytes - kv_bytes,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+class _History(msgspec.Struct):
+    """The content of the file."""
+
+    server: str = ""
+    limits: Limits = Limits()
+    taken: Taken | None = None
+    """What the latest worker took; None: it did not come so far."""
+    ran_out_at: float = 0.0
+    """Time of the latest shortage, in seconds since the epoch."""
+    num_unreported: int = 0
+    """Shortages that no worker's state has counted."""
+    is_running: bool = False
+    """Whether a worker began and has not said why it ended."""
+    num_kills: int = 0
+    """Processes that the kernel had killed for memory when that worker began."""
+
+
+class OomBackoff:
+    """What the workers of one server know about memory that ran out."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        server: str = "",
+        kills: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Read what the workers before knew, and note that this one begins.
+
+        Args:
+            server: the server's name among those that used the folder; empty: this process's
+                parent.
+            kills: returns the number of processes that the kernel killed for memory so far; None:
+                asks the kernel.
+            clock: in seconds since the epoch.
+        """
+        self._path = run_dir / FILE
+        self._clock = clock
+        server = server or _parent()
+        self._history = self._read(server)
+
+        num_kills = (kills or OomKills(os.getpid()).count)()
+        if self._history.is_running and num_kills > self._history.num_kills:
+            # The server counts it.
+            self._ran_out("the kernel killed a worker")
+        if clock() - self._history.ran_out_at > _FORGIVEN_S:
+            self._history.limits = Limits()
+        self._history.taken = None
+        self._history.is_running = True
+        self._history.num_kills = num_kills
+        self._write()
+
+    @property
+    def limits(self) -> Limits:
+        """What this worker may take."""
+        return self._history.limits
+
+    def took(self, taken: Taken) -> None:
+        """Note what this worker took."""
+        self._history.taken = taken
+        self._write()
+
+    def on_failed_step(self, error: Exception) -> None:
+        """Note a step's error, which ends this worker; its last report counts the shortage."""
+        self._on_error(error)
+        self._write()
+
+    def on_failed_start(self, error: Exception) -> None:
+        """Note an error of a start, which the next worker's reports count."""
+        self._history.num_unreported += self._on_error(error)
+        self._write()
+
+    def take_unreported(self) -> int:
+        """Return the shortages before this worker that nobody has counted, which it does now."""
+        num_events, self._history.num_unreported = self._history.num_unreported, 0
+        if num_events:
+            self._write()
+        return num_events
+
+    def _on_error(self, error: Exception) -> bool:
+        self._history.is_running = False
+        cause = error.__cause__
+        is_of_rank = isinstance(cause, Exception) and is_out_of_memory(cause)
+        if not is_of_rank and not is_out_of_memory(error):
+            return False
+        self._ran_out("memory ran out")
+        return True
+
+    def _ran_out(self, reason: str) -> None:
+        history = self._history
+        history.ran_out_at = self._clock()
+        if history.taken is None:
+            log.warning("%s in a start, before its pool was known", reason)
+            return
+        history.limits = lowered(history.limits, history.taken)
+        limits = msgspec.to_builtins(history.limits)
+        log.warning("%s, so the next worker takes less", reason, extra=limits)
+
+    def _read(self, server: str) -> _History:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            history = msgspec.json.decode(self._path.read_bytes(), type=_History)
+            if history.server == server:
+                return history
+        return _History(server=server)
+
+    def _write(self) -> None:
+        part = self._path.with_suffix(".part")
+        try:
+            part.write_bytes(msgspec.json.encode(self._history))
+            part.replace(self._path)
+        except OSError as error:
+            log.warning("the next worker will not know what this one took: %s", error)
+
+
+def _parent() -> str:
+    """Return the name of the process that started this one, unlike that of any before it."""
+    parent = psutil.Process(os.getppid())
+    return f"{parent.pid} {parent.create_time()}"

@@ -1,0 +1,169 @@
+"""The files that vLLM's ranks make in shared memory: a start removes what a killed one left.
+
+Ring buffers between ranks take 240 MiB each once they are used, and a pod is charged with them
+until it ends. Their names (`psm_1a2b3c4d`) do not say who made them. So an engine with several
+ranks records, in a file beside them, the files that its own processes map. The next start of the
+same engine removes those of a record that no process maps any more, and nothing else.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ullage_common.config.engine import ServerSection
+
+log = logging.getLogger("ullage.engine.vllm")
+
+FOLDER = Path("/dev/shm")
+PROCESSES = Path("/proc")
+
+_NAMES = ("psm_*", "sem.mp-*", "vllm_*", "nccl-*")
+"""What Python's shared memory and semaphores, vLLM's ranks on CPUs and NCCL call their files."""
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_PAUSE_SHARE = 1 / 8
+"""Share of its age that an engine waits between two looks: most files are made as it starts."""
+
+
+class _File(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    inode: int
+    """Another file may have got the name since."""
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What the processes of one start map."""
+
+    pid: int
+    created: float
+    """When the process began: a later one may have its id."""
+    files: list[_File]
+
+
+class SharedMemory:
+    """The files in shared memory of one engine's processes on this node."""
+
+    def __init__(self, engine: str, folder: Path = FOLDER, processes: Path = PROCESSES) -> None:
+        """`engine`: what distinguishes the engine from others that use the same folder."""
+        self._prefix = f"ullage-ranks-{hashlib.sha256(engine.encode()).hexdigest()[:16]}-"
+        self._folder = folder
+        self._processes = processes
+        self._process = psutil.Process()
+        self._path = folder / f"{self._prefix}{self._process.pid}"
+        self._files: set[_File] = set()
+        self._is_closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="shared-memory", daemon=True)
+
+    def sweep(self) -> list[str]:
+        """Remove the files that ended processes of this engine left; return their names."""
+        records = dict(self._records())
+        recorded = {file for record in records.values() for file in record.files}
+        present = {file for file in recorded if self._inode(self._folder / file.name) == file.inode}
+        used = _mapped(self._processes.glob("[0-9]*"), self._folder) if present else set()
+        removed = sorted(file.name for file in present if file.inode not in used)
+        for name in removed:
+            (self._folder / name).unlink(missing_ok=True)
+
+        for path, record in records.items():
+            if not any(file in present and file.inode in used for file in record.files):
+                path.unlink(missing_ok=True)
+        if removed:
+            log.info("removed %d files that ended ranks left in %s", len(removed), self._folder)
+        return removed
+
+    def note(self) -> None:
+        """Record the files that this process and its children map now, beside earlier ones."""
+        pids = [self._process.pid, *(each.pid for each in self._process.children(recursive=True))]
+        used = _mapped((self._processes / str(pid) for pid in pids), self._folder)
+        paths = {path for name in _NAMES for path in self._folder.glob(name)} if used else set()
+        found = {_File(path.name, inode) for path in paths if (inode := self._inode(path)) in used}
+        if found <= self._files:
+            return
+
+        self._files |= found
+        files = sorted(self._files, key=lambda file: file.name)
+        record = _Record(self._process.pid, self._process.create_time(), files)
+        part = self._path.with_name(f".{self._path.name}")
+        part.write_bytes(msgspec.json.encode(record))
+        part.replace(self._path)
+
+    def watch(self) -> None:
+        """Record what is mapped from now on, until `close`."""
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Drop the record, unless files of it are left for the next start to remove."""
+        self._is_closed.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        if not any(self._inode(self._folder / file.name) == file.inode for file in self._files):
+            self._path.unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        began = time.monotonic()
+        pause = _SHORTEST_PAUSE_S
+        while not self._is_closed.wait(pause):
+            try:
+                self.note()
+            except (OSError, psutil.Error) as error:
+                log.warning("cannot record the files of ranks in %s: %s", self._folder, error)
+            age = time.monotonic() - began
+            pause = min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, age * _PAUSE_SHARE))
+
+    def _records(self) -> Iterator[tuple[Path, _Record]]:
+        """Yield the records of ended starts of this engine."""
+        for path in self._folder.glob(f"{self._prefix}*"):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                if path.is_symlink() or path.stat().st_uid != os.geteuid():
+                    continue
+                record = msgspec.json.decode(path.read_bytes(), type=_Record)
+                names = [file.name for file in record.files]
+                if not _is_running(record) and all(name == Path(name).name for name in names):
+                    yield path, record
+
+    def _inode(self, path: Path) -> int | None:
+        """Return the inode of a file of this user; None: there is none."""
+        try:
+            stat = path.lstat()
+        except FileNotFoundError:
+            return None
+        return stat.st_ino if stat.st_uid == os.geteuid() else None
+
+
+def shared_memory_of(server: ServerSection, node: int = 0) -> SharedMemory:
+    """Return the shared memory of an engine's node, by its number."""
+    return SharedMemory(f"{server.run_dir}\0{server.engine_id}\0{node}")
+
+
+def _is_running(record: _Record) -> bool:
+    try:
+        return bool(psutil.Process(record.pid).create_time() == record.created)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _mapped(processes: Iterable[Path], folder: Path) -> set[int]:
+    """Return the inodes of the folder's file system that processes map; nothing of those that may
+    not be read, which are not this user's.
+
+    Not their paths: a semaphore is made and mapped under another name than it gets.
+    """
+    device = folder.stat().st_dev
+    own = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
+    inodes = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in (process / "maps").read_bytes().splitlines():
+                # address, permissions, offset, device, inode, path
+                fields = line.split(None, 5)
+                if fields[3] == own:
+                    inodes.add(int(fields[4]))
+    return inodes

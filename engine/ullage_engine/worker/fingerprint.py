@@ -1,0 +1,92 @@
+"""What decides the bits of an engine's answers beside its configuration: processor and builds."""
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import torch
+
+import ullage_engine
+from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.native import library
+
+_COMPUTING = ("kernels", "layers", "runner")
+"""Packages whose code computes tokens with torch and Triton, or tells the C++ library how to."""
+
+_DIGITS = 16
+
+_ORDER = "16 sums, 1"
+"""Order of the C++ library's sums, the same with AVX2 and AVX-512 (decision 52); change it with the
+order or with a polynomial."""
+
+_CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+_CPU_FLAGS = {
+    *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
+    *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "asimddp", "sve", "bf16", "i8mm"),
+}
+"""Extensions by which libraries choose their kernels."""
+
+
+def canonical_order() -> str:
+    """Name the order of sums and the polynomials of the C++ library; empty: it is not used here.
+
+    Processors with the same name get the same bits from the same build of the library.
+    """
+    return "" if library.instruction_set() is None else _ORDER
+
+
+@cache
+def build_digest(*, with_library: bool) -> str:
+    """Return a digest of the code that computes: Python, and the C++ library as it was compiled."""
+    root = Path(ullage_engine.__file__).parent
+    digest = hashlib.sha256(_library_bytes() if with_library else b"")
+    for path in sorted(path for name in _COMPUTING for path in (root / name).rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"\n{path.relative_to(root)} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _library_bytes() -> bytes:
+    return library.PATH.read_bytes()
+
+
+def digest_of(model_config: ModelConfig) -> str:
+    """Return a digest of a model's sizes and constants."""
+    return digest_of_json(msgspec.to_builtins(model_config))
+
+
+def digest_of_json(value: object) -> str:
+    """Return a digest of a JSON value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def processor_of(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Name the kind of processor, by which libraries choose kernels and so the order of sums."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_kind(cpuinfo)
+
+
+def cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Name the kind of CPU: vendor, family, model and the extensions that kernels are made for."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    try:
+        first, *_ = cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n\n")
+    except OSError:
+        return capability
+    pairs = (line.partition(":") for line in first.splitlines())
+    entries = {name.strip(): value.strip() for name, _, value in pairs}
+    # x86 says "flags", Arm "Features".
+    flags = f"{entries.get('flags', '')} {entries.get('Features', '')}".split()
+    names = [entries[name] for name in _CPU_NAMES if name in entries]
+    return " ".join([*names, capability, *sorted(_CPU_FLAGS.intersection(flags))])
+
+
+def yes_or_no(value: bool) -> str:
+    """Return a truth as facts have it."""
+    return "yes" if value else "no"

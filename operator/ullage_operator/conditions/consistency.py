@@ -1,0 +1,59 @@
+"""The condition EnginesConsistent: whether all engines of a service give the same answers. Pure.
+
+Engines that differ serve all the same. They share no KV, and an answer that moves from one to
+another may go on with another text than an undisturbed one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ullage_common.wire.fingerprint import Fingerprint, describe, differences
+from ullage_operator.conditions.conditions import ENGINES_CONSISTENT, Condition
+
+DIFFER = "EnginesDiffer"
+TWO_REVISIONS = "TwoRevisions"
+POOLS_DIFFER = "PoolsDiffer"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNumerics:
+    """An engine's fingerprint, and where it belongs."""
+
+    pool: str
+    """Pool of the spec, a canary's engines included."""
+    revision: str
+    """Name of the pod's revision among those of the pool."""
+    fingerprint: Fingerprint
+
+
+def consistency_condition(engines: Mapping[str, EngineNumerics]) -> list[Condition]:
+    """Return the condition; none before an engine has reported a fingerprint.
+
+    Args:
+        engines: by the names of their pods.
+    """
+    if not any(each.fingerprint.digest for each in engines.values()):
+        return []
+    by_pool: dict[str, dict[str, Fingerprint]] = {}
+    by_revision: dict[tuple[str, str], dict[str, Fingerprint]] = {}
+    for name, each in engines.items():
+        by_pool.setdefault(each.pool, {})[name] = each.fingerprint
+        by_revision.setdefault((each.pool, each.revision), {})[name] = each.fingerprint
+    if texts := _differing(by_revision.values()):
+        message = f"engines of one pool and revision differ, and so may their answers: {texts}"
+        return [Condition(ENGINES_CONSISTENT, False, DIFFER, message)]
+    if texts := _differing(by_pool.values()):
+        message = f"engines of two revisions run, on purpose while a change is rolled out: {texts}"
+        return [Condition(ENGINES_CONSISTENT, False, TWO_REVISIONS, message)]
+    every = {name: each.fingerprint for name, each in engines.items()}
+    if texts := _differing([every]):
+        message = f"engines of different pools differ, and so may their answers: {texts}"
+        return [Condition(ENGINES_CONSISTENT, False, POOLS_DIFFER, message)]
+    [digest] = {each.digest for each in every.values()}
+    number = "1 engine has" if len(every) == 1 else f"{len(every)} engines have"
+    return [Condition(ENGINES_CONSISTENT, True, "Alike", f"{number} the fingerprint {digest}")]
+
+
+def _differing(groups: Iterable[Mapping[str, Fingerprint]]) -> str:
+    """Return in words how engines of one group differ; empty where all are alike."""
+    return "; ".join(filter(None, (describe(differences(group)) for group in groups)))

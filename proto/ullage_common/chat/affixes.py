@@ -1,0 +1,51 @@
+"""Special tokens that a tokenizer puts around a text, kept apart from the text's own tokens.
+
+Routers and engines tokenise raw prompts alike: the tokens that the post-processor of tokenizer.json
+adds stand around the prompt once, whether or not the prompt spells them itself.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+_PROBE = "a"
+
+
+class Encoding(Protocol):
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class Encoder(Protocol):
+    """The part of `tokenizers.Tokenizer` that is needed here."""
+
+    def encode(self, sequence: str, /, *, add_special_tokens: bool = True) -> Encoding: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Affixes:
+    """Token ids before and after every raw text."""
+
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+
+    def around(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text with what is missing around them: a text that begins with the
+        prefix, or ends with the suffix, keeps it as it is."""
+        prefix = () if tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
+        end = len(ids) - len(self.suffix)
+        has_suffix = end >= 0 and tuple(ids[end:]) == self.suffix
+        suffix = () if has_suffix else self.suffix
+        return [*prefix, *ids, *suffix] if prefix or suffix else ids
+
+
+def affixes_of(tokenizer: Encoder) -> Affixes:
+    """Return what the tokenizer's post-processor puts around a text."""
+    if not tokenizer.encode("").ids:
+        return Affixes()
+    bare = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    whole = tokenizer.encode(_PROBE).ids
+    for start in range(len(whole) - len(bare) + 1):
+        end = start + len(bare)
+        if whole[start:end] == bare:
+            return Affixes(tuple(whole[:start]), tuple(whole[end:]))
+    return Affixes()

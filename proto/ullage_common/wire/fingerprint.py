@@ -1,0 +1,81 @@
+"""Fingerprints of engines: a digest of all that decides the bits of their answers.
+
+Two engines with one digest compute the same numbers from the same tokens, so that they may share KV
+and go on with each other's answers. The facts that the digest is made of say how two engines
+differ.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+DIGEST_DIGITS = 24
+_SHOWN = 3
+"""Number of engines that are named where there are more."""
+_UNREPORTED = "fingerprint"
+"""Name of the difference between engines that report a fingerprint and those that do not."""
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """A digest with the facts that it is made of."""
+
+    digest: str = ""
+    """Hexadecimal digits; empty: unknown, as of an engine of an earlier release."""
+    facts: dict[str, str] = {}
+    """What decides bits, by name."""
+
+
+UNKNOWN = Fingerprint()
+
+Differences = dict[str, dict[str, list[str]]]
+"""Names of engines by value, by the name of the fact in which they differ."""
+
+
+def fingerprint_of(facts: Mapping[str, str]) -> Fingerprint:
+    """Return the fingerprint that stands for these facts and nothing else."""
+    text = json.dumps(dict(facts), sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS]
+    return Fingerprint(digest, dict(sorted(facts.items())))
+
+
+def differences(engines: Mapping[str, Fingerprint]) -> Differences:
+    """Return the facts in which engines differ; none where all compute alike.
+
+    Args:
+        engines: their fingerprints by name.
+    """
+    if len({each.digest for each in engines.values()}) < 2:
+        return {}
+    known = {name: each.facts for name, each in engines.items() if each.digest}
+    by_fact: Differences = {}
+    if len(known) < len(engines):
+        silent = sorted(engines.keys() - known.keys())
+        by_fact[_UNREPORTED] = {"none": silent, "reported": sorted(known)}
+    for fact in sorted({fact for facts in known.values() for fact in facts}):
+        by_value: dict[str, list[str]] = {}
+        for name in sorted(known):
+            by_value.setdefault(known[name].get(fact, ""), []).append(name)
+        if len(by_value) > 1:
+            by_fact[fact] = dict(sorted(by_value.items()))
+    return by_fact
+
+
+def describe(differing: Differences) -> str:
+    """Return differences in words, such as `weights differ: 3f1a (a-0, a-1), 91bc (a-2)`."""
+    return "; ".join(
+        f"{fact} {'differ' if fact.endswith('s') else 'differs'}: "
+        + ", ".join(f"{value or 'none'} ({_listed(names)})" for value, names in by_value.items())
+        for fact, by_value in differing.items()
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown, others = names[:_SHOWN], len(names) - _SHOWN
+    return ", ".join(shown) + (f" and {others} more" if others > 0 else "")
+
+
+def num_kinds(engines: Iterable[Fingerprint]) -> int:
+    """Return the number of different fingerprints."""
+    return len({each.digest for each in engines})
