@@ -17,8 +17,9 @@ from ullage_engine.protocol.errors import WeightsError
 def model_folder(path: Path, *contents: bytes) -> ModelFiles:
     path.mkdir()
     (path / "config.json").write_text("{}")
-    for number, content in enumerate(contents):
-        (path / f"model-{number}.safetensors").write_bytes(content)
+    for number, content in enumerate(contents, start=1):
+        name = f"model-{number:05d}-of-{len(contents):05d}.safetensors"
+        (path / name).write_bytes(content)
     return ModelFiles(path, "directory")
 
 
