@@ -31,7 +31,7 @@ PLACEHOLDER = re.compile(r"wheels/|dist/|NAME")
 FIELD = re.compile(r"`((?:[a-z][A-Za-z]*)(?:\.[A-Za-z]+)+)`")
 OTHER_NAMES = {"tls.crt", "tls.key", "image.repository", "image.pullPolicy"}
 OTHER_NAMES |= {"tenants.keys.problems", "status.storedVersions"}
-OTHER_NAMES |= {"model.safetensors", "model.safetensors.index.json"}
+OTHER_NAMES |= {"model.safetensors", "model.safetensors.index.json", "memory.events"}
 """Files, values of the chart, parts of /stats and of the definition, which look like fields."""
 
 CODE = re.compile(r"`[^`\n]+`|^```yaml.*?^```", re.MULTILINE | re.DOTALL)
