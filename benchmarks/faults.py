@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Injects faults into an engine under load: no stream may fail or say anything else for them.
 
-usage: faults.py [--faults 200] [--minutes 30] [--seed 1] [--streams 8]
+usage: faults.py [--faults 200] [--minutes 30] [--seed 1] [--streams 8] [--only kill]
 
 Starts one engine with SmolLM2 in float32 on a small device, asks every prompt once undisturbed, and
 then keeps greedy streams running while it injects, one after the other and at random moments, a
@@ -196,8 +196,10 @@ async def references(engine: Engine, prompts: int, tokens: int) -> list[list[int
     return [texts for texts, _ in await asyncio.gather(*answers)]
 
 
-def plan(faults: int, chooser: random.Random) -> list[str]:
-    """Kinds in random order, each with its share and at least once."""
+def plan(faults: int, chooser: random.Random, only: str | None = None) -> list[str]:
+    """Return kinds in random order, each with its share and at least once, or one kind alone."""
+    if only is not None:
+        return [only] * faults
     kinds: list[str] = []
     for kind in ("stop", "kill"):
         kinds += [kind] * max(1, round(SHARES[kind] * faults))
@@ -214,7 +216,11 @@ def _sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "deterministic": options.deterministic,
         },
         # Room for all streams at their longest and little more.
-        "memory": {"device_bytes": 1500 << 20, "safety_reserve": 32 << 20, "max_kv": 80 << 20},
+        "memory": {
+            "device_bytes": 1500 << 20,
+            "safety_reserve": 32 << 20,
+            "max_kv": options.streams * (10 << 20),
+        },
         "batching": {"max_sequences": options.streams, "prefill_chunk_tokens": 128},
         "limits": {"request_timeout": 300.0},
         "server": {"weights_dir": options.weights_dir} if options.weights_dir else {},
@@ -231,7 +237,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             asyncio.create_task(stream(running, run, number, options.seed))
             for number in range(options.streams)
         ]
-        kinds = plan(options.faults, chooser)
+        kinds = plan(options.faults, chooser, options.only)
         injected = await _inject_all(running, run, kinds, chooser, started + 60 * options.minutes)
         run.is_over = True
         await asyncio.gather(*streams)
@@ -301,6 +307,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=len(SUBJECTS))
     parser.add_argument("--tokens", type=int, default=80, help="longest answer")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=SHARES, help="one kind of fault")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--weights-dir", help="prepared weights, kept for the next run")
