@@ -63,7 +63,7 @@ def test_the_whole_programme_is_rehearsed(programme: Any, tmp_path: Path) -> Non
     expected = {
         "modules of Ullage", "tests that passed", "served", "workers replaced",
         "memory of a fake GPU is read",
-        "two kills: next token after a kill", "sequences swapped out",
+        "two kills: next token after kill 2", "sequences swapped out",
         "900 tokens served by large", "mxfp4 experts, 65 tokens", "int8, 3 x 40, top-p",
     }  # fmt: skip
     assert expected <= figures, sorted(figures)
