@@ -597,7 +597,11 @@ class WorkerSupervisor:
 
     async def _take_unproven(self, reason: str) -> bool:
         """Count a start that computed otherwise than a verified one; after too many in a row serve
-        nothing until `stop`, and return True."""
+        nothing until `stop`, and return True.
+
+        Raises:
+            GaveUpError: there were too many before any worker served.
+        """
         self._num_unproven += 1
         self._metrics.start_proof_failures.inc()
         extra = {"reason": reason, "in_a_row": self._num_unproven}
@@ -606,6 +610,10 @@ class WorkerSupervisor:
             return False
 
         message = f"{self._num_unproven} starts in a row failed their proof, the last one: {reason}"
+        if self._engine_status.ready is None:
+            # Healing leaves a pod alone that still starts. The last words of a container that ends
+            # go to the service's condition.
+            raise GaveUpError(message)
         log.error("this engine stays out: %s", message)
         self._engine_status.stay_out(message)
         self._journal.end_all(lambda entry: entry.fail(_stays_out(message)))

@@ -87,9 +87,11 @@ class PodProcess:
             failures = 1 if time.monotonic() - started > STEADY_S else failures + 1
             if failures == MAX_FAILURES:
                 count = f"exited {failures} times in a row, last with status {status}"
-                raise PodFailed(f"{count}\n{tail(self.log_path)}")
+                words = f": {self._last_error}" if self._last_error else f"\n{tail(self.log_path)}"
+                raise PodFailed(count + words)
             pause = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
-            self._on_progress(f"exited with status {status}; restarting in {pause:.1f} s")
+            reason = f" ({self._last_error})" if self._last_error else ""
+            self._on_progress(f"exited with status {status}{reason}; restarting in {pause:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
                 return
@@ -117,6 +119,7 @@ class PodProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _run_once(self) -> int:
+        self._last_error = ""
         self._process = await asyncio.create_subprocess_exec(
             *self.pod.command,
             env={**os.environ, **self.pod.env},

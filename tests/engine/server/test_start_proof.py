@@ -1,4 +1,5 @@
-"""Starts that fail their proof: the next one is tried, and after three the engine stays out."""
+"""Starts that fail their proof: the next one is tried, and after three the engine stays out, or
+ends where it never served."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.continuation import BREAKAGES
 from ullage_common.wire.errors import from_rpc_error
 from ullage_engine.server.health import RestartPolicy
+from ullage_engine.server.supervisor import GaveUpError
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -45,30 +47,20 @@ def test_two_failures_cost_two_starts(serve: Serve, caplog: pytest.LogCaptureFix
     assert [vars(each)["in_a_row"] for each in failed] == [1, 2]
 
 
-def test_three_failures_in_a_row_leave_the_engine_out(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_three_failures_before_any_worker_served_end_the_engine(serve: Serve) -> None:
+    """Healing leaves a pod alone that still starts, so the container ends with the reason."""
+
     async def scenario() -> None:
         async with serve(ready=False, policy=QUICK, unproven=99) as engine:
-            await engine.until(lambda state: state.not_ready_reason.startswith(REASON))
-            assert not (await engine.state()).ready
-            assert await health(engine, "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
-            assert await health(engine, "liveness") == health_pb2.HealthCheckResponse.SERVING
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await engine.generate(ask())
-            error = from_rpc_error(raised.value)
-            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENGINE")
-            assert error.message.startswith(REASON)
-            assert (await engine.state()).worker_restarts == 3
-            assert not engine.running.done()
+            await engine.running
 
-    asyncio.run(scenario())
-    assert any(
-        each.message.startswith("this engine stays out: 3 starts") for each in caplog.records
-    )
+    with pytest.raises(GaveUpError, match=f"^{REASON}"):
+        asyncio.run(scenario())
 
 
-def test_open_requests_go_to_other_engines_when_an_engine_stays_out(serve: Serve) -> None:
+def test_three_failures_in_a_row_leave_an_engine_out_that_has_served(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         async with serve(policy=QUICK, unproven_restarts=True) as engine:
             killing = pb.GenerateRequest(
@@ -80,6 +72,20 @@ def test_open_requests_go_to_other_engines_when_an_engine_stays_out(serve: Serve
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENGINE")
             assert error.reason not in BREAKAGES
             assert error.message.startswith(REASON)
-            assert not (await engine.state()).ready
+
+            state = await engine.state()
+            assert not state.ready and state.not_ready_reason.startswith(REASON)
+            assert state.worker_restarts == 4
+            assert await health(engine, "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert await health(engine, "liveness") == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as later:
+                await engine.generate(ask())
+            error = from_rpc_error(later.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_ENGINE")
+            assert error.message.startswith(REASON)
+            assert not engine.running.done()
 
     asyncio.run(scenario())
+    assert any(
+        each.message.startswith("this engine stays out: 3 starts") for each in caplog.records
+    )

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from ullage_operator.conditions.conditions import degraded_condition, render
+from ullage_operator.conditions.events import clipped, transitions
 from ullage_operator.conditions.pod_problems import (
     ObjectWarning,
     PodProblem,
@@ -137,6 +139,30 @@ def test_a_crash_loop_tells_how_often_the_exit_code_and_the_last_words() -> None
         "engine has been restarted 7 times, last after it ended with exit code 1: "
         "error: workers kept dying"
     )
+
+
+def test_a_start_that_fails_its_proof_again_and_again_is_told_by_condition_and_event() -> None:
+    """Healing leaves a pod alone that still starts, so its engine ends with the reason."""
+    reason = (
+        "3 starts in a row failed their proof, the last one: this start computes otherwise than "
+        "the verified start of /cache/1f.proof: cos has other bits in memory; if every start ends "
+        "like this, look for faulty memory or a faulty processor, or delete the file where the "
+        "first start may have been the wrong one"
+    )
+    log = f'{{"level": "error", "message": "a worker failed"}}\nerror: {reason}\n'
+    last = {"terminated": {"exitCode": 1, "message": log, "finishedAt": ago(3)}}
+    paused = {"waiting": {"reason": "CrashLoopBackOff"}}
+    before = render([degraded_condition([])], [], 1, NOW)
+
+    for times, state in ((1, paused), (2, {"running": {}}), (3, paused)):
+        loops = container(restartCount=times, state=state, lastState=last)
+        condition = degraded_condition(diagnose([loops], NOW))
+        assert (condition.holds, condition.reason) == (True, "CrashLoopBackOff")
+        assert condition.message.endswith(f"with exit code 1: error: {reason}")
+
+        [event] = transitions(before, render([condition], before, 1, NOW))
+        assert (event.reason, event.warning) == ("CrashLoopBackOff", True)
+        assert clipped(event.message).endswith(reason)
 
 
 LOG = '{"level": "info"}\nerror: /m/model.gguf: a Git LFS pointer; run git lfs pull\n'

@@ -126,6 +126,24 @@ def test_misuse_is_told_in_its_own_words_and_not_tried_again(tmp_path: Path) -> 
     run(scenario)
 
 
+def test_a_pod_that_gives_up_again_and_again_says_why_each_time_and_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_operator.local.runtime.FIRST_BACKOFF_S", 0.01)
+    said: list[str] = []
+    code = "import sys; print('error: 3 starts failed their proof', file=sys.stderr); sys.exit(1)"
+
+    async def scenario() -> None:
+        running = process(code, tmp_path, said.append)
+        last = r"^exited 5 times in a row, last with status 1: 3 starts failed their proof$"
+        with pytest.raises(PodFailed, match=last):
+            await running.run()
+
+    run(scenario)
+    why = "exited with status 1 (3 starts failed their proof); restarting in"
+    assert [each.startswith(why) for each in said] == [True] * 4
+
+
 def test_a_pod_that_never_starts_is_given_up_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
