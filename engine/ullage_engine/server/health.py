@@ -90,10 +90,16 @@ class RestartPolicy:
         """
         return deaths > 1 or (deaths == 1 and serving_s < self.trial_s)
 
-    def is_given_up(self, deaths: int, lone_deaths: int) -> bool:
-        """Whether a request ends after so many deaths since its last token, and so many that
-        nothing else can have caused."""
-        return deaths >= self.max_deaths and lone_deaths >= self.max_deaths - 1
+    def is_given_up(self, deaths: int, lone_deaths: int, *, is_short: bool = False) -> bool:
+        """Return whether a request ends.
+
+        Args:
+            deaths: workers that may have died of it since its last token.
+            lone_deaths: those of them that nothing else can have died of.
+            is_short: whether the last one died since others had taken its memory; the request is
+                not to blame then, and may be sent again.
+        """
+        return deaths >= self.max_deaths and (is_short or lone_deaths >= self.max_deaths - 1)
 
     def is_last_chance(self, num_failures: int) -> bool:
         """Whether one more failure in a row ends the engine: a new pod is likelier to help."""

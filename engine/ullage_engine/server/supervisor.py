@@ -639,10 +639,8 @@ class WorkerSupervisor:
                 served.happened("resumed", reason="worker", output_tokens=len(entry.output_ids))
 
         for entry in suspects:
-            if is_short and entry.deaths >= self._policy.max_deaths:
-                entry.fail(_memory_short())
-            elif self._policy.is_given_up(entry.deaths, entry.lone_deaths):
-                entry.fail(_worker_lost(entry.deaths))
+            if self._policy.is_given_up(entry.deaths, entry.lone_deaths, is_short=is_short):
+                entry.fail(_memory_short() if is_short else _worker_lost(entry.deaths))
 
 
 def _is_group_lost(status: int, ready: Ready | None) -> bool:

@@ -29,6 +29,27 @@ def test_a_request_is_given_up_only_for_deaths_in_which_it_was_alone(
     assert not is_given_up or lone_deaths >= most - 1
     assert is_given_up or deaths < most or lone_deaths < most - 1
     assert policy.is_given_up(most, most)
+    assert policy.is_given_up(deaths, lone_deaths, is_short=True) == (deaths >= most)
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.booleans(), st.booleans(), st.floats(0, 20)), min_size=12, max_size=12),
+)
+def test_no_request_keeps_killing_workers_for_ever(
+    most: int, deaths: list[tuple[bool, bool, float]]
+) -> None:
+    """Whether it was alone or not where it need not be, and whether memory was short: the third of
+    its workers is the last one, or the fourth where two died with others or without memory."""
+    policy = RestartPolicy(max_deaths=most)
+    num_deaths = num_lone = 0
+    for is_short, is_alone_by_chance, serving_s in deaths:
+        is_alone = is_alone_by_chance or policy.runs_alone(num_deaths, serving_s)
+        num_deaths += 1
+        num_lone += is_alone and not is_short
+        if policy.is_given_up(num_deaths, num_lone, is_short=is_short):
+            break
+    assert num_deaths <= max(most + 1, 2 * (most - 1))
 
 
 def test_the_last_chance_is_the_last_start_of_the_budget() -> None:

@@ -380,6 +380,39 @@ def test_many_innocent_requests_do_not_wait_long_for_one_another(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("end", ["hang", "gone"])
+def test_a_third_trial_in_which_nothing_happens_ends_and_others_go_on(
+    serve: Serve, fake: ModuleType, run_dir: Path, end: str
+) -> None:
+    """A request that two workers died of runs alone until it has a token. A worker that never gives
+    it one hangs, and is the last that it gets; a client that goes ends the trial, too."""
+    trace = run_dir / "trace"
+    is_left = end == "gone"
+    policy = RestartPolicy(first_backoff_s=0.01, step_deadline_s=600.0 if is_left else 1.0)
+    silent = fake.Script.LOST_TWICE_AND_SILENT
+
+    async def scenario() -> None:
+        async with serve(policy=policy, step_s=0.02, trace=str(trace)) as engine:
+            failing = asyncio.create_task(engine.generate(ask(silent, 2, 3)))
+            await engine.until(lambda state: state.worker_restarts == 2 and state.ready)
+            later = [asyncio.create_task(engine.generate(ask())) for _ in range(2)]
+            if is_left:
+                await engine.until(
+                    lambda _: submissions(trace).count(str(silent.value)) == policy.max_deaths
+                )
+                failing.cancel()
+            else:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await failing
+                assert from_rpc_error(raised.value).reason == "WORKER_LOST"
+            for answer in await asyncio.gather(*later):
+                assert answer.token_ids == expected(fake)
+            assert (await engine.state()).worker_restarts == (2 if is_left else 3)
+
+    asyncio.run(scenario())
+    assert submissions(trace) == [str(silent.value)] * 3 + ["1", "1"]
+
+
 def test_a_worker_that_computes_without_an_end_is_replaced_long_before_the_deadline(
     serve: Serve, fake: ModuleType, config: EngineConfig
 ) -> None:

@@ -65,6 +65,7 @@ class Script(enum.IntEnum):
     FAULTY = 16
     KILLS_BEFORE_ADMISSION = 17
     SPINS_ONCE = 18
+    LOST_TWICE_AND_SILENT = 19
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -236,7 +237,8 @@ class FakeWorker:
         first = request.token_ids[0]
         if first == Script.KILLS_BEFORE_ADMISSION:
             os.kill(os.getpid(), 9)
-        if first == Script.LOST_TWICE and (self._once("first") or self._once("second")):
+        is_lost_twice = first in (Script.LOST_TWICE, Script.LOST_TWICE_AND_SILENT)
+        if is_lost_twice and (self._once("first") or self._once("second")):
             os.kill(os.getpid(), 9)
         if first not in (Script.NEVER_FITS, Script.FITS_NOT_NOW):
             self._send(Admitted(request_id=request.request_id))
@@ -268,7 +270,7 @@ class FakeWorker:
         elif len(request.token_ids) - request.num_prompt_tokens >= request.max_tokens:
             done = TokenOutput(request_id=request.request_id, token_ids=[], finish="length")
             self._send(StepDone(outputs=[done]))
-        elif first != Script.SILENT:
+        elif first not in (Script.SILENT, Script.LOST_TWICE_AND_SILENT):
             self._sequences[request.request_id] = Sequence(request)
             self._send(StateReport(state=self._state()))
 
