@@ -23,6 +23,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 
+HEAD = "lm_head.weight"
+"""Name of the output projection, as Hugging Face spells it."""
+
 _BESIDE = (
     "config.json",
     "generation_config.json",
@@ -60,12 +63,30 @@ _MAGICS = {
 """First bytes of files that are taken for safetensors by their name alone."""
 
 
+_TABLE = ".rotary_emb.inv_freq"
+"""Ending of the names of tables that every engine makes anew."""
+
+_PIECE_BYTES = 4 << 20
+"""Bytes of two tensors that are compared at once."""
+
+
 class _Span(NamedTuple):
-    """Where a tensor is in the data of a safetensors file."""
+    """Where a tensor is in the data of a safetensors file, and what it is."""
 
     begin: int
     end: int
     name: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+class Contradictions(NamedTuple):
+    """Tensors of a folder over which its files contradict one another, and in which words."""
+
+    missing: dict[str, str]
+    """Those that the index says are in a file that lacks them."""
+    ambiguous: dict[str, str]
+    """Those of which two files have different ones, and no index names the last file."""
 
 
 def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
@@ -92,7 +113,9 @@ def check_files(files: ModelFiles, *, reads_weights: bool = True) -> None:
 def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     """Check the files of a model that vLLM loads with these arguments.
 
-    Without an index vLLM reads all safetensors of a folder, so there may be no others.
+    Without an index vLLM reads all safetensors of a folder, so there may be no others. Nobody knows
+    which tensors it reads, so no tensor may be in doubt but the output projection of a model whose
+    configuration ties it to the embedding.
 
     Raises:
         WeightsError: as `check_files`, or there are others.
@@ -100,8 +123,19 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     is_chosen = "load_format" in args
     check_files(files, reads_weights=not is_chosen)
     folder = files.path
-    if files.format == "gguf" or is_chosen or (folder / INDEX).is_file():
+    if files.format == "gguf" or is_chosen:
         return
+
+    found = contradictions(folder)
+    for reason in found.ambiguous.values():
+        raise WeightsError(reason)
+    for name, reason in found.missing.items():
+        is_head = name == HEAD or name.endswith(f".{HEAD}")
+        if not name.endswith(_TABLE) and not (is_head and _is_tied(folder)):
+            raise WeightsError(reason)
+    if (folder / INDEX).is_file():
+        return
+
     counted = {path.name for path in weight_files(folder)}
     others = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in counted)
     if others:
@@ -112,34 +146,56 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that are a model's, each whole by its header.
+    """Return the safetensors files that are a model's, each whole by its header, in the order of
+    their names.
 
     As with transformers and vLLM these are the files of the index, else `model.safetensors`. A
     folder with neither has one file, or all of `NAME-00001-of-0000N`. Whatever leaves a choice is
     refused.
 
     Raises:
-        WeightsError: files are missing or broken, contradict one another, or leave a choice.
+        WeightsError: files are missing or broken, or leave a choice.
     """
-    index = folder / INDEX
-    named = _read_index(index) if os.path.lexists(index) else None
+    named = _named_files(folder)
     paths = _listed(folder) if named is None else _indexed(folder, named)
-    found: dict[str, Path] = {}
     for path in paths:
-        for name in read_safetensors_header(path):
-            other = found.setdefault(name, path)
-            if other != path:
-                raise WeightsError(
-                    f"{folder}: tensor {name!r} is in both {other.name} and {path.name}; these are "
-                    "files of different checkpoints, so download the model again"
-                )
-    for name, file in (named or {}).items():
-        if name not in found or found[name].name != file:
-            raise WeightsError(
-                f"{index}: tensor {name!r} is said to be in {file}, which lacks it; these are "
-                "files of different checkpoints, so download the model again"
-            )
+        read_safetensors_header(path)
     return paths
+
+
+def contradictions(folder: Path) -> Contradictions:
+    """Return the tensors over which files contradict one another; an error where one is read.
+
+    The index decides. Transformers reads the last of several files that have a tensor, whatever the
+    index says, so another one has to have the same contents.
+
+    Raises:
+        WeightsError: as `weight_files`.
+    """
+    named = _named_files(folder)
+    found: dict[str, list[Path]] = {}
+    for path in weight_files(folder):
+        for name in read_safetensors_header(path):
+            found.setdefault(name, []).append(path)
+
+    missing = {
+        name: f"{folder / INDEX}: tensor {name!r} is said to be in {file}, which lacks it; these "
+        "are files of different checkpoints, so download the model again"
+        for name, file in (named or {}).items()
+        if folder / file not in found.get(name, [])
+    }
+
+    ambiguous = {}
+    for name, paths in found.items():
+        if (named or {}).get(name) == paths[-1].name:
+            continue
+        if other := next((path for path in paths if not _have_same(name, path, paths[-1])), None):
+            ambiguous[name] = (
+                f"{folder}: tensor {name!r} is in both {other.name} and {paths[-1].name}, with "
+                "different contents; these are files of different checkpoints, so download the "
+                "model again"
+            )
+    return Contradictions(missing, ambiguous)
 
 
 def read_safetensors_header(path: Path) -> list[str]:
@@ -148,11 +204,17 @@ def read_safetensors_header(path: Path) -> list[str]:
     Raises:
         WeightsError: the file cannot be read, is cut short or is no safetensors file.
     """
+    return [span.name for span in _read_spans(path)]
+
+
+def _read_spans(path: Path) -> list[_Span]:
+    """Return the tensors of a safetensors file, placed by the file's first byte."""
     size = check_file(path)
     with explained(path), path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
+        start = file.read(9)
+        length = int.from_bytes(start[:8], "little")
         _check_length(path, start, length, size)
+        file.seek(8)
         encoded = file.read(length)
     spans = _spans(path, _decode(path, encoded))
 
@@ -168,7 +230,44 @@ def read_safetensors_header(path: Path) -> list[str]:
         )
     if size > whole:
         raise _damaged(path, f"{size - whole:,} bytes follow the last tensor")
-    return [span.name for span in spans]
+    data = 8 + length
+    return [each._replace(begin=data + each.begin, end=data + each.end) for each in spans]
+
+
+def _have_same(name: str, path: Path, other: Path) -> bool:
+    """Return whether two files have the same bytes, type and shape of a tensor."""
+    if path == other:
+        return True
+    one, two = (
+        next(span for span in _read_spans(each) if span.name == name) for each in (path, other)
+    )
+    if (one.kind, one.shape) != (two.kind, two.shape):
+        return False
+
+    with explained(path), path.open("rb") as first, other.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(two.begin)
+        left = one.end - one.begin
+        while left:
+            size = min(left, _PIECE_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
+
+
+def _is_tied(folder: Path) -> bool:
+    """Return whether the configuration says that the output projection is the embedding."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    texts = [config, text] if isinstance(text, dict) else [config]
+    return any(each.get("tie_word_embeddings") is True for each in texts)
+
+
+def _named_files(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor by the index; None where there is none."""
+    index = folder / INDEX
+    return _read_index(index) if os.path.lexists(index) else None
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -247,9 +346,13 @@ def _without_weights(folder: Path, names: Sequence[str]) -> WeightsError:
 
 
 def _check_length(path: Path, start: bytes, length: int, size: int) -> None:
-    """Check the length of a header before any memory is taken for it."""
+    """Check the length of a header before any memory is taken for it.
+
+    `start`: the length as it is written, and the first byte of the header.
+    """
     for magic, kind in _MAGICS.items():
-        if start.startswith(magic):
+        # Lengths like 640 are written as the first bytes of a pickle are.
+        if start.startswith(magic) and not start.endswith(b"{"):
             raise WeightsError(f"{path}: {kind}, and no safetensors; download it again")
     if len(start) < 8:
         raise WeightsError(f"{path}: cut short: it has {size} bytes; download it again")
@@ -300,7 +403,7 @@ def _spans(path: Path, header: dict[str, object]) -> list[_Span]:
             raise _damaged(
                 path, f"tensor {name!r} of {kind} {shape} takes {place[1] - place[0]:,} bytes"
             )
-        spans.append(_Span(place[0], place[1], name))
+        spans.append(_Span(place[0], place[1], name, kind, tuple(shape)))
     return spans
 
 

@@ -15,7 +15,8 @@ import torch
 
 from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.model_config import ModelConfig
-from ullage_engine.model_loader.tensor_plan import EMBEDDING, HEAD, plan_tensors
+from ullage_engine.model_loader.files import HEAD, Contradictions
+from ullage_engine.model_loader.tensor_plan import EMBEDDING, plan_tensors
 from ullage_engine.protocol.errors import WeightsError
 
 log = logging.getLogger("ullage.engine.weights")
@@ -78,8 +79,8 @@ def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig)
     Raises:
         WeightsError: there is one, and unknown ones are not allowed.
     """
-    read = {part.source for plan in plan_tensors(model_config) for part in plan.parts}
-    stems = {name.removesuffix(".weight") for name in read}
+    read = _read_names(model_config)
+    stems = _stems(read)
     unread = [
         name
         for name in tensors.names
@@ -107,6 +108,28 @@ def check_tensors(model_config: ModelConfig, tensors: Tensors, config: HFConfig)
         "does not depend on it, set spec.model.allowUnknownConfig: true "
         "(model.allow_unknown_config)"
     )
+
+
+def check_contradictions(model_config: ModelConfig, found: Contradictions) -> None:
+    """Refuse files that contradict one another over a tensor that the model is computed with.
+
+    Raises:
+        WeightsError: they do.
+    """
+    read = _read_names(model_config)
+    stems = _stems(read)
+    for name, reason in (found.missing | found.ambiguous).items():
+        if name in read or _is_stored_part(name, stems):
+            raise WeightsError(reason)
+
+
+def _read_names(model_config: ModelConfig) -> set[str]:
+    """Return the names of the tensors that a model is computed with, where they are not packed."""
+    return {part.source for plan in plan_tensors(model_config) for part in plan.parts}
+
+
+def _stems(names: set[str]) -> set[str]:
+    return {name.removesuffix(".weight") for name in names}
 
 
 def _are_equal(tensors: Tensors, name: str, other: str) -> bool:

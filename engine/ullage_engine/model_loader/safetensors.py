@@ -10,8 +10,12 @@ from safetensors import SafetensorError, safe_open
 from ullage_engine.model_config.hf_config import HFConfig, read_config
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_config.registry import read_model_config
-from ullage_engine.model_loader.files import weight_files
-from ullage_engine.model_loader.own_tensors import check_tensors, with_own_head
+from ullage_engine.model_loader.files import contradictions, weight_files
+from ullage_engine.model_loader.own_tensors import (
+    check_contradictions,
+    check_tensors,
+    with_own_head,
+)
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import Encoding, Format, Quantized
 
@@ -86,8 +90,10 @@ class SafetensorsReader(PlainMatrices):
                 raise WeightsError(
                     f"{path}: not a whole safetensors file ({reason}); download it again"
                 ) from error
+            # Of several files that have a tensor transformers reads the last, too.
             self._files |= dict.fromkeys(file.keys(), file)
         self.model_config = with_own_head(self.model_config, self)
+        check_contradictions(self.model_config, contradictions(folder))
         check_tensors(self.model_config, self, config)
 
     def __contains__(self, name: str) -> bool:

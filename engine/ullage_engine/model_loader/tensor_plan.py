@@ -7,11 +7,10 @@ import torch
 
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.model_config.registry import FAMILIES, Names
+from ullage_engine.model_loader.files import HEAD
 
 EMBEDDING = "model.embed_tokens.weight"
-
-HEAD = "lm_head.weight"
-"""Names of the embedding and of the output projection, as Hugging Face spells them."""
+"""Name of the embedding, as Hugging Face spells it."""
 
 Rearrange = Callable[[torch.Tensor], torch.Tensor]
 
