@@ -9,11 +9,12 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ log = logging.getLogger("ullage.engine.weights")
 
 _PIECE_BYTES = 4 << 20
 _HEX_DIGITS = 64
+_HUB_NAME = re.compile(r"[0-9a-f]{64}")
 _THREADS = 4
 """Files that are read at a time."""
 _WAIT_S = 1.0
@@ -118,6 +120,27 @@ def model_digest(files: ModelFiles, folder: Path) -> str:
         WeightsError: a file is missing or cannot be read.
     """
     return Digests(folder).of_all(_weight_paths(files))
+
+
+def damage_by_name(files: ModelFiles, folder: Path) -> str:
+    """Return which file has other contents than its name in a hub's cache says, and what to do;
+    empty: none has. `folder` keeps digests.
+
+    A hub's client names large files by their SHA-256, and compares nothing but their sizes.
+
+    Raises:
+        WeightsError: a file is missing or cannot be read.
+    """
+    named = [path for path in _weight_paths(files) if _HUB_NAME.fullmatch(path.resolve().name)]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = threads.map(Digests(folder).of, named)
+        for path, digest in zip(named, found, strict=True):
+            if digest != path.resolve().name:
+                return (
+                    f"{path}: its SHA-256 is {digest}, and not its name {path.resolve()}; delete "
+                    "that file and download the model again"
+                )
+    return ""
 
 
 def _weight_paths(files: ModelFiles) -> list[Path]:

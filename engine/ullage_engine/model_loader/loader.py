@@ -17,7 +17,7 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +31,7 @@ from ullage_common.config.engine import ModelSection
 from ullage_common.process.cores import usable_cores
 from ullage_engine.model_config.dtypes import DTYPES, dtype_name
 from ullage_engine.model_config.model_config import ModelConfig
+from ullage_engine.model_loader.digest import begin, damage_by_name
 from ullage_engine.model_loader.gguf_file import gguf_parts
 from ullage_engine.model_loader.prepare import (
     Calibration,
@@ -43,8 +44,8 @@ from ullage_engine.model_loader.prepare import (
 from ullage_engine.model_loader.room import check_room
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.model_loader.tensor_plan import plan_tensors
-from ullage_engine.model_loader.upload import placing
-from ullage_engine.protocol.errors import WeightsError, one_line
+from ullage_engine.model_loader.upload import as_bytes, placing
+from ullage_engine.protocol.errors import ProofError, WeightsError, one_line
 from ullage_engine.quantization.formats import PIECES, Encoding, Packed
 
 log = logging.getLogger("ullage.engine.weights")
@@ -58,6 +59,9 @@ ALIGNMENT = 4096
 """Alignment of every tensor in bytes: a page, so that it can be mapped or sent by itself."""
 
 LOCK_POLL_S = 0.05
+
+_MAX_COPIES = 4
+"""Most tensors that are copied from a device at once to be compared."""
 
 STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 
@@ -161,6 +165,44 @@ def load_weights(
     loaded = _place(path, header, device, shard, progress)
     progress(header.nbytes, header.nbytes)
     return loaded
+
+
+def check_loaded(
+    loaded: LoadedModel,
+    weights_dir: Path,
+    shard: ShardModel | None = None,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> None:
+    """Compare weights in memory with the checksums that the prepared file got when it was written.
+
+    With `shard` the ranks share the file's tensors out among themselves, and each compares all of
+    its parts with the file. Where anything differs, the next start compares the file first, and
+    prepares it again where it is damaged.
+
+    Raises:
+        ProofError: a tensor differs.
+    """
+    path = weights_dir / f"{loaded.key}.weights"
+    header = read_header(path)
+    if header is None:
+        name = "the header"
+    elif shard is None:
+        name = _differing_tensor(loaded, header)
+    else:
+        name = _differing_part(path, header, loaded, shard, header.tensors[rank::num_ranks])
+    if not name:
+        return
+
+    # A folder that cannot be written has no marker: its files are compared at every start.
+    with contextlib.suppress(OSError):
+        _marker_path(path).unlink(missing_ok=True)
+    raise ProofError(
+        f"{path}: {name} has other bits in memory than its checksum says; the next start reads the "
+        "whole file and prepares it again where it is damaged; if every start ends like this, look "
+        "for faulty memory, or delete the file"
+    )
 
 
 def content_key(
@@ -330,6 +372,52 @@ def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | Non
     return None
 
 
+def _differing_tensor(loaded: LoadedModel, header: Header) -> str:
+    """Compare whole tensors in memory with their checksums; return the name of one that differs."""
+
+    def is_whole(stored: StoredTensor) -> bool:
+        tensor = loaded.tensors[stored.name].cpu()
+        return hashlib.sha256(as_bytes(tensor).numpy().data).hexdigest() == stored.checksum
+
+    is_copied = any(tensor.device.type != "cpu" for tensor in loaded.tensors.values())
+    cores = usable_cores()
+    # Each thread has a copy of a whole tensor.
+    with ThreadPoolExecutor(min(cores, _MAX_COPIES) if is_copied else cores) as threads:
+        verdicts = threads.map(is_whole, header.tensors)
+        whole = zip(header.tensors, verdicts, strict=True)
+        return next((stored.name for stored, is_right in whole if not is_right), "")
+
+
+def _differing_part(
+    path: Path,
+    header: Header,
+    loaded: LoadedModel,
+    shard: ShardModel,
+    hashed: Sequence[StoredTensor],
+) -> str:
+    """Compare some tensors of the file with their checksums, and a rank's parts with the file's;
+    return the name of a tensor that differs."""
+    own = shard(header.model_config, header.encodings)
+    storage = _map(path)
+    for stored in hashed:
+        data = storage[stored.offset : stored.end].numpy().data
+        if hashlib.sha256(data).hexdigest() != stored.checksum:
+            return stored.name
+
+    for stored in header.tensors:
+        part = own.part(stored.name, _stored(storage, stored))
+        if part is None:
+            continue
+        placed = loaded.tensors[stored.name].cpu()
+        if not torch.equal(as_bytes(part.contiguous()), as_bytes(placed.contiguous())):
+            return stored.name
+    return ""
+
+
+def _marker_path(path: Path) -> Path:
+    return path.with_suffix(".verified")
+
+
 def _marker(path: Path) -> str:
     """Returns a text that differs after every boot and every change of the file."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -339,7 +427,7 @@ def _marker(path: Path) -> str:
 
 def _read_marker(path: Path) -> str:
     try:
-        return path.with_suffix(".verified").read_text(encoding="ascii")
+        return _marker_path(path).read_text(encoding="ascii")
     except FileNotFoundError:
         return ""
 
@@ -347,7 +435,7 @@ def _read_marker(path: Path) -> str:
 def _mark_verified(path: Path) -> None:
     # A folder that cannot be written is no fault: its files are verified at every start.
     with contextlib.suppress(OSError):
-        path.with_suffix(".verified").write_text(_marker(path), encoding="ascii")
+        _marker_path(path).write_text(_marker(path), encoding="ascii")
 
 
 @contextmanager
@@ -392,6 +480,9 @@ def _prepare(
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)  # of a process that was killed
     check_room(path.parent, header.nbytes)
+    wait = begin(lambda: damage_by_name(files, path.parent))
+    if damage := wait(lambda: progress(0, header.nbytes)):
+        raise WeightsError(damage)
     offset = 0
     round_layer = None
     if calibration:
@@ -470,7 +561,7 @@ def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
     """Writes tensors one after the other; returns the SHA-256 of all."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        data = as_bytes(tensor.contiguous()).numpy().data
         digest.update(data)
         file.write(data)
     return digest.hexdigest()

@@ -66,8 +66,8 @@ class Uploader:
         The tensor may change or go when this returns: its bytes are staged.
         """
         placed = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        source = _as_bytes(tensor.contiguous())
-        target = _as_bytes(placed)
+        source = as_bytes(tensor.contiguous())
+        target = as_bytes(placed)
 
         begin = 0
         while begin < len(source):
@@ -105,7 +105,8 @@ def placing(device: torch.device) -> Iterator[Place]:
         yield uploader.upload
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
 
 

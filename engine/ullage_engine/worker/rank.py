@@ -7,6 +7,7 @@ together.
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +26,7 @@ from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
 from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
-from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, load_weights
+from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, check_loaded, load_weights
 from ullage_engine.model_loader.proof import Proof, ProofFile, code_digest
 from ullage_engine.native.library import instruction_set
 from ullage_engine.parallel.layout import (
@@ -424,9 +425,21 @@ class RankStartup:
         self.proof = take_proof(
             self.runner, self.loaded.tensors, self.proof_tolerance, verifies=verifies
         )
+        if verifies:
+            self._check_weights()
         self._settle_workspace()
         enforce_ledger(self.ledger, self.device, self.meter)
         self._workspace = Workspace(self.device, self.meter)
+
+    def _check_weights(self) -> None:
+        """Compare the weights in memory with the prepared file's checksums, since no later start
+        sees that the first one computed with damaged ones."""
+        began = time.monotonic()
+        folder, layout = Path(self.config.server.weights_dir), self.layout
+        shard = None if layout.world == 1 else self._shard
+        check_loaded(self.loaded, folder, shard, rank=self.rank, num_ranks=layout.world)
+        seconds = time.monotonic() - began
+        log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 
     def _measure_prompts(self) -> None:
         """Measure what prompt tokens cost, and decide how many of them a step computes where."""

@@ -1,5 +1,6 @@
 """Prepared weights: made once, shared, and made again when they are not whole."""
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -147,6 +148,31 @@ def test_a_damaged_tensor_is_named_and_the_file_is_made_again(
     again, _ = load_into(folder, source)
     assert "layers.1.down" in caplog.text
     assert all(torch.equal(again.tensors[name], expected[name]) for name in expected)
+
+
+def test_a_download_with_other_contents_than_its_name_says_is_refused(
+    save_llama: Save, tmp_path: Path
+) -> None:
+    """As in a hub's cache, where files are links to their SHA-256."""
+    _, source = save_llama()
+    weights = source / "model.safetensors"
+    contents = weights.read_bytes()
+    blob = tmp_path / hashlib.sha256(contents).hexdigest()
+    blob.write_bytes(contents)
+    weights.unlink()
+    weights.symlink_to(blob)
+    whole, _ = load_into(tmp_path / "prepared", source)
+    assert len(list((tmp_path / "prepared").glob("*.digest"))) == 1
+
+    damaged = bytearray(contents)
+    damaged[-1] ^= 1
+    blob.write_bytes(damaged)
+    with pytest.raises(WeightsError, match=rf"^{weights}: its SHA-256 is .*{blob}; delete that"):
+        load_into(tmp_path / "others", source)
+    blob.unlink()
+    blob.write_bytes(contents)
+    again, _ = load_into(tmp_path / "others", source)
+    assert all(torch.equal(again.tensors[name], whole.tensors[name]) for name in whole.tensors)
 
 
 def test_tensors_are_compared_once_a_boot(save_llama: Save, tmp_path: Path) -> None:

@@ -249,6 +249,62 @@ def test_a_first_start_whose_table_is_damaged_is_not_kept(
     assert proofs(weights) == []
 
 
+def flip_a_bit(path: Path) -> str:
+    """Changes the largest tensor of a prepared file that has been compared with its checksums since
+    the machine booted; returns the tensor's name."""
+    header = loader.read_header(path)
+    assert header is not None
+    stored = max(header.tensors, key=lambda each: each.end - each.offset)
+    with path.open("r+b") as file:
+        file.seek((stored.offset + stored.end) // 2)
+        [byte] = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    path.with_suffix(".verified").write_text(loader._marker(path), encoding="ascii")
+    return stored.name
+
+
+@pytest.mark.parametrize("start_worker", [LIBRARY, TORCH], indirect=True)
+def test_a_prepared_file_that_is_damaged_before_the_first_start_is_prepared_again(
+    start_worker: StartWorker, weights: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_worker()
+    [first] = proofs(weights)
+    [path] = weights.glob("*.weights")
+    [proof] = weights.glob("*.proof")
+    proof.unlink()
+    name = flip_a_bit(path)
+
+    with pytest.raises(ProofError, match=f"{path}: {name} has other bits in memory than its check"):
+        start_worker()
+    assert proofs(weights) == []
+    start_worker()
+    assert f"{path}: tensor {name} is damaged; preparing the weights again" in caplog.messages
+    assert proofs(weights) == [first]
+
+
+@pytest.mark.parametrize("start_worker", [LIBRARY, TORCH], indirect=True)
+def test_weights_that_are_damaged_in_memory_at_the_first_start_are_not_kept(
+    start_worker: StartWorker, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = loader._map
+
+    def flipped(path: Path) -> torch.Tensor:
+        memory = exact(path).clone()
+        header = loader.read_header(path)
+        assert header is not None
+        memory[header.tensors[-1].offset] ^= 1
+        return memory
+
+    monkeypatch.setattr(loader, "_map", flipped)
+    with pytest.raises(ProofError, match="has other bits in memory than its checksum says"):
+        start_worker()
+    assert proofs(weights) == []
+    monkeypatch.undo()
+    start_worker()
+    assert len(proofs(weights)) == 1
+
+
 def test_another_setting_has_a_proof_of_its_own(
     write_config: Callable[..., Path], weights: Path, tmp_path: Path
 ) -> None:

@@ -13,7 +13,8 @@ from torch import distributed
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
-from ullage_engine.protocol.errors import ProofError
+from ullage_engine.model_loader import loader
+from ullage_engine.protocol.errors import ProofError, RankFailedError
 from ullage_engine.worker.startup import start
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2}
@@ -84,3 +85,32 @@ def test_a_rank_whose_table_is_damaged_ends_the_start_of_all(
     with pytest.raises(ProofError, match=r"\.proof on rank 1: cos and 1 more has other bits"):
         start_group(1.5e-4, **layout)
     assert path.read_bytes() == first
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}])
+def test_a_file_that_is_damaged_before_the_first_start_of_a_group_is_prepared_again(
+    start_group: StartGroup, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """Each tensor of the file is compared by one of the ranks."""
+    start_group(0.0, **layout)
+    weights = tmp_path / "weights"
+    [path] = weights.glob("*.weights")
+    header = loader.read_header(path)
+    assert header is not None
+
+    for stored in header.tensors[-2:]:
+        [proof] = weights.glob("*.proof")
+        first = proof.read_bytes()
+        proof.unlink()
+        with path.open("r+b") as file:
+            file.seek(stored.offset)
+            [byte] = file.read(1)
+            file.seek(stored.offset)
+            file.write(bytes([byte ^ 1]))
+        path.with_suffix(".verified").write_text(loader._marker(path), encoding="ascii")
+
+        with pytest.raises((ProofError, RankFailedError), match=f"{stored.name} has other bits in"):
+            start_group(0.0, **layout)
+        assert not list(weights.glob("*.proof"))
+        start_group(0.0, **layout)
+        assert proof.read_bytes() == first
