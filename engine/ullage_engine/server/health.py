@@ -43,7 +43,7 @@ class RestartPolicy:
     max_unproven: int = 3
     """Starts in a row that fail their proof after which the engine stays out."""
     max_deaths: int = 3
-    """Workers that may have died of a request since its last token before it is given up. In all
+    """Workers that may have died of a request since its last decode before it is given up. In all
     but one of these deaths nothing else can have been the cause."""
     trial_s: float = 5.0
     """Seconds from a worker's start for which requests that the last one may have died of are tried
@@ -82,10 +82,10 @@ class RestartPolicy:
         return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** (num_failures - 2))
 
     def runs_alone(self, deaths: int, serving_s: float) -> bool:
-        """Return whether a request runs alone until it has a token.
+        """Return whether a request runs alone until a worker has survived a decode of it.
 
         Args:
-            deaths: workers that may have died of it since its last token.
+            deaths: workers that may have died of it since its last decode.
             serving_s: seconds for which the present worker has been ready.
         """
         return deaths > 1 or (deaths == 1 and serving_s < self.trial_s)
@@ -94,7 +94,7 @@ class RestartPolicy:
         """Return whether a request ends.
 
         Args:
-            deaths: workers that may have died of it since its last token.
+            deaths: workers that may have died of it since its last decode.
             lone_deaths: those of them that nothing else can have died of.
             is_short: whether the last one died since others had taken its memory; the request is
                 not to blame then, and may be sent again.

@@ -150,11 +150,11 @@ class JournalEntry:
         """Whether a worker, this one or one before, has admitted the sample."""
         self.is_taken = False
         """Whether the present worker has admitted the sample."""
-        self.is_advancing = False
-        """Whether the present worker has given the sample a token."""
+        self._num_tokens_here = 0
+        """Output tokens that the present worker has given."""
         self.resumes = 0
         self.deaths = 0
-        """Workers since the last token that may have died of the sample."""
+        """Workers since the last decode that may have died of the sample."""
         self.lone_deaths = 0
         """Those of them that had no other request."""
         self.is_inexact = False
@@ -189,7 +189,16 @@ class JournalEntry:
     @property
     def has_begun(self) -> bool:
         """Whether a token has come since it was sent to the newest worker."""
-        return self.is_advancing and len(self.output_ids) > self.num_restored
+        return self._num_tokens_here > 0 and len(self.output_ids) > self.num_restored
+
+    @property
+    def has_decoded(self) -> bool:
+        """Whether the present worker has survived a decode of the sample.
+
+        A worker gives the first token for the prompt, with all output so far, which is no proof
+        that it survives the steps of single tokens that follow.
+        """
+        return self._num_tokens_here > 1
 
     @property
     def preemptions(self) -> int:
@@ -234,7 +243,7 @@ class JournalEntry:
         """Prepare the sample for the next worker, as new if no worker ever admitted it."""
         self.submitted = False
         self.is_taken = False
-        self.is_advancing = False
+        self._num_tokens_here = 0
         if not self.admitted:
             return
 
@@ -255,9 +264,10 @@ class JournalEntry:
     def append_output(self, output: TokenOutput) -> None:
         """Appends a step's output; a stop string may end the request before the worker does."""
         self.take()
-        self.is_advancing = True
-        self.deaths = 0
-        self.lone_deaths = 0
+        self._num_tokens_here += len(output.token_ids)
+        if self.has_decoded:
+            self.deaths = 0
+            self.lone_deaths = 0
         self._preemptions_now = output.num_preemptions
         if not self.output_ids and not self.resumes:
             self.num_cached_tokens = output.num_cached_tokens
@@ -368,14 +378,14 @@ def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
     """Return the entries of which a worker may have died, of those that it was sent, oldest first.
 
     A worker takes requests in their order. It has not looked at those behind the first that it did
-    not admit, unless their grammar was being compiled. Entries that it gave a token were computed
-    well so far: if it died of one of them, the next worker dies before that one's next token.
+    not admit, unless their grammar was being compiled. Entries that it decoded were computed well: if
+    it died of one of them, the next worker dies of that one at its first decode.
     """
     found: list[JournalEntry] = []
     next_key = ""
 
     for entry in entries:
-        if entry.is_advancing:
+        if entry.has_decoded:
             continue
         if not entry.is_taken and not entry.job.request.grammar:
             next_key = next_key or entry.request_key

@@ -143,7 +143,7 @@ class WorkerSupervisor:
         """Starts in a row that computed otherwise than a verified one."""
         self._kv: KvTiers | None = None
         self._suspect: Submission | None = None
-        """The request that runs alone until it has a token; everything else waits for that."""
+        """The request that runs alone until a worker has decoded it; everything else waits."""
         self._batch_limit = 1.0
         self._profile: asyncio.Future[ProfileDone] | None = None
         self._stopping = asyncio.Event()
@@ -692,7 +692,7 @@ def _worker_lost(num_deaths: int) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.INTERNAL,
         "WORKER_LOST",
-        f"the worker died {num_deaths} times over this request without a new token; "
+        f"the worker died {num_deaths} times over this request at its first tokens; "
         "send a shorter one",
     )
 

@@ -296,16 +296,20 @@ def test_a_request_whose_workers_lack_memory_that_others_hold_may_be_sent_again(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("script", ["KILLS_WORKER", "KILLS_AT_DECODE"])
 def test_requests_beside_one_that_kills_every_worker_are_not_blamed(
-    serve: Serve, fake: ModuleType, run_dir: Path
+    serve: Serve, fake: ModuleType, run_dir: Path, script: str
 ) -> None:
-    """It kills before any of them has a token, so all of them look alike until each runs alone."""
+    """It kills before any of them is decoded, so all of them look alike until each runs alone.
+
+    The token that a resumed prompt gives is no sign that the worker survives the request.
+    """
     trace = run_dir / "trace"
     policy = RestartPolicy(first_backoff_s=0.01)
 
     async def scenario() -> None:
         async with serve(policy=policy, step_s=0.02, trace=str(trace)) as engine:
-            culprit = ask(fake.Script.KILLS_WORKER)
+            culprit = ask(fake.Script[script])
             prompts = [ask(), culprit, ask(), ask()]
             answers = await asyncio.gather(
                 *(engine.generate(prompt) for prompt in prompts), return_exceptions=True

@@ -66,6 +66,8 @@ class Script(enum.IntEnum):
     KILLS_BEFORE_ADMISSION = 17
     SPINS_ONCE = 18
     LOST_TWICE_AND_SILENT = 19
+    KILLS_AT_DECODE = 20
+    """Each worker that has given it one token dies of it."""
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,6 +115,7 @@ class Sequence:
         self.token_ids = list(request.token_ids)
         self.num_cached_tokens = 2 if request.session_id else 0
         self._found: list[int] = []
+        self.has_stepped = False
 
     @property
     def num_output(self) -> int:
@@ -120,6 +123,7 @@ class Sequence:
 
     def step(self) -> TokenOutput | None:
         """One token; of a beam search nothing before its end."""
+        self.has_stepped = True
         output = self._next()
         if self.request.beam is None:
             return output
@@ -299,6 +303,8 @@ class FakeWorker:
             if sequence.request.token_ids[0] == Script.KILLS_WORKER:
                 if self._options.ends_with is not None:
                     os._exit(self._options.ends_with)
+                os.kill(os.getpid(), 9)
+            if sequence.request.token_ids[0] == Script.KILLS_AT_DECODE and sequence.has_stepped:
                 os.kill(os.getpid(), 9)
         stepped = [sequence.step() for sequence in self._sequences.values()]
         outputs = [output for output in stepped if output is not None]
