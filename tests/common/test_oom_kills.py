@@ -18,8 +18,10 @@ class Machine:
         self.proc = folder / "proc"
         self.root = folder / "cgroup"
         self._process = self.proc / str(PID) / "cgroup"
+        self._sizes = self.proc / str(PID) / "statm"
         self._process.parent.mkdir(parents=True)
         self._process.write_text(text)
+        self._sizes.write_text("9000 5000 300 1 0 4000 0\n")
         self._events = self.root / events
         self._events.parent.mkdir(parents=True)
         self.count(0)
@@ -29,6 +31,15 @@ class Machine:
 
     def end_process(self) -> None:
         self._process.unlink()
+        self._sizes.unlink()
+
+    def leave_zombie(self) -> None:
+        """End the process, of which the kernel keeps the status until somebody asks."""
+        self._process.write_text("4:memory:/\n")
+        self._sizes.write_text("0 0 0 0 0 0 0\n")
+        root = self.root / "memory/memory.oom_control"
+        if not root.exists():
+            root.write_text("oom_kill 0\n")
 
     def watch(self) -> OomKills:
         return OomKills(PID, self.root, self.proc)
@@ -55,6 +66,15 @@ def test_a_kill_is_seen_when_the_process_is_gone(tmp_path: Path, text: str, even
     for _ in range(RECENT_LOOKS - 1):
         kills.look()  # when it was killed and had not ended
     machine.end_process()
+    kills.look()
+    assert kills.recent() == 1
+
+
+def test_a_kill_is_seen_while_nobody_has_waited_for_the_process(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, V1, Path("memory/kubepods/pod7/memory.oom_control"))
+    kills = machine.watch()
+    machine.count(1)
+    machine.leave_zombie()
     kills.look()
     assert kills.recent() == 1
 

@@ -73,14 +73,15 @@ seconds to end."""
 class OomKills:
     """Counts the processes beside one, itself included, that the kernel killed to free memory.
 
-    The kernel counts for each cgroup. A process that has ended has none any more, so its cgroup is
-    remembered: call `look` regularly.
+    The kernel counts for each cgroup. A process that has ended is in none any more, so its cgroup
+    is remembered: call `look` regularly.
     """
 
     def __init__(
         self, pid: int, cgroup_root: Path = CGROUP, proc_root: Path = Path("/proc")
     ) -> None:
         self._cgroups = proc_root / str(pid) / "cgroup"
+        self._sizes = proc_root / str(pid) / "statm"
         self._root = cgroup_root
         self._path: Path | None = None
         self._looks: deque[int] = deque(maxlen=RECENT_LOOKS)
@@ -90,7 +91,11 @@ class OomKills:
         """Note the present count, while the process lives."""
         try:
             lines = self._cgroups.read_text().splitlines()
+            is_ending = self._sizes.read_text().startswith("0 ")
         except OSError:
+            return
+        # Until somebody waits for a process that has ended, v1 shows the root as its cgroup.
+        if is_ending:
             return
 
         path = self._events(lines)
