@@ -119,7 +119,8 @@ REQUESTS_RUNNING = _gauge("ullage_requests_running", "Sequences in the batch")
 REQUESTS_WAITING = _gauge("ullage_requests_waiting", "Sequences admitted, not started")
 KV_USED_RATIO = _gauge("ullage_kv_used_ratio", "Share of the KV pool in use, 0 to 1")
 OOM_EVENTS = _counter(
-    "ullage_oom_events", "Steps that ran out of memory, and workers that the kernel killed for it"
+    "ullage_oom_events",
+    "Steps that ran out of memory, and workers that ended since the kernel gave them none",
 )
 PREEMPTIONS = _counter("ullage_preemptions", "Sequences preempted for memory")
 PREFIX_QUERIES = _counter(

@@ -5,9 +5,10 @@ cuDNN, NCCL, Triton's loader, the driver) say it in the text of a RuntimeError. 
 over the whole chain of causes.
 """
 
+import errno
 from collections.abc import Iterator
 
-from ullage_engine.protocol.errors import GroupLostError
+from ullage_engine.protocol.errors import HOST_SHORT, OUT_OF_MEMORY, GroupLostError
 
 _CLASSES = frozenset({"OutOfMemoryError", "OutOfMemoryFault", "MemoryError"})
 """Names of the classes that say it by themselves: torch's, vLLM's and Python's."""
@@ -64,7 +65,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(_ran_out(each) for each in _chain(error)) and not is_device_lost(error)
 
 
+def shortage_status(error: BaseException | None) -> int | None:
+    """Return the exit status of a process that ends with an error because memory ran out; None:
+    memory is not the reason."""
+    if error is None or not is_out_of_memory(error):
+        return None
+    return HOST_SHORT if isinstance(error, MemoryError | OSError) else OUT_OF_MEMORY
+
+
 def _ran_out(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     names = {each.__name__ for each in type(error).__mro__}
     return bool(names & _CLASSES) or _says(error, _OUT_OF_MEMORY)
 

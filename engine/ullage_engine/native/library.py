@@ -8,13 +8,14 @@ import logging
 from collections.abc import Sequence
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from ullage_engine.native import aborts
+
 log = logging.getLogger("ullage.engine.native")
 
-PATH = Path(__file__).with_name("libullage.so")
+PATH = aborts.LIBRARY
 
 TILE_ROWS = 16
 """Rows of a weight matrix that lie together."""

@@ -50,7 +50,12 @@ MEMORY_SHORT = 5
 """Exit status of a worker that ends with a MemoryShortError; 4 is a rank's."""
 
 OUT_OF_MEMORY = 6
-"""Exit status of a rank, and of the worker whose group it ends, that ran out of memory."""
+"""Exit status of a worker or rank that a step which ran out of memory ends, and of the worker whose
+group that rank was of."""
+
+HOST_SHORT = 8
+"""Exit status of a worker whose host gave no memory to it, or to a rank of it, beside what steps
+have set aside."""
 
 UNPROVEN = 7
 """Exit status of a worker whose start ends with a ProofError."""

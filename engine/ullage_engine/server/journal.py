@@ -378,8 +378,8 @@ def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
     """Return the entries of which a worker may have died, of those that it was sent, oldest first.
 
     A worker takes requests in their order. It has not looked at those behind the first that it did
-    not admit, unless their grammar was being compiled. Entries that it decoded were computed well: if
-    it died of one of them, the next worker dies of that one at its first decode.
+    not admit, unless their grammar was being compiled. Entries that it decoded were computed well
+    so far: if it died of one of them, the next worker dies of that one at its first decode.
     """
     found: list[JournalEntry] = []
     next_key = ""

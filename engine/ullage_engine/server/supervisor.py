@@ -23,6 +23,7 @@ from ullage_common.wire.fingerprint import Fingerprint, describe, differences
 from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.protocol.errors import (
     GROUP_LOST,
+    HOST_SHORT,
     MEMORY_SHORT,
     OUT_OF_MEMORY,
     one_line,
@@ -571,7 +572,7 @@ class WorkerSupervisor:
         self._metrics.worker_restarts.inc()
         self._metrics.collective_errors.inc(_is_group_lost(status, self._engine_status.ready))
         is_killed_for_memory = self._count_oom(worker, status)
-        is_short = status == MEMORY_SHORT or is_killed_for_memory
+        is_short = status in (MEMORY_SHORT, HOST_SHORT) or is_killed_for_memory
         self._resume_entries(worker, is_short=is_short)
         if worker.is_unproven and await self._take_unproven(worker.start_error):
             return
@@ -591,7 +592,7 @@ class WorkerSupervisor:
         is_killed = status in (-signal.SIGKILL, GROUP_LOST) and worker.oom_kills.recent() > 0
         if is_killed:
             log.error("the kernel killed the worker, since the container has no memory left")
-        if is_killed or status == OUT_OF_MEMORY:
+        if is_killed or status in (OUT_OF_MEMORY, HOST_SHORT):
             self._metrics.workers_ran_out_of_memory(1)
         return is_killed
 
@@ -645,9 +646,10 @@ class WorkerSupervisor:
 
 def _is_group_lost(status: int, ready: Ready | None) -> bool:
     """Whether ranks that compute together were lost, by their worker's status."""
+    has_ranks = ready is not None and len(ready.ranks) > 1
     # NCCL's watchdog aborts the process whose collective failed.
-    is_aborted = status == -signal.SIGABRT and ready is not None and len(ready.ranks) > 1
-    return status in (GROUP_LOST, OUT_OF_MEMORY) or is_aborted
+    lost_by = (OUT_OF_MEMORY, HOST_SHORT, -signal.SIGABRT)
+    return status == GROUP_LOST or (has_ranks and status in lost_by)
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:

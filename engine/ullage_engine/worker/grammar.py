@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from msgspec.structs import replace
 
 from ullage_common.process.memory import trim_heap
+from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.protocol.grammar import COMPILE_STACK_BYTES, LIMITS
 from ullage_engine.protocol.messages import EngineRequest
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
@@ -80,7 +81,7 @@ class Grammars:
         """`load` makes the vocabulary, in the thread that compiles, when the first grammar comes.
 
         It raises GrammarError when the model cannot have any. Any other error fails the requests
-        with that grammar.
+        with that grammar, but for a lack of memory, which is no request's fault.
         """
         self._load = load
         self._vocabulary: LLTokenizer | None = None
@@ -92,7 +93,8 @@ class Grammars:
         self._open: dict[str, _Progress] = {}
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Begins to compile a grammar unless it is compiled; the future raises GrammarError."""
+        """Begin to compile a grammar unless it is compiled; the future raises GrammarError, or
+        MemoryError where the host has no memory for it."""
         compilation = self._compiled.get(grammar)
         if compilation is None:
             done = [text for text, future in self._compiled.items() if future.done()]
@@ -139,9 +141,11 @@ class Grammars:
     def _loaded_vocabulary(self) -> LLTokenizer:
         try:
             return self._load()
-        except GrammarError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise MemoryError("the host has no memory for the model's vocabulary") from error
+            if isinstance(error, GrammarError):
+                raise
             log.exception("grammars cannot be followed: the vocabulary cannot be loaded")
             reason = _first_line(str(error)) if str(error) else type(error).__name__
             raise VocabularyError(f"the model's vocabulary cannot be loaded: {reason}") from error

@@ -5,7 +5,8 @@ ends with the server: by Shutdown, or killed by the kernel when the server is go
 
 exit status: 0 after Shutdown or when the server is gone, 1 an unforeseen error, 2 wrong
 configuration or model, 3 another rank is gone, 5 other processes hold memory that steps need, 6 a
-rank ran out of memory, 7 the start computes otherwise than one that was verified
+step or a rank ran out of memory, 7 the start computes otherwise than one that was verified, 8 the
+host had no memory for this process or a rank
 """
 
 import argparse
@@ -29,12 +30,13 @@ from ullage_common.process.config_file import ConfigError, read_file
 from ullage_common.process.stacks import dump_on_signal
 from ullage_common.process.tracing import start_tracing
 from ullage_engine.memory.ledger import Ledger, LedgerError
-from ullage_engine.memory.out_of_memory import is_out_of_memory
+from ullage_engine.memory.out_of_memory import shortage_status
 from ullage_engine.memory.pressure import PressureController
+from ullage_engine.native.aborts import end_aborts_for_memory
 from ullage_engine.protocol.errors import (
     GROUP_LOST,
+    HOST_SHORT,
     MEMORY_SHORT,
-    OUT_OF_MEMORY,
     UNPROVEN,
     GroupLostError,
     MemoryShortError,
@@ -258,8 +260,8 @@ class Worker:
         num_steps = self._engine.num_steps
         try:
             outputs = self._engine.step()
-        except Exception as error:
-            self._send_last_state(error)
+        except Exception:
+            self._send_last_state()
             raise
         # Before the tokens: an answer says from its beginning on where its KV was.
         self._send_kv()
@@ -270,14 +272,11 @@ class Worker:
         if self._engine.num_steps == num_steps:
             self._drain(_EMPTY_STEP_S)
 
-    def _send_last_state(self, error: Exception) -> None:
-        """Reports the steps that ran out of memory, the last one included, which ends the
-        worker."""
+    def _send_last_state(self) -> None:
+        """Report the steps that ran out of memory, but for one that ends the worker: the server
+        counts that by the exit status."""
         with contextlib.suppress(Exception):  # the device may be of no more use
-            state = self._started.state()
-            num_oom_events = state.num_oom_events + is_out_of_memory(error)
-            state = msgspec.structs.replace(state, num_oom_events=num_oom_events)
-            self._link.send(StateReport(state=state))
+            self._link.send(StateReport(state=self._started.state()))
 
     def _advance_profile(self, profile: Profile) -> None:
         try:
@@ -478,6 +477,7 @@ def run(
     options = parser.parse_args(arguments)
     die_with_parent(parent)
     dump_on_signal()
+    end_aborts_for_memory(HOST_SHORT)
     # Ctrl-C reaches the whole group; the server decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if options.standby:
@@ -523,16 +523,16 @@ def _serve(options: argparse.Namespace, link: Link, start: Start) -> int:
         Worker(started, config.batching, link, PressureController(config.degrade)).run()
     except GroupLostError as error:
         log.exception("the group of ranks is lost")
-        cause = error.__cause__
-        is_short = cause is not None and is_out_of_memory(cause)
-        return OUT_OF_MEMORY if is_short else GROUP_LOST
+        return shortage_status(error.__cause__) or GROUP_LOST
     except MemoryShortError as error:
         log.error("this worker ends, and the next one goes on with its requests: %s", error)
         return MEMORY_SHORT
-    except MemoryError:
-        # Of the host, outside of what steps have set aside.
-        log.exception("this worker ends, since the host has no memory for it")
-        return MEMORY_SHORT
+    except Exception as error:
+        status = shortage_status(error)
+        if status is None:
+            raise
+        log.exception("this worker ends, since it ran out of memory")
+        return status
     finally:
         started.stop()
         if tracer:

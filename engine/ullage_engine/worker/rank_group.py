@@ -30,6 +30,7 @@ from ullage_engine.model_loader.proof import Proof
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import (
     GROUP_LOST,
+    HOST_SHORT,
     OUT_OF_MEMORY,
     GroupLostError,
     RankFailedError,
@@ -294,10 +295,10 @@ class RankProcesses:
     def _watch(self, rank: int) -> None:
         """Ends this process as soon as another rank has ended without a report."""
         status = self._popens[rank].wait()
-        if status == OUT_OF_MEMORY:  # for which the group may be about to end already
+        if status in (OUT_OF_MEMORY, HOST_SHORT):  # for which the group may be about to end already
             log.error("rank %d ran out of memory; the group starts again", rank)
             sys.stderr.flush()
-            os._exit(OUT_OF_MEMORY)
+            os._exit(status)
         if self._is_stopping.is_set() or status in (CANNOT_SERVE, START_FAILED):
             return
         log.error("rank %d ended with status %d; the group starts again", rank, status)

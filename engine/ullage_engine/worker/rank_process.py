@@ -5,7 +5,8 @@ every step. It ends with rank 0, killed by the kernel if need be. Whatever it ca
 serving ends it, and with it the group.
 
 exit status: 0 after Stop, 2 it has reported to rank 0 why it cannot serve, 4 it has reported an
-unforeseen error of its start, 6 it ran out of memory while serving
+unforeseen error of its start, 6 it ran out of memory while serving, 8 the host had no memory for it
+beside what steps have set aside
 """
 
 import argparse
@@ -25,10 +26,11 @@ from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_common.process.stacks import dump_on_signal
 from ullage_engine.memory.ledger import LedgerError
-from ullage_engine.memory.out_of_memory import is_out_of_memory
+from ullage_engine.memory.out_of_memory import shortage_status
+from ullage_engine.native.aborts import end_aborts_for_memory
 from ullage_engine.parallel.layout import RankLayout
 from ullage_engine.protocol.errors import (
-    OUT_OF_MEMORY,
+    HOST_SHORT,
     ProofError,
     WeightsError,
     WorkerStartError,
@@ -159,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     die_with_parent(options.parent)
     dump_on_signal()
+    end_aborts_for_memory(HOST_SHORT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = Rank0Link(context, options.endpoint)
@@ -193,10 +196,11 @@ def _serve(options: argparse.Namespace, link: Rank0Link) -> int:
     try:
         serve_steps(rank.runner, _samples(rank.layout, number), link, max_sequences)
     except Exception as error:
-        if not is_out_of_memory(error):
+        status = shortage_status(error)
+        if status is None:
             raise
         log.exception("the rank ran out of memory")
-        return OUT_OF_MEMORY
+        return status
     rank.close()
     return 0
 

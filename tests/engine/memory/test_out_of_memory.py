@@ -1,12 +1,18 @@
 """Texts of torch and of the libraries that it calls, and what each of them means."""
 
+import errno
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from ullage_engine.memory.out_of_memory import is_device_lost, is_out_of_memory
-from ullage_engine.protocol.errors import GroupLostError
+from ullage_engine.memory.out_of_memory import (
+    is_device_lost,
+    is_out_of_memory,
+    shortage_status,
+)
+from ullage_engine.protocol.errors import HOST_SHORT, GroupLostError
+from ullage_engine.protocol.errors import OUT_OF_MEMORY as OUT_OF_MEMORY_STATUS
 from ullage_engine.vllm_worker.engine import OutOfMemoryFault
 
 HINT = """
@@ -30,6 +36,7 @@ OUT_OF_MEMORY: dict[str, Exception] = {
         " you tried to allocate 1152921504606846976 bytes. Error code 12 (Cannot allocate memory)"
     ),
     "Python's": MemoryError(),
+    "the kernel, as Python says it": OSError(errno.ENOMEM, "Cannot allocate memory"),
     "Triton's loader": RuntimeError("Triton Error [CUDA]: out of memory"),
     "cuBLAS": RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -139,3 +146,12 @@ def test_errors_that_cause_each_other_are_looked_at_once() -> None:
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)
     assert not is_device_lost(first)
+
+
+def test_the_status_of_a_process_says_whose_memory_ran_out() -> None:
+    assert shortage_status(OUT_OF_MEMORY["torch's allocator"]) == OUT_OF_MEMORY_STATUS
+    assert shortage_status(OUT_OF_MEMORY["Python's"]) == HOST_SHORT
+    assert shortage_status(OUT_OF_MEMORY["the kernel, as Python says it"]) == HOST_SHORT
+    assert shortage_status(OSError(errno.ENOSPC, "No space left on device")) is None
+    assert shortage_status(DEVICE_LOST["a rank"]) is None
+    assert shortage_status(None) is None

@@ -21,7 +21,7 @@ from ullage.headroom.v1 import headroom_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.wire.errors import from_rpc_error
-from ullage_engine.protocol.errors import MEMORY_SHORT
+from ullage_engine.protocol.errors import HOST_SHORT, MEMORY_SHORT, OUT_OF_MEMORY
 from ullage_engine.server.app import AppError
 from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.journal import JournalEntry
@@ -279,21 +279,51 @@ def test_a_request_that_kills_every_worker_is_given_up(serve: Serve, fake: Modul
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("status", [MEMORY_SHORT, HOST_SHORT])
 def test_a_request_whose_workers_lack_memory_that_others_hold_may_be_sent_again(
-    serve: Serve, fake: ModuleType
+    serve: Serve, fake: ModuleType, status: int
 ) -> None:
     policy = RestartPolicy(first_backoff_s=0.01, max_deaths=2, max_failures=20)
 
     async def scenario() -> None:
-        async with serve(policy=policy, step_s=0.02, ends_with=MEMORY_SHORT) as engine:
+        async with serve(policy=policy, step_s=0.02, ends_with=status) as engine:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await engine.generate(ask(fake.Script.KILLS_WORKER))
             error = from_rpc_error(raised.value)
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "MEMORY_SHORT")
             assert error.retry_after_s
             assert (await engine.generate(ask())).token_ids == expected(fake)
+            # Steps that lacked memory are in the worker's own reports.
+            assert num_ooms(engine) == (policy.max_deaths if status == HOST_SHORT else 0)
 
     asyncio.run(scenario())
+
+
+def test_a_step_that_ran_out_of_memory_and_ended_its_worker_is_counted_once(
+    serve: Serve, fake: ModuleType
+) -> None:
+    policy = RestartPolicy(first_backoff_s=0.01)
+
+    async def scenario() -> None:
+        async with serve(policy=policy, step_s=0.02, ends_with=OUT_OF_MEMORY) as engine:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await engine.generate(ask(fake.Script.KILLS_WORKER))
+            assert from_rpc_error(raised.value).reason == "WORKER_LOST"
+            assert num_ooms(engine) == policy.max_deaths
+            # Only ranks that compute together have collectives.
+            assert engine._app._metrics.collective_errors._value.get() == 0
+
+    asyncio.run(scenario())
+
+
+def num_ooms(engine: Any) -> float:
+    registry = engine._app._metrics.registry
+    return sum(
+        sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "ullage_oom_events_total"
+    )
 
 
 @pytest.mark.parametrize("script", ["KILLS_WORKER", "KILLS_AT_DECODE"])

@@ -1,5 +1,6 @@
 """Grammars in the step loop: nothing that happens to a request changes what it says."""
 
+import errno
 import json
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimi
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 from ullage_engine.worker.engine import EngineCore
-from ullage_engine.worker.grammar import Grammars, vocabulary
+from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
 
 END, VOCAB = 256, 260
 JSON = LLMatcher.grammar_from_json_schema(
@@ -197,6 +198,22 @@ def test_a_vocabulary_that_cannot_be_loaded_fails_the_request_and_no_other() -> 
     (failed,) = engine.take_failed()
     assert failed.request_id == "matched" and "cannot read tokenizer.json" in failed.message
     assert not failed.field, "the engine is at fault, not the request"
+
+
+def test_a_vocabulary_for_which_there_is_no_memory_ends_the_worker_and_fails_no_request() -> None:
+    """As the host's shortage, which the next worker gets over, wherever the loader met it."""
+
+    def load() -> LLTokenizer:
+        try:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        except OSError as error:
+            raise GrammarError("model.gguf: Cannot allocate memory") from error
+
+    engine = make_engine()
+    engine.grammars = Grammars(load)
+    with pytest.raises(MemoryError):
+        run(engine, [[make_request("free", "", 5)], [make_request("matched", REGEX, 1)]])
+    assert engine.take_failed() == []
 
 
 def test_a_cancelled_request_is_forgotten() -> None:

@@ -1,6 +1,10 @@
 // The library's interface: it chooses the instruction set and owns the team of threads.
 #include <cpuid.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -78,6 +82,18 @@ struct Engine {
   const Kernels* kernels;
 };
 
+// More than what any library of the process asks for at once, as far as we have seen them abort.
+constexpr size_t kProbeBytes = size_t{32} << 20;
+
+volatile sig_atomic_t g_memory_status = 0;
+
+// A system call, no more: other threads may hold the heap's lock for ever.
+void on_abort(int number) {
+  void* probe = mmap(nullptr, kProbeBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (probe == MAP_FAILED && errno == ENOMEM) _exit(g_memory_status);
+  raise(number);  // with the default action, which SA_RESETHAND has restored
+}
+
 }  // namespace
 }  // namespace ullage
 
@@ -96,6 +112,16 @@ void* ullage_start(int64_t num_threads, const char* instruction_set) {
   if (kernels == nullptr) return nullptr;
   void* memory = aligned_alloc(alignof(ullage::Engine), sizeof(ullage::Engine));
   return memory ? new (memory) ullage::Engine{ullage::Team(static_cast<int>(num_threads)), kernels} : nullptr;
+}
+
+// Ends the process with a status where it aborts while the kernel gives it no memory. C++ and Rust
+// abort where an allocation fails, and nothing of that is left to ask afterwards.
+void ullage_end_aborts(int64_t memory_status) {
+  ullage::g_memory_status = static_cast<sig_atomic_t>(memory_status);
+  struct sigaction action = {};
+  action.sa_handler = ullage::on_abort;
+  action.sa_flags = SA_RESETHAND;
+  sigaction(SIGABRT, &action, nullptr);
 }
 
 void ullage_stop(void* engine) {

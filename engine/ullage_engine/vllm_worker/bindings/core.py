@@ -459,6 +459,8 @@ class VllmCore:
         ):
             raise InvalidRequestError("a token is not of the vocabulary", "prompt")
         if request.grammar and (error := self._grammars.compile(request.grammar).exception()):
+            if isinstance(error, MemoryError):
+                raise error
             raise InvalidRequestError(unmatched(str(error)), "grammar")
 
     def abort(self, request_id: str) -> None:
