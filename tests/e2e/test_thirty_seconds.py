@@ -1,9 +1,11 @@
 """Whatever happens to a worker, its streams go on within thirty seconds as if nothing had been, and
-its memory is back: a step out of memory, SIGKILL, SIGSTOP, and a hang that computes.
+its memory is back: a step out of memory, SIGKILL, SIGSTOP, a hang that computes, and memory that is
+really exhausted, by a limit of the process or by another process of its container.
 """
 
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -13,7 +15,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import psutil
 import pytest
+from ullage_testing.cgroup import Container, make_container
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
@@ -28,16 +32,35 @@ PROMISED_S = 30.0
 PATIENCE_S = 170.0
 LENGTH = 160
 PROMPTS = ([504, 1296, 3995, 4199, 282, 7158, 359], [1, 4093, 198, 1780, 314, 260, 3575, 282])
-SPINS = """
-import signal, sys
+FREE_BYTES = 16 << 20
+"""What a limit leaves to a process: small objects of Python, and no large allocation."""
+HANDLERS = """
+import ctypes, signal, sys
+
+SIZE = 512 << 20
 
 def spin(number, frame):
     while True:
         pass
 
-if "ullage_engine.worker.main" in sys.orig_argv:
+def take_in_python(number, frame):
+    bytearray(SIZE)
+
+def take_in_torch(number, frame):
+    import torch
+    torch.empty(SIZE, dtype=torch.uint8)
+
+def take_in_cpp(number, frame):
+    ctypes.CDLL("libstdc++.so.6")._Znwm(ctypes.c_size_t(SIZE))  # operator new
+
+if {"ullage_engine.worker.main", "ullage_engine.worker.rank_process"} & {*sys.orig_argv}:
     signal.signal(signal.SIGUSR2, spin)
+    signal.signal(signal.SIGALRM, take_in_python)
+    signal.signal(signal.SIGVTALRM, take_in_torch)
+    signal.signal(signal.SIGPROF, take_in_cpp)
 """
+TAKING = {"Python": signal.SIGALRM, "torch": signal.SIGVTALRM, "C++": signal.SIGPROF}
+"""Signals at which a worker asks for memory, by the language that asks."""
 
 
 class Streams:
@@ -141,16 +164,22 @@ def is_idle(report: headroom_pb2.Headroom) -> int:
 
 
 @pytest.fixture(scope="module")
-def spinning(
+def start_handling(
     start_engine: "StartEngine", tmp_path_factory: pytest.TempPathFactory
-) -> Iterator["Engine"]:
-    """An engine whose worker computes for ever when it gets SIGUSR2."""
-    folder = tmp_path_factory.mktemp("spins")
-    (folder / "sitecustomize.py").write_text(SPINS)
+) -> Iterator["StartEngine"]:
+    """Starts engines whose workers compute for ever when they get SIGUSR2, and ask for memory when
+    they get a signal of `TAKING`."""
+    folder = tmp_path_factory.mktemp("handlers")
+    (folder / "sitecustomize.py").write_text(HANDLERS)
     with pytest.MonkeyPatch.context() as patch:
         path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         patch.setenv("PYTHONPATH", path)
-        yield start_engine(memory={"max_kv": 48 << 20})
+        yield start_engine
+
+
+@pytest.fixture(scope="module")
+def spinning(start_handling: "StartEngine") -> "Engine":
+    return start_handling(memory={"max_kv": 48 << 20})
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR2])
@@ -182,3 +211,146 @@ def test_streams_go_on_soon_after_a_step_out_of_memory(spinning: "Engine") -> No
     assert num_ooms(spinning) == before + 1
     assert pause_s < promised_s()
     print(f"a step out of memory: {pause_s:.1f} s")
+
+
+def replace_worker(engine: "Engine") -> None:
+    """Kill the worker of an idle engine, and return when the next one serves."""
+    engine.kill_worker()
+    until(lambda: not headroom(engine).ready)
+    until(lambda: is_idle(headroom(engine)))
+
+
+def limit_memory(pid: int, limit: int) -> None:
+    """Refuse a process all large allocations from now on."""
+    memory = psutil.Process(pid).memory_info()
+    size = {resource.RLIMIT_AS: memory.vms, resource.RLIMIT_DATA: memory.data}[limit]
+    resource.prlimit(pid, limit, (size + FREE_BYTES, size + FREE_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("limit", "language"),
+    [
+        (resource.RLIMIT_AS, "Python"),
+        (resource.RLIMIT_DATA, "torch"),
+        (resource.RLIMIT_AS, "C++"),
+    ],
+    ids=["address space, Python", "data, torch", "address space, C++"],
+)
+def test_streams_go_on_soon_where_a_process_gets_no_more_memory(
+    spinning: "Engine", limit: int, language: str
+) -> None:
+    """Within a step or between two; C++ code that must not throw ends the process."""
+    before = num_ooms(spinning)
+
+    def fault(pid: int) -> None:
+        limit_memory(pid, limit)
+        os.kill(pid, TAKING[language])
+
+    pause_s = survive(spinning, fault)
+    assert num_ooms(spinning) == before + 1
+    assert pause_s < promised_s()
+    print(f"no memory for {language}: {pause_s:.1f} s")
+
+    replace_worker(spinning)  # one that survived is limited still
+
+
+def test_a_grammar_for_which_there_is_no_memory_is_the_next_workers(spinning: "Engine") -> None:
+    """Nothing but a large file of the model is to be read, and the client is not told to simplify
+    the grammar."""
+    until(lambda: is_idle(headroom(spinning)))
+    undisturbed = matched(spinning)
+    replace_worker(spinning)  # by one that has no vocabulary yet
+    before = num_ooms(spinning)
+    answers: list[list[int]] = []
+
+    def fault(pid: int) -> None:
+        limit_memory(pid, resource.RLIMIT_AS)
+        answers.append(matched(spinning))
+        assert spinning.worker_pid != pid
+
+    pause_s = survive(spinning, fault)
+    assert answers == [undisturbed]
+    assert num_ooms(spinning) == before + 1
+    assert pause_s < promised_s()
+    print(f"no memory for a grammar: {pause_s:.1f} s")
+
+
+def matched(engine: "Engine") -> list[int]:
+    """Return the tokens of a greedy answer that matches a grammar."""
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPTS[0]),
+        sampling=pb.SamplingParams(temperature=0.0),
+        stop=pb.StopConditions(max_tokens=20),
+        output=pb.OutputOptions(return_token_ids=True),
+        grammar=pb.Grammar(regex="[a-z ]{40,60}"),
+    )
+    with grpc.insecure_channel(engine.target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        responses = stub.Generate(request, timeout=PATIENCE_S)
+        return [token for each in responses for token in each.delta.token_ids]
+
+
+FOUR_RANKS = {
+    "gpus": 4,
+    "parallelism": {"tensor": 2, "pipeline": 2},
+    "memory": {"device_bytes": 1 << 30, "max_kv": 32 << 20, "tiers": {"host": {"size": 0}}},
+    "batching": {"max_sequences": 4, "prefill_chunk_tokens": 64},
+    "model": {"max_model_len": 256, "deterministic": True},
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(start_handling: "StartEngine") -> "Engine":
+    return start_handling(**FOUR_RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", ["Python", "torch", "C++"])
+def test_streams_go_on_soon_where_one_rank_of_four_gets_no_more_memory(
+    four_ranks: "Engine", language: str
+) -> None:
+    before = num_ooms(four_ranks)
+
+    def fault(pid: int) -> None:
+        ranks = psutil.Process(pid).children()
+        assert len(ranks) == 3
+        limit_memory(ranks[-1].pid, resource.RLIMIT_AS)
+        ranks[-1].send_signal(TAKING[language])
+
+    pause_s = survive(four_ranks, fault)
+    assert num_ooms(four_ranks) == before + 1
+    assert pause_s < promised_s()
+    print(f"no memory for {language} in one rank of four: {pause_s:.1f} s")
+
+
+@pytest.fixture
+def container() -> Iterator[Container]:
+    with make_container() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"memory": {"max_kv": 48 << 20}}, pytest.param(FOUR_RANKS, marks=pytest.mark.slow)],
+    ids=["one", "four ranks"],
+)
+def test_streams_go_on_soon_where_another_process_takes_the_containers_memory(
+    start_engine: "StartEngine", container: Container, sections: dict[str, Any]
+) -> None:
+    """The kernel kills the worker or one of its ranks."""
+    engine = start_engine(**sections)
+    container.take(engine.process.pid)
+    # Memory is the container's from the next worker on.
+    replace_worker(engine)
+    assert num_ooms(engine) == 0
+
+    def fault(pid: int) -> None:
+        container.leave_free(96 << 20)
+        ranks = [pid, *(each.pid for each in psutil.Process(pid).children())]
+        with container.hog(ranks):
+            until(lambda: container.num_kills and not psutil.pid_exists(pid))
+
+    pause_s = survive(engine, fault)
+    assert num_ooms(engine) == 1
+    assert pause_s < promised_s()
+    print(f"no memory in the container: {pause_s:.1f} s")

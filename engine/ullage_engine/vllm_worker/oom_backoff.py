@@ -127,7 +127,7 @@ class OomBackoff:
         self._write()
 
     def on_failed_step(self, error: Exception) -> None:
-        """Note a step's error, which ends this worker; its last report counts the shortage."""
+        """Note a step's error, which ends this worker; its exit status counts the shortage."""
         self._on_error(error)
         self._write()
 
