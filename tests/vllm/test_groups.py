@@ -86,6 +86,18 @@ def worker(pair: tuple[WorkerProcess, Any]) -> WorkerProcess:
     return pair[0]
 
 
+def test_each_rank_proves_its_part(pair: tuple[WorkerProcess, Any], weights_dir: Path) -> None:
+    contents = [path.read_bytes().partition(b"\n")[2] for path in weights_dir.glob("vllm-*.proof")]
+    found = [each for content in contents if len(each := json.loads(content)["ranks"]) == 4]
+    assert found
+    first, *others = found[0]
+    assert len(first["samples"]) == 5
+    assert [each["samples"] for each in others] == [[]] * 3
+    tables = ["model.layers.0.self_attn.rotary_emb.cos_sin_cache" in first["tensors"]]
+    tables += [any("cos_sin_cache" in name for name in each["tensors"]) for each in others]
+    assert all(tables)
+
+
 def make_request(name: str, token_ids: list[int], **fields: Any) -> EngineRequest:
     return EngineRequest(
         request_id=name,

@@ -37,6 +37,10 @@ pages. A GPU's are all read."""
 SAMPLES = 256
 """Logits of a row that are stored, evenly spread over the vocabulary."""
 
+_SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+"""How much a logit may differ where products are not summed in one order at every start, as a share
+of its row's spread."""
+
 _SLICE_PAGES = 4096
 _DIGEST_CHARACTERS = 32
 
@@ -118,6 +122,31 @@ class ProofFile:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
         return self.read() or ranks
+
+
+def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
+    """Return how much logits may differ from one start to another: a share of their row's spread;
+    0: not at all."""
+    return 0.0 if is_exact else _SPREAD_SHARE[dtype]
+
+
+def confirm(
+    file: ProofFile, verified: list[Proof] | None, found: list[Proof], tolerance: float
+) -> None:
+    """Compare the proofs of all ranks with those of a verified start, or store them for the next
+    starts where there is none.
+
+    Raises:
+        ProofError: a rank computes otherwise.
+    """
+    expected = verified or file.write(found)
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        source = f"the verified start of {file.path}"
+        check(one, other, tolerance, source + (f" on rank {rank}" if len(found) > 1 else ""))
+    log.info(
+        "this start computes as a verified one does" if verified else "this start is verified",
+        extra={"proof": file.path.name},
+    )
 
 
 def check(found: Proof, expected: Proof, tolerance: float, source: str) -> None:

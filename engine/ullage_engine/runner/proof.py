@@ -14,16 +14,6 @@ from ullage_engine.model_loader.proof import (
 from ullage_engine.protocol.errors import ProofError
 from ullage_engine.runner.model_runner import ModelRunner
 
-_SPREAD_SHARE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-"""How much a logit may differ where products are not summed in one order at every start, as a share
-of its row's spread."""
-
-
-def tolerance(dtype: torch.dtype, *, is_exact: bool) -> float:
-    """Return how much logits may differ from one start to another: a share of their row's spread;
-    0: not at all."""
-    return 0.0 if is_exact else _SPREAD_SHARE[dtype]
-
 
 def take_proof(
     runner: ModelRunner,

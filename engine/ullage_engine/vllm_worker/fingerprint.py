@@ -1,7 +1,8 @@
 """What decides the bits of the answers of an engine with vLLM. Imports no vLLM."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ class Backend:
     processor: str
     dtype: str
     """Type of weights and activations."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """vLLM's variables of the environment that are set and may choose how it computes."""
 
 
 def engine_facts(
@@ -61,6 +64,8 @@ def engine_facts(
     }
     if backend.device == "cpu":
         facts["threads"] = str(torch.get_num_threads())
+    if backend.environment:
+        facts["environment"] = json.dumps(dict(backend.environment), sort_keys=True)
     return facts
 
 

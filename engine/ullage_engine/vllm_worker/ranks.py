@@ -35,7 +35,27 @@ class WorkerExtension:
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
             die_with_parent(parent.pid)
+        # Slow to import for a follower, which holds vLLM's processes and computes nothing.
+        from ullage_engine.kernels.first_calls import make_first_calls
+
+        # Before vLLM computes rotary tables with them.
+        make_first_calls()
         return super().__new__(cls)
+
+    def ullage_digests(self, with_weights: bool) -> dict[str, str]:
+        """Return digests of this rank's rotary tables, and of its weights."""
+        from ullage_engine.vllm_worker.proof import digest_model
+
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        return digest_model(runner.get_model(), with_weights=with_weights)
+
+    def ullage_changed_table(self) -> str:
+        """Compute this rank's rotary tables once more; return the name of one that has other bits
+        now, empty: none has."""
+        from ullage_engine.vllm_worker.proof import changed_table
+
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        return changed_table(runner.get_model(), runner.model_config.dtype)
 
     def ullage_warm_up(self) -> None:
         """Compute the largest step, which allocates the memory of libraries and activations.

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 from llguidance import LLTokenizer
 
 from ullage_common.config.engine import EngineConfig
@@ -21,8 +22,14 @@ from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_loader import digest
 from ullage_engine.model_loader.files import check_for_vllm
 from ullage_engine.model_loader.loader import check_unchanged, source_key
+from ullage_engine.model_loader.proof import ProofFile, confirm, tolerance
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.errors import MemoryShortError, WeightsError, WorkerStartError
+from ullage_engine.protocol.errors import (
+    MemoryShortError,
+    ProofError,
+    WeightsError,
+    WorkerStartError,
+)
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
@@ -33,9 +40,10 @@ from ullage_engine.vllm_worker.checkpoint import checkpoint_folder, written_byte
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.fingerprint import Backend, adapter_facts, engine_facts
 from ullage_engine.vllm_worker.group import lead
-from ullage_engine.vllm_worker.interface import AdapterError
+from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput
 from ullage_engine.vllm_worker.memory import StartMemory
 from ullage_engine.vllm_worker.oom_backoff import OomBackoff, Taken
+from ullage_engine.vllm_worker.proof import Probe, proof_file, take_proofs
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.sequence import EngineLimits
 from ullage_engine.vllm_worker.shared_memory import SharedMemory, shared_memory_of
@@ -159,6 +167,7 @@ def start(
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
+        ProofError: it computes otherwise than at a start that was verified.
     """
     shared_memory = _prepare(config)
     backoff = OomBackoff(Path(config.server.run_dir))
@@ -186,7 +195,8 @@ def _start(
         core, max_model_len, weights_digest = _load(config, memory, progress, node, is_restart)
     if chunk_tokens := backoff.limits.chunk_tokens:
         core.limit_chunk(chunk_tokens)
-    core.probe()
+    probe = core.probe_size
+    outputs = core.run_probe(probe)
     memory.settle(core)
     profile = _profile(core, config)
     backoff.took(_taken(core, profile))
@@ -199,7 +209,9 @@ def _start(
         clock=time.monotonic,
     )
     limits = _limits(core, config, memory)
-    facts = _facts(core, config, weights_digest(progress.repeat))
+    content = weights_digest(progress.repeat)
+    facts = _facts(core, config, content)
+    _prove(core, probe, outputs, proof_file(weights_dir, content, facts, probe))
     kv_space = _kv_space(core, facts, profile, host_tier) if host_tier else b""
     tiers = None
     if kv_space:
@@ -231,6 +243,24 @@ def _start(
     )
     engine.on_failed_step = started.on_failed_step
     return started
+
+
+def _prove(
+    core: vllm_core.VllmCore, probe: Probe, outputs: list[CoreOutput], file: ProofFile
+) -> None:
+    """Compare this start with a verified one, or store it as one for the next starts.
+
+    Raises:
+        ProofError: it computes otherwise.
+    """
+    bound = tolerance(getattr(torch, core.dtype), is_exact=False)
+    verified = file.read()
+    try:
+        found = take_proofs(core, probe, outputs, bound, verifies=verified is None)
+        confirm(file, verified, found, bound)
+    except ProofError:
+        core.close()
+        raise
 
 
 def _taken(core: vllm_core.VllmCore, profile: MemoryProfile) -> Taken:
@@ -396,6 +426,7 @@ def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict
         device="cpu" if vllm_core.is_cpu() else "cuda",
         processor=vllm_core.processor(),
         dtype=core.dtype,
+        environment=vllm_core.environment(),
     )
     return engine_facts(config, resolve_source(config.model.source), weights, backend)
 

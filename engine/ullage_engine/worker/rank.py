@@ -27,7 +27,7 @@ from ullage_engine.memory.ledger import mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, check_loaded, load_weights
-from ullage_engine.model_loader.proof import Proof, ProofFile, code_digest
+from ullage_engine.model_loader.proof import Proof, ProofFile, code_digest, tolerance
 from ullage_engine.native.library import instruction_set
 from ullage_engine.parallel.layout import (
     LayoutError,
@@ -46,7 +46,7 @@ from ullage_engine.protocol.messages import Loading
 from ullage_engine.quantization.formats import Encoding
 from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.runner.model_runner import ModelRunner
-from ullage_engine.runner.proof import take_proof, tolerance
+from ullage_engine.runner.proof import take_proof
 from ullage_engine.runner.step_graphs import CudaCapture, NewCapture
 from ullage_engine.scheduler.sequence import PromptCost, SchedulerLimits
 from ullage_engine.worker.device import (

@@ -18,7 +18,7 @@ from ullage_common.wire.fingerprint import Fingerprint
 from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.memory.pressure import FreeMemoryMonitor
 from ullage_engine.model_config.dtypes import dtype_name
-from ullage_engine.model_loader.proof import Proof, check
+from ullage_engine.model_loader.proof import Proof, confirm
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.parallel.layout import device_map, group_state_bytes
 from ullage_engine.protocol.errors import (
@@ -167,7 +167,7 @@ def start(
         own.allocate_kv(num_blocks)
         verified = own.proof_file.read()
         own.finalize(verifies=verified is None)
-        _check_proofs(own, verified, [])
+        _confirm(own, verified, [])
         used_bytes = own.meter.recent_bytes
         return _started(own, own.runner, num_blocks, own.ledger, used_bytes, own.close)
     # Decided before any other rank takes memory, or shares would depend on who loads when.
@@ -223,7 +223,7 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
     processes.broadcast(Finalize(verifies=verified is None))
     own.finalize(verifies=verified is None)
     answers = processes.wait_done()
-    _check_proofs(own, verified, answers)
+    _confirm(own, verified, answers)
     ledger = group_ledger(own.ledger, answers)
 
     def used_bytes() -> int:
@@ -239,23 +239,14 @@ def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -
     return _started(own, runner, num_blocks, ledger, used_bytes, stop)
 
 
-def _check_proofs(own: RankStartup, verified: list[Proof] | None, others: list[Done]) -> None:
-    """Compares the proofs of all ranks with those of a verified start, or keeps them for the next
-    ones where there is none.
+def _confirm(own: RankStartup, verified: list[Proof] | None, others: list[Done]) -> None:
+    """Compare the proofs of all ranks with those of a verified start, or store them.
 
     Raises:
         ProofError: a rank computes otherwise.
     """
-    file = own.proof_file
     found = [each for each in (own.proof, *(answer.proof for answer in others)) if each is not None]
-    expected = verified or file.write(found)
-    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        source = f"the verified start of {file.path}" + (f" on rank {rank}" if others else "")
-        check(one, other, own.proof_tolerance, source)
-    log.info(
-        "this start computes as a verified one does" if verified else "this start is verified",
-        extra={"proof": file.path.name},
-    )
+    confirm(own.proof_file, verified, found, own.proof_tolerance)
 
 
 def _started(

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,8 @@ def test_with_vllm_two_copies_compute_alike_and_each_change_is_told(
         fields = {"version": "1.0", "device": "cpu", "processor": "p", "dtype": "bfloat16"}
         fact = "vllm" if name == "version" else name
         assert changed(Backend(**{**fields, name: value})) == {fact}
+    environment = {"VLLM_BATCH_INVARIANT": "1"}
+    assert changed(replace(BACKEND, environment=environment)) == {"environment"}
     config = copy / "config.json"
     config.write_text(config.read_text().replace("1e-06", "1e-05"))
     found = vllm_fingerprint(vllm_config(copy), tmp_path / "kept")

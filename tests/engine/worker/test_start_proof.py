@@ -103,7 +103,7 @@ def proofs(weights: Path) -> list[bytes]:
 def test_every_start_computes_as_the_first_one(
     start_worker: StartWorker, weights: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "ullage.engine.worker")
+    caplog.set_level("INFO", "ullage.engine.weights")
     start_worker()
     assert "this start is verified" in caplog.messages
     [first] = proofs(weights)

@@ -1,6 +1,7 @@
 """vLLM's engine in this process."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 import vllm
 from llguidance import LLTokenizer
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
@@ -33,7 +35,6 @@ from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.protocol.errors import GroupLostError, WorkerStartError
 from ullage_engine.protocol.messages import EngineRequest, RankPlace
-from ullage_engine.protocol.messages import SamplingParams as OurSamplingParams
 from ullage_engine.vllm_worker.bindings.blocks import (
     GroupKind,
     VllmBlocks,
@@ -58,6 +59,7 @@ from ullage_engine.vllm_worker.bindings.requests import (
     unmatched,
 )
 from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput, InvalidRequestError
+from ullage_engine.vllm_worker.proof import Probe
 from ullage_engine.vllm_worker.ranks import RESUMED
 from ullage_engine.vllm_worker.tiers import TiersRefusedError, TierTransfers
 from ullage_engine.worker.device import HostTier, open_ledger
@@ -70,6 +72,11 @@ VERSION = "0.32.0"
 """The version of vLLM that this file was tested with."""
 
 _PROBE_STEPS = 100
+_NOT_CHOSEN = {
+    *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_CI_ENV"),
+    *("VLLM_CONFIGURE_LOGGING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"),
+}
+"""Variables that say where threads run, and those that Ullage and vLLM set themselves."""
 _NOTICED_WITHIN_S = 2.0
 """Seconds in which vLLM notices that a rank has ended, after the step that failed with it."""
 
@@ -136,6 +143,12 @@ def check_device(asked: str) -> None:
 def processor() -> str:
     """Returns the kind of processor that vLLM computes with, without a context on a GPU."""
     return cpu_kind() if is_cpu() else str(current_platform.get_device_name())
+
+
+def environment() -> dict[str, str]:
+    """Return vLLM's variables of the environment that are set and may choose how it computes."""
+    names = {each for each in envs.compile_factors() if each.startswith("VLLM_")} - _NOT_CHOSEN
+    return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
 
 def item_bytes(dtype: str) -> int:
@@ -241,6 +254,7 @@ class VllmCore:
         self._kv_configs: list[KVCacheConfig] = getattr(core.model_executor, "kv_configs", [])
         self._requests: dict[str, Request] = {}
         """vLLM's requests by our ids."""
+        self._num_probes = 0
         self._broken: dict[str, str] = {}
         """Why a grammar cannot be followed any more, by vLLM's ids of requests."""
         self._adapters = {
@@ -519,27 +533,49 @@ class VllmCore:
             self.abort(request_id)
         return [each for each in outputs if each.request_id not in ids] + failed
 
-    def probe(self) -> None:
-        """Compute one token, so that a fault of every step fails the start.
+    # proof ---------------------------------------------------------------------------------------
+
+    @property
+    def probe_size(self) -> Probe:
+        """The size of the probe that every start computes."""
+        groups = self.groups
+        kinds = [each for each in groups if not each.state_blocks]
+        num_blocks = self.blocks.num_blocks - sum(each.state_blocks for each in groups)
+        # Each group takes its own blocks, of which the smallest bound the sequence.
+        in_pool = num_blocks // max(1, len(kinds)) * min((k.block_tokens for k in kinds), default=0)
+        longest = self.max_model_len
+        return Probe(
+            vocab_size=self.vocab_size,
+            room_tokens=max(2, min(longest, in_pool) if kinds else longest),
+            max_logprobs=self._most_logprobs,
+            is_embedding=self.task == "embed",
+            may_draft=self.lookahead_tokens > 0,
+        )
+
+    @property
+    def _most_logprobs(self) -> int:
+        most = int(self._config.model_config.max_logprobs)
+        return self.vocab_size if most < 0 else min(most, self.vocab_size)
+
+    @property
+    def has_plain_weights(self) -> bool:
+        """Whether the checkpoint is not quantised: vLLM has checked that it has all its weights."""
+        return self._config.model_config.quantization is None
+
+    def run_probe(self, probe: Probe) -> list[CoreOutput]:
+        """Compute a few tokens, so that a fault of every step fails the start; return what came of
+        them, in the order of requests and tokens, and keep nothing of them.
 
         Raises:
-            WorkerStartError: the step fails for another reason than memory; after a lack of memory
+            WorkerStartError: a step fails for another reason than memory; after a lack of memory
                 another start may do better.
             RuntimeError: the process of a rank has ended.
         """
-        is_embedding = self.task == "embed"
-        request = EngineRequest(
-            request_id="probe",
-            token_ids=[0],
-            num_prompt_tokens=1,
-            max_tokens=0 if is_embedding else 1,
-            sampling=OurSamplingParams(temperature=0.0),
-            embed=is_embedding,
-        )
+        self._num_probes += 1
+        requests = probe.requests(self._num_probes)
         try:
-            self.add(request, 1)
-            if not any(self.step() for _ in range(_PROBE_STEPS)):
-                raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
+            outputs = self._run_in_turns(requests)
+            self._drop_prefixes()
         except Exception as error:
             if isinstance(error, GroupLostError) or is_out_of_memory(error):
                 raise  # another start may do better then
@@ -549,7 +585,55 @@ class VllmCore:
                 f"vllm: the first step fails ({_one_line(error)}); vLLM cannot serve this model on "
                 "this device, see the log above"
             ) from error
-        self.forget(request.request_id)
+        return [each for request in requests for each in outputs[request.request_id]]
+
+    def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
+        """Compute requests, each of which begins when the one before has its first token."""
+        outputs: dict[str, list[CoreOutput]] = {}
+        for request in requests:
+            self.add(request, request.max_tokens)
+            outputs[request.request_id] = []
+            self._step_until(outputs, partial(_has_tokens, outputs, request, 1))
+
+        for request in requests:
+            self._step_until(outputs, partial(_has_tokens, outputs, request, request.max_tokens))
+            self.forget(request.request_id)
+        return outputs
+
+    def _step_until(
+        self, outputs: dict[str, list[CoreOutput]], is_done: Callable[[], bool]
+    ) -> None:
+        """Step until something holds, and add what comes to `outputs`."""
+        for _ in range(_PROBE_STEPS):
+            if is_done():
+                return
+            for each in self.step():
+                if each.finish == "error":
+                    raise RuntimeError(each.error or "vLLM gave the probe up; see the log above")
+                outputs[each.request_id].append(each)
+        raise RuntimeError(f"nothing came of {_PROBE_STEPS} steps")
+
+    def _drop_prefixes(self) -> None:
+        """Empty the prefix cache, while no request has blocks or soon none will."""
+        if not self.has_prefix_cache:
+            return
+        for _ in range(_PROBE_STEPS):
+            if self.blocks.num_free == self.blocks.num_blocks:
+                break
+            self._step()  # one that is in flight still has blocks
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("the probe's blocks are not given back")
+
+    def digests(self) -> list[dict[str, str]]:
+        """Return digests of the tables and weights that each rank has in memory, by name."""
+        args = (self.has_plain_weights,)
+        found: list[dict[str, str]] = self._executor.collective_rpc("ullage_digests", args=args)
+        return found
+
+    def changed_table(self) -> str:
+        """Compute the tables of all ranks once more; return the name of one that is computed
+        otherwise now, empty: none is."""
+        return next(filter(None, self._executor.collective_rpc("ullage_changed_table")), "")
 
     def check_ranks(self) -> None:
         """Checks that the processes of all ranks on this node are there.
@@ -579,6 +663,15 @@ class VllmCore:
         if sent:
             matcher.consume_tokens(sent)
         return Grammar(matcher, lambda reason: self._broken.setdefault(internal, reason))
+
+
+def _has_tokens(
+    outputs: Mapping[str, Sequence[CoreOutput]], request: EngineRequest, num_tokens: int
+) -> bool:
+    """Return whether a request has so many tokens, or its embedding."""
+    own = outputs[request.request_id]
+    num_found = sum(len(each.token_ids) for each in own)
+    return bool(own) and (request.embed or num_found >= num_tokens)
 
 
 def _field_of(error: Exception) -> str:

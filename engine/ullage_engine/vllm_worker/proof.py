@@ -1,0 +1,217 @@
+"""Proves that vLLM computes as a verified start of the same model did. Imports no vLLM.
+
+The probe is two requests that vLLM serves as any others: a prompt, a prompt beside a decode, two
+decodes. Every output is one token that is named beforehand, so that equally likely tokens part no
+two starts. What is compared are the log-probabilities of that token and of the likeliest ones,
+sorted: which tokens those are may change where two are equally likely, how likely they are may not.
+
+Beside the probe each rank digests its rotary tables and its weights. vLLM checks that it has loaded
+every weight of a checkpoint that is not quantised, and only of these are the weights compared:
+formats of quantised ones may have places that nobody writes.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ullage_engine.model_loader.proof import (
+    LogitsDigest,
+    Proof,
+    ProofFile,
+    check,
+    code_digest,
+    digest_weights,
+)
+from ullage_engine.protocol.errors import ProofError
+from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.vllm_worker.interface import CoreOutput
+
+_PROMPTS = (32, 16)
+"""Tokens of the probe's prompts; the second one begins beside the first one's decodes."""
+_OUTPUTS = (3, 2)
+"""Tokens of their outputs."""
+_TOP = 20
+"""Likeliest tokens of a step; vLLM reports no more of them by default."""
+_BIAS = 100.0
+"""Bias of the token that is named, the largest that vLLM takes."""
+_STEP = 7919
+"""Distance of the tokens of prompts, modulo the vocabulary; a prime, so that no two are the same
+in vocabularies of other sizes."""
+_TABLE_WORDS = ("cos", "sin", "inv_freq")
+"""Parts of the names of rotary tables."""
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The size of the probe, which has to fit where a model serves little."""
+
+    vocab_size: int
+    room_tokens: int
+    """Tokens of the longest sequence that can be served."""
+    max_logprobs: int = _TOP
+    """Most log-probabilities that vLLM reports of a step."""
+    is_embedding: bool = False
+    may_draft: bool = False
+    """Whether steps have draft tokens, with which vLLM takes no biases."""
+
+    def requests(self, run: int) -> list[EngineRequest]:
+        """Return what is asked, the second one when the first has its first token.
+
+        `run`: the number of the probe in this process; another one shares no KV.
+        """
+        return [self._request(number, run) for number in range(1 if self._is_single else 2)]
+
+    @property
+    def _is_single(self) -> bool:
+        return self.is_embedding or self.may_draft
+
+    @property
+    def sizes(self) -> str:
+        """The lengths of prompts and outputs, in words."""
+        return str([(len(each.token_ids), each.max_tokens) for each in self.requests(0)])
+
+    def _request(self, number: int, run: int) -> EngineRequest:
+        num_output = 0 if self.is_embedding else 1 if self._is_single else _OUTPUTS[number]
+        num_output = max(min(num_output, self.room_tokens - 1), 0 if self.is_embedding else 1)
+        num_prompt = max(1, min(_PROMPTS[number], self.room_tokens - num_output))
+        first = 1 + sum(_PROMPTS[:number])
+        tokens = [_STEP * place % self.vocab_size for place in range(first, first + num_prompt)]
+
+        named = _STEP * (first + _PROMPTS[number]) % self.vocab_size
+        sampling = SamplingParams(
+            temperature=0.0,
+            logit_bias={} if self._is_single else {named: _BIAS},
+            top_logprobs=None if self.is_embedding else min(_TOP, self.max_logprobs),
+        )
+        return EngineRequest(
+            request_id=f"probe-{run}-{number}",
+            token_ids=tokens,
+            num_prompt_tokens=num_prompt,
+            max_tokens=num_output,
+            sampling=sampling,
+            cache_salt=f"ullage probe {run}",
+            embed=self.is_embedding,
+        )
+
+
+class ProvenCore(Protocol):
+    """What a proof is taken of."""
+
+    def run_probe(self, probe: Probe) -> list[CoreOutput]:
+        """Compute the requests of a probe; return what came of them, in the order of requests and
+        tokens, and keep nothing of them."""
+
+    def digests(self) -> list[dict[str, str]]:
+        """Return digests of what each rank has in memory, by name."""
+
+    def changed_table(self) -> str:
+        """Compute the tables of all ranks once more; return the name of one that is computed
+        otherwise now, empty: none is."""
+
+
+def proof_file(folder: Path, weights: str, facts: Mapping[str, str], probe: Probe) -> ProofFile:
+    """Return the place of the proofs of all ranks.
+
+    Args:
+        weights: digest of the files of the weights.
+        facts: those of the engine's fingerprint.
+    """
+    own = {"code": code_digest([_FOLDER]), "probe": probe.sizes}
+    return ProofFile(folder, f"vllm-{weights[:32]}", {**facts, **own})
+
+
+def take_proofs(
+    core: ProvenCore,
+    probe: Probe,
+    outputs: Sequence[CoreOutput],
+    tolerance: float,
+    *,
+    verifies: bool,
+) -> list[Proof]:
+    """Return the proof of each rank.
+
+    Args:
+        outputs: those of the probe, which has been computed once.
+        verifies: everything is computed once more and compared, since no other start did before.
+
+    Raises:
+        ProofError: two computations differ.
+    """
+    found = _proofs(core.digests(), outputs)
+    if verifies:
+        again = _proofs(core.digests(), core.run_probe(probe))
+        for one, other in zip(again, found, strict=True):
+            check(one, other, tolerance, "it did a moment before")
+        if name := core.changed_table():
+            raise ProofError(f"{name} is computed otherwise a second time; the next start may not")
+    return found
+
+
+def _proofs(tensors: Sequence[dict[str, str]], outputs: Iterable[CoreOutput]) -> list[Proof]:
+    logits = LogitsDigest()
+    for row in map(torch.tensor, _rows(outputs)):
+        logits.add(row[None])
+    first, *others = tensors
+    nothing = LogitsDigest()
+    return [
+        Proof(first, logits.hexdigest(), logits.samples),
+        *(Proof(each, nothing.hexdigest(), []) for each in others),
+    ]
+
+
+def _rows(outputs: Iterable[CoreOutput]) -> list[list[float]]:
+    """Return the numbers of each token, or those of an embedding."""
+    rows: list[list[float]] = []
+    for output in outputs:
+        if output.embedding:
+            rows.append(np.frombuffer(output.embedding, "<f4").tolist())
+        for each in output.logprobs or []:
+            # One that is as likely as the last of these counts among them, too.
+            rows.append([each.logprob, *each.top_logprobs[:_TOP]])
+    return rows
+
+
+def digest_model(model: torch.nn.Module, *, with_weights: bool) -> dict[str, str]:
+    """Return digests of a model's rotary tables, and of its weights, where they are in its
+    parameters: libraries may have packed others where nobody can read them."""
+    tensors = {name: each for name, each in model.named_buffers() if _is_table(name, each)}
+    if with_weights:
+        tensors |= {name: each.data for name, each in model.named_parameters() if each.numel()}
+    return digest_weights(tensors)
+
+
+def _is_table(name: str, buffer: torch.Tensor) -> bool:
+    own = name.rpartition(".")[2]
+    is_named = any(word in own for word in _TABLE_WORDS)
+    return is_named and buffer.is_floating_point() and buffer.numel() > 0
+
+
+def changed_table(model: torch.nn.Module, dtype: torch.dtype) -> str:
+    """Compute a model's rotary tables once more, as vLLM does at its start; return the name of one
+    that has other bits now, empty: none has.
+
+    `dtype`: type of the activations.
+    """
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return next((name for name, module in model.named_modules() if _differs(module)), "")
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _differs(module: torch.nn.Module) -> bool:
+    compute = getattr(module, "_compute_cos_sin_cache", None)
+    table = getattr(module, "cos_sin_cache", None)
+    if compute is None or table is None or inspect.signature(compute).parameters:
+        return False
+    with table.device:
+        again = compute().to(table.device, table.dtype)
+    return again.shape == table.shape and not torch.equal(again, table)

@@ -1,0 +1,219 @@
+"""The proof of a start with vLLM: what is asked, what is compared, and what ends the start."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ullage_engine.model_loader.proof import confirm, tolerance
+from ullage_engine.protocol.errors import ProofError
+from ullage_engine.protocol.messages import TokenLogprobs
+from ullage_engine.vllm_worker.interface import CoreOutput
+from ullage_engine.vllm_worker.proof import (
+    Probe,
+    changed_table,
+    digest_model,
+    proof_file,
+    take_proofs,
+)
+
+PROBE = Probe(vocab_size=49_152, room_tokens=1024)
+FLOAT32 = tolerance(torch.float32, is_exact=False)
+WEIGHTS = "ab" * 32
+
+
+class FakeCore:
+    """Computes the probe and digests of two ranks."""
+
+    def __init__(self) -> None:
+        self.num_probes = 0
+        self.weights = "a"
+        self.table = ""
+        self.numbers: Callable[[int], list[float]] = lambda _: [-9.0, -1.0, -2.0, -3.0]
+        """Log-probabilities of a token in the run of that number."""
+
+    def run_probe(self, probe: Probe) -> list[CoreOutput]:
+        self.num_probes += 1
+        chosen, *top = self.numbers(self.num_probes)
+        return [
+            CoreOutput(request.request_id, [7], logprobs=[TokenLogprobs(chosen, [1, 2, 3], top)])
+            for request in probe.requests(self.num_probes)
+            for _ in range(request.max_tokens)
+        ]
+
+    def digests(self) -> list[dict[str, str]]:
+        return [{"w": self.weights, "cos_sin_cache": "t"}, {"w": "b"}]
+
+    def changed_table(self) -> str:
+        return self.table
+
+
+def start(core: FakeCore, folder: Path, **facts: str) -> None:
+    """Prove a start, as a worker does."""
+    file = proof_file(folder, WEIGHTS, {"vllm": "1", **facts}, PROBE)
+    verified = file.read()
+    outputs = core.run_probe(PROBE)
+    found = take_proofs(core, PROBE, outputs, FLOAT32, verifies=verified is None)
+    confirm(file, verified, found, FLOAT32)
+
+
+@given(
+    vocab_size=st.integers(2, 300_000),
+    room_tokens=st.integers(2, 200),
+    max_logprobs=st.integers(0, 40),
+    is_embedding=st.booleans(),
+    may_draft=st.booleans(),
+    run=st.integers(1, 3),
+)
+def test_the_probe_fits_whatever_a_model_serves(
+    vocab_size: int,
+    room_tokens: int,
+    max_logprobs: int,
+    is_embedding: bool,
+    may_draft: bool,
+    run: int,
+) -> None:
+    probe = Probe(vocab_size, room_tokens, max_logprobs, is_embedding, may_draft)
+    requests = probe.requests(run)
+    assert probe.requests(run) == requests
+    for each in requests:
+        named = list(each.sampling.logit_bias)
+        assert all(0 <= token < vocab_size for token in each.token_ids + named)
+        assert 1 <= each.num_prompt_tokens == len(each.token_ids)
+        assert len(each.token_ids) + each.max_tokens <= room_tokens
+        assert each.max_tokens == 0 if is_embedding else each.max_tokens >= 1
+        assert (each.sampling.top_logprobs or 0) <= max_logprobs
+        assert each.cache_salt not in {other.cache_salt for other in probe.requests(run + 1)}
+
+
+def test_the_usual_probe_is_a_prompt_beside_a_decode_of_named_tokens() -> None:
+    first, second = PROBE.requests(1)
+    assert (len(first.token_ids), len(second.token_ids)) == (32, 16)
+    assert (first.max_tokens, second.max_tokens) == (3, 2)
+    assert len(set(first.token_ids + second.token_ids)) == 48
+    assert len(first.sampling.logit_bias) == len(second.sampling.logit_bias) == 1
+    assert len(replace(PROBE, may_draft=True).requests(1)) == 1
+    assert replace(PROBE, may_draft=True).requests(1)[0].sampling.logit_bias == {}
+
+
+def test_the_first_start_computes_twice_and_later_ones_once(tmp_path: Path) -> None:
+    core = FakeCore()
+    start(core, tmp_path)
+    assert core.num_probes == 2
+    start(core, tmp_path)
+    assert core.num_probes == 3
+    [path] = tmp_path.iterdir()
+    assert path.name.startswith("vllm-abab") and path.suffix == ".proof"
+
+
+def test_a_first_start_that_computes_two_things_is_not_kept(tmp_path: Path) -> None:
+    core = FakeCore()
+    core.numbers = lambda run: [-9.0, -1.0, -2.0, -3.0 - 0.1 * run]
+    with pytest.raises(ProofError, match="than it did a moment before: logits of the probe"):
+        start(core, tmp_path)
+
+    core = FakeCore()
+    core.table = "model.rotary_emb"
+    with pytest.raises(ProofError, match=r"^model\.rotary_emb is computed otherwise a second"):
+        start(core, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_later_start_may_differ_within_the_bound_alone(tmp_path: Path) -> None:
+    core = FakeCore()
+    start(core, tmp_path)
+    # 8 is the spread of the numbers.
+    core.numbers = lambda _: [-9.0, -1.0, -2.0, -3.0 - 8 * 0.0009]
+    start(core, tmp_path)
+    core.numbers = lambda _: [-9.0, -1.0, -2.0, -3.0 - 8 * 0.0011]
+    with pytest.raises(ProofError, match=r"differ by 0\.0011 of their spread, and may by 0\.001;"):
+        start(core, tmp_path)
+    core.numbers = lambda _: [-9.0, -1.0, -2.0, float("nan")]
+    with pytest.raises(ProofError, match="differ by inf"):
+        start(core, tmp_path)
+    # Other facts have a proof of their own.
+    start(core, tmp_path, torch="2")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_weights_may_not_differ_at_all_and_the_rank_is_named(tmp_path: Path) -> None:
+    core = FakeCore()
+    start(core, tmp_path)
+    core.weights = "c"
+    with pytest.raises(ProofError, match=r"on rank 0: w has other bits in memory"):
+        start(core, tmp_path)
+
+
+def test_embeddings_are_compared_as_logits_are(tmp_path: Path) -> None:
+    probe = replace(PROBE, is_embedding=True)
+    vector = np.linspace(-1.0, 1.0, 384, dtype="<f4")
+
+    def proof(numbers: np.ndarray) -> list[list[float]]:
+        outputs = [CoreOutput("probe-1-0", [], embedding=numbers.tobytes())]
+        [first, _] = take_proofs(FakeCore(), probe, outputs, FLOAT32, verifies=False)
+        return first.samples
+
+    [row] = proof(vector)
+    assert len(row) == 384
+    assert proof(vector * 2) != [row]
+
+
+class Rotary(torch.nn.Module):
+    """Has its table as vLLM's modules do."""
+
+    cos_sin_cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache(), persistent=False)
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        places, parts = torch.arange(64, dtype=torch.float32), torch.arange(8, dtype=torch.float32)
+        angles = places[:, None] * parts
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class Scaled(Rotary):
+    """Is computed from what only its start knows."""
+
+    def _compute_cos_sin_cache(self, scale: float = 0.5) -> torch.Tensor:
+        return super()._compute_cos_sin_cache() * scale
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary_emb = Rotary()
+        self.norm = torch.nn.Linear(8, 8, bias=False)
+        self.packed = torch.nn.Parameter(torch.empty(0))
+        self.register_buffer("workspace", torch.empty(4))
+
+
+def test_tables_and_weights_are_digested_and_nothing_else() -> None:
+    model = Model()
+    whole = digest_model(model, with_weights=True)
+    assert whole.keys() == {"rotary_emb.cos_sin_cache", "norm.weight"}
+    assert digest_model(model, with_weights=False).keys() == {"rotary_emb.cos_sin_cache"}
+
+    model.norm.weight.data.view(torch.int32)[3, 3] ^= 1
+    model.rotary_emb.cos_sin_cache[40, 3] += 1.5e-4
+    changed = digest_model(model, with_weights=True)
+    assert [changed[name] == whole[name] for name in whole] == [False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_that_is_computed_otherwise_is_named(dtype: torch.dtype) -> None:
+    model = Model()
+    model.scaled = Scaled()
+    model.rotary_emb.cos_sin_cache = model.rotary_emb.cos_sin_cache.to(dtype)
+    assert changed_table(model, dtype) == ""
+    assert torch.get_default_dtype() is torch.float32
+    model.scaled.cos_sin_cache[40:] += 0.01
+    assert changed_table(model, dtype) == ""
+    model.rotary_emb.cos_sin_cache[40:] += 0.01
+    assert changed_table(model, dtype) == "rotary_emb"
