@@ -69,9 +69,9 @@ def change_model(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
     warm_up = WorkerExtension.ullage_warm_up
 
     def change_by(change: Change) -> None:
-        def changed(self: Any) -> None:
+        def changed(self: Any) -> float:
             change(self.model_runner.get_model())
-            warm_up(self)
+            return warm_up(self)
 
         monkeypatch.setattr(WorkerExtension, "ullage_warm_up", changed)
 

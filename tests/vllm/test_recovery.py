@@ -30,6 +30,7 @@ from ullage.inference.v1 import inference_pb2_grpc
 PATIENCE_S = 300.0
 LENGTH = 64
 PROMPT = [504, 1296, 3995, 4199, 282, 7158, 359]  # "The three largest cities of Italy are"
+BUSY = "busy in a step without an end"
 HANDLERS = '''
 """Makes workers with vLLM end, fail and hang inside whatever they compute, by signals."""
 
@@ -38,10 +39,15 @@ import os, signal, sys, time
 def fail(number, frame):
     raise RuntimeError("an error inside a step")
 
+def spin(number, frame):
+    while True:
+        pass
+
 if "ullage_engine.vllm_worker" in sys.orig_argv:
     signal.signal(signal.SIGVTALRM, lambda number, frame: os._exit(0))
     signal.signal(signal.SIGUSR2, fail)
     signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(3600))
+    signal.signal(signal.SIGPROF, spin)
 '''
 
 
@@ -188,7 +194,7 @@ def engine(
             "tiers": {"host": {"size": 32 << 20}},
         },
         "batching": {"max_sequences": 16},
-        "limits": {"request_timeout": PATIENCE_S, "step_deadline": 20.0},
+        "limits": {"request_timeout": PATIENCE_S, "step_deadline": 120.0},
         "server": {
             "host": "127.0.0.1",
             "grpc_port": grpc_port,
@@ -223,6 +229,15 @@ def undisturbed(engine: Engine) -> list[Answer]:
     return Streams(engine.target).end()
 
 
+def spin(engine: Engine) -> None:
+    """Have the worker compute without an end, until the server ends it."""
+    log = engine.folder / "log"
+    before = log.read_text().count(BUSY)
+    engine.signal(signal.SIGPROF)
+    # The deadline is far away: what the worker measured at its start decides.
+    wait_until(lambda: log.read_text().count(BUSY) > before)
+
+
 FAULTS: dict[str, Callable[[Engine], None]] = {
     "killed": lambda engine: engine.signal(signal.SIGKILL),
     "stopped": lambda engine: engine.signal(signal.SIGSTOP),
@@ -230,6 +245,7 @@ FAULTS: dict[str, Callable[[Engine], None]] = {
     "error in a step": lambda engine: engine.signal(signal.SIGUSR2),
     "exit with status 0": lambda engine: engine.signal(signal.SIGVTALRM),
     "hung in a step": lambda engine: engine.signal(signal.SIGALRM),
+    "busy in a step": spin,
 }
 
 

@@ -121,6 +121,7 @@ class Started:
             kv_space=self.kv_space,
             # vLLM starts a request with what its connector has then, and computes the rest.
             computes_beside_loads=False,
+            longest_step_s=self.core.longest_step_s,
             state=state,
         )
 

@@ -61,6 +61,7 @@ from ullage_engine.vllm_worker.bindings.requests import (
 from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.proof import Probe
 from ullage_engine.vllm_worker.ranks import RESUMED
+from ullage_engine.vllm_worker.step_bound import longest_step_s
 from ullage_engine.vllm_worker.tiers import TiersRefusedError, TierTransfers
 from ullage_engine.worker.device import HostTier, open_ledger
 from ullage_engine.worker.fingerprint import cpu_kind
@@ -183,11 +184,12 @@ def _sized_executor(
 
     class SizedExecutor(base):  # type: ignore[misc]
         kv_configs: list[KVCacheConfig]
+        warm_up_s: float
 
         def determine_available_memory(self) -> list[int]:
             on_stage("warm_up")
             if is_cpu():
-                self.collective_rpc("ullage_warm_up")
+                self.warm_up_s = max(self.collective_rpc("ullage_warm_up"))
             num_bytes = super().determine_available_memory()
             free_first = [] if is_cpu() else self.collective_rpc("ullage_free_first")
             return size_pool(num_bytes, _blank_slots(self), free_first)
@@ -255,6 +257,7 @@ class VllmCore:
         self._requests: dict[str, Request] = {}
         """vLLM's requests by our ids."""
         self._num_probes = 0
+        self._warm_up_s: float = getattr(core.model_executor, "warm_up_s", 0.0)
         self._broken: dict[str, str] = {}
         """Why a grammar cannot be followed any more, by vLLM's ids of requests."""
         self._adapters = {
@@ -305,6 +308,18 @@ class VllmCore:
     def lookahead_tokens(self) -> int:
         """Tokens that it may store beyond a sequence's last known one, for speculation."""
         return int(self._scheduler.num_spec_tokens + self._scheduler.num_lookahead_tokens)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Seconds that a step takes at most; 0: not measured, as on GPUs."""
+        model = self._config.model_config
+        return longest_step_s(
+            self._warm_up_s,
+            num_stages=self._config.parallel_config.pipeline_parallel_size,
+            max_model_len=self.max_model_len,
+            hidden_size=model.get_hidden_size(),
+            pool_bytes=self.pool_bytes,
+        )
 
     @property
     def max_in_flight_tokens(self) -> int:
