@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import torch
 import yaml
@@ -342,9 +343,9 @@ def test_three_starts_that_compute_otherwise_leave_the_engine_out(
     with serving(config, tmp_path) as server:
         wait_for(serves, server)
         assert num_failures(metrics_port) == 0
-
-    damage(only_proof(tmp_path), 0.5)
-    with serving(config, tmp_path) as server:
+        damage(only_proof(tmp_path), 0.5)
+        [worker] = psutil.Process(server.pid).children()
+        worker.kill()
         wait_for(lambda: num_failures(metrics_port) == 3, server)
         with pytest.raises(grpc.RpcError) as raised:
             ask()
