@@ -35,23 +35,38 @@ PROMPTS = ([504, 1296, 3995, 4199, 282, 7158, 359], [1, 4093, 198, 1780, 314, 26
 FREE_BYTES = 16 << 20
 """What a limit leaves to a process: small objects of Python, and no large allocation."""
 HANDLERS = """
-import ctypes, signal, sys
+import ctypes, resource, signal, sys
 
 SIZE = 512 << 20
+LEFT = 16 << 20
+
+def keep_limit():
+    # What the step under way has given back since the limit was set is not to be had again.
+    with open("/proc/self/statm") as file:
+        total, _, _, _, _, data, _ = (4096 * int(each) for each in file.read().split())
+    for limit, size in ((resource.RLIMIT_AS, total), (resource.RLIMIT_DATA, data)):
+        before, _ = resource.getrlimit(limit)
+        if before != resource.RLIM_INFINITY:
+            least = min(before, size + LEFT)
+            resource.setrlimit(limit, (least, least))
 
 def spin(number, frame):
     while True:
         pass
 
 def take_in_python(number, frame):
+    keep_limit()
     bytearray(SIZE)
 
 def take_in_torch(number, frame):
     import torch
+    keep_limit()
     torch.empty(SIZE, dtype=torch.uint8)
 
 def take_in_cpp(number, frame):
-    ctypes.CDLL("libstdc++.so.6")._Znwm(ctypes.c_size_t(SIZE))  # operator new
+    library = ctypes.CDLL("libstdc++.so.6")
+    keep_limit()
+    library._Znwm(ctypes.c_size_t(SIZE))  # operator new
 
 if {"ullage_engine.worker.main", "ullage_engine.worker.rank_process"} & {*sys.orig_argv}:
     signal.signal(signal.SIGUSR2, spin)

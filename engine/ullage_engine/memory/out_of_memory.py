@@ -24,8 +24,13 @@ _OUT_OF_MEMORY = (
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUFFT_ALLOC_FAILED",
-    "DefaultCPUAllocator",
 )
+
+_HOST_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "Cannot allocate memory",  # the loader of shared objects, which gives no number of the error
+)
+"""Texts that say the same of the host's memory."""
 
 _STICKY = (
     "illegal memory access",
@@ -70,14 +75,20 @@ def shortage_status(error: BaseException | None) -> int | None:
     memory is not the reason."""
     if error is None or not is_out_of_memory(error):
         return None
-    return HOST_SHORT if isinstance(error, MemoryError | OSError) else OUT_OF_MEMORY
+    return HOST_SHORT if any(_host_ran_out(each) for each in _chain(error)) else OUT_OF_MEMORY
 
 
 def _ran_out(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
     names = {each.__name__ for each in type(error).__mro__}
-    return bool(names & _CLASSES) or _says(error, _OUT_OF_MEMORY)
+    return bool(names & _CLASSES) or _says(error, _OUT_OF_MEMORY) or _host_ran_out(error)
+
+
+def _host_ran_out(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM
+    if isinstance(error, OSError | ImportError | RuntimeError):
+        return any(each in str(error) for each in _HOST_OUT_OF_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:

@@ -678,7 +678,8 @@ def _memory_short() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "MEMORY_SHORT",
-        "other processes hold memory of the device that this engine needs; try again",
+        "other processes hold memory of the device that this engine needs, or its container is at "
+        "resources.limits.memory; try again",
         retry_after_s=_SHORT_RETRY_S,
     )
 

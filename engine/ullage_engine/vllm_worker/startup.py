@@ -82,7 +82,7 @@ class Started:
     """Namespace of its KV blocks in tiers outside the device; empty: it uses none."""
     num_oom_events: int = 0
     """Shortages before this worker that no worker has counted. One of this worker's ends it, and
-    its loop counts that."""
+    the server counts that by the exit status."""
 
     def state(self) -> WorkerState:
         """Measures memory and load; ends idle sessions and withholds KV that others took.

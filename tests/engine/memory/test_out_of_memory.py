@@ -37,6 +37,12 @@ OUT_OF_MEMORY: dict[str, Exception] = {
     ),
     "Python's": MemoryError(),
     "the kernel, as Python says it": OSError(errno.ENOMEM, "Cannot allocate memory"),
+    "the loader of shared objects": OSError(
+        "libx.so: failed to map segment from shared object: Cannot allocate memory"
+    ),
+    "the loader, of a module": ImportError(
+        "_x.so: failed to map segment from shared object: Cannot allocate memory"
+    ),
     "Triton's loader": RuntimeError("Triton Error [CUDA]: out of memory"),
     "cuBLAS": RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -81,6 +87,8 @@ NEITHER: dict[str, Exception] = {
     "shapes": RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
     "index": IndexError("index 7 is out of bounds"),
     "a request that speaks of memory": ValueError("the prompt says: CUDA error: out of memory"),
+    "a file that is no library": OSError("x.so: invalid ELF header"),
+    "a module that is missing": ImportError("No module named 'x'"),
     "shared memory of a kernel": ValueError(
         "out of resource: shared memory, Required: 262144, Hardware limit: 232448"
     ),
@@ -150,8 +158,15 @@ def test_errors_that_cause_each_other_are_looked_at_once() -> None:
 
 def test_the_status_of_a_process_says_whose_memory_ran_out() -> None:
     assert shortage_status(OUT_OF_MEMORY["torch's allocator"]) == OUT_OF_MEMORY_STATUS
-    assert shortage_status(OUT_OF_MEMORY["Python's"]) == HOST_SHORT
-    assert shortage_status(OUT_OF_MEMORY["the kernel, as Python says it"]) == HOST_SHORT
+    for name in (
+        "Python's",
+        "the CPU's allocator",
+        "the kernel, as Python says it",
+        "the loader of shared objects",
+        "the loader, of a module",
+    ):
+        assert shortage_status(OUT_OF_MEMORY[name]) == HOST_SHORT, name
+        assert shortage_status(failed_with(OUT_OF_MEMORY[name])) == HOST_SHORT, name
     assert shortage_status(OSError(errno.ENOSPC, "No space left on device")) is None
     assert shortage_status(DEVICE_LOST["a rank"]) is None
     assert shortage_status(None) is None

@@ -362,7 +362,8 @@ def test_a_bug_in_reading_a_body_is_counted_too(start_service: "StartService") -
 MEMORY_SHORT = ServiceError(
     grpc.StatusCode.UNAVAILABLE,
     "MEMORY_SHORT",
-    "other processes hold memory of the device that this engine needs; try again",
+    "other processes hold memory of the device that this engine needs, or its container is at "
+    "resources.limits.memory; try again",
     retry_after_s=10.0,
 )
 

@@ -55,8 +55,12 @@ class Container:
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     def leave_free(self, num_bytes: int) -> None:
-        """Bound it to what it uses now and so much more."""
-        self._limit.write_text(str(int(self._used.read_text()) + num_bytes))
+        """Bound it to what it uses now and so much more, with no swap beside it."""
+        most = str(int(self._used.read_text()) + num_bytes)
+        self._limit.write_text(most)
+        for name, value in (("memory.memsw.limit_in_bytes", most), ("memory.swap.max", "0")):
+            if (self._folder / name).exists():
+                (self._folder / name).write_text(value)
 
     @contextlib.contextmanager
     def hog(self, victims: Iterable[int]) -> Iterator[None]:
