@@ -11,10 +11,11 @@ formats of quantised ones may have places that nobody writes.
 """
 
 import inspect
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +45,13 @@ _STEP = 7919
 in vocabularies of other sizes."""
 _TABLE_WORDS = ("cos", "sin", "inv_freq")
 """Parts of the names of rotary tables."""
+
+_NO_PART = {
+    *("model", "served_model_name", "master_addr", "master_port"),
+    *("gpu_memory_utilization", "kv_cache_memory_bytes"),
+}
+"""Arguments of vLLM that say where files and nodes are, and how large the KV pool may be, which
+differs from one start to another with the memory that others have."""
 
 _FOLDER = Path(__file__).parent
 
@@ -116,14 +124,28 @@ class ProvenCore(Protocol):
         otherwise now, empty: none is."""
 
 
-def proof_file(folder: Path, weights: str, facts: Mapping[str, str], probe: Probe) -> ProofFile:
+def proof_file(
+    folder: Path,
+    weights: str,
+    facts: Mapping[str, str],
+    probe: Probe,
+    arguments: Mapping[str, Any],
+) -> ProofFile:
     """Return the place of the proofs of all ranks.
 
     Args:
         weights: digest of the files of the weights.
         facts: those of the engine's fingerprint.
+        arguments: those of `vllm.EngineArgs`. Any may decide which modules there are, what their
+            tensors are called and how they lie in memory: with adapters vLLM wraps the modules of
+            the base model, which computes the same answers then.
     """
-    own = {"code": code_digest([_FOLDER]), "probe": probe.sizes}
+    used = {name: value for name, value in arguments.items() if name not in _NO_PART}
+    own = {
+        "code": code_digest([_FOLDER]),
+        "probe": probe.sizes,
+        "arguments": json.dumps(used, sort_keys=True, separators=(",", ":")),
+    }
     return ProofFile(folder, f"vllm-{weights[:32]}", {**facts, **own})
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -193,7 +194,8 @@ def _start(
     weights_dir = Path(config.server.weights_dir)
     progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():
-        core, max_model_len, weights_digest = _load(config, memory, progress, node, is_restart)
+        loaded = _load(config, memory, progress, node, is_restart)
+    core = loaded.core
     if chunk_tokens := backoff.limits.chunk_tokens:
         core.limit_chunk(chunk_tokens)
     probe = core.probe_size
@@ -210,9 +212,10 @@ def _start(
         clock=time.monotonic,
     )
     limits = _limits(core, config, memory)
-    content = weights_digest(progress.repeat)
+    content = loaded.weights_digest(progress.repeat)
     facts = _facts(core, config, content)
-    _prove(core, probe, outputs, proof_file(weights_dir, content, facts, probe))
+    proofs = proof_file(weights_dir, content, facts, probe, loaded.arguments)
+    _prove(core, probe, outputs, proofs)
     kv_space = _kv_space(core, facts, profile, host_tier) if host_tier else b""
     tiers = None
     if kv_space:
@@ -233,7 +236,7 @@ def _start(
             memory.allocator_bytes,
         ),
         profile=profile,
-        max_model_len=max_model_len,
+        max_model_len=loaded.max_model_len,
         name=config.model.name,
         ranks=core.ranks,
         fingerprint=fingerprint_of(facts | adapter_facts(config)),
@@ -329,15 +332,27 @@ def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
     return shared_memory
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """vLLM's engine, and what it was made of."""
+
+    core: vllm_core.VllmCore
+    arguments: dict[str, Any]
+    """Those of `vllm.EngineArgs`."""
+    max_model_len: int
+    """Longest sequence of the model as configured, tokens."""
+    weights_digest: digest.Wait
+    """Function that waits for the digest of the files of the weights."""
+
+
 def _load(
     config: EngineConfig,
     memory: StartMemory,
     progress: "_Progress",
     node: Node | None,
     is_restart: bool,
-) -> tuple[vllm_core.VllmCore, int, digest.Wait]:
-    """Returns vLLM's engine, the longest sequence of the model as configured, tokens, and what
-    waits for the digest of its weights."""
+) -> _Loaded:
+    """Return vLLM's engine with the model's weights."""
     progress.begin("weights")
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
@@ -349,9 +364,8 @@ def _load(
     adapters = adapter_folders(config.adapters, may_lack=is_restart)
     memory.plan_adapters(folder, dtype, memory.rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
-    vllm_config = vllm_core.make_config(
-        arguments.engine_args(config, folder, dtype, share, node, slots), memory.host_tier
-    )
+    given = arguments.engine_args(config, folder, dtype, share, node, slots)
+    vllm_config = vllm_core.make_config(given, memory.host_tier)
     max_model_len = vllm_config.model_config.max_model_len
     progress.begin("weights", _weight_bytes(folder))
     core = vllm_core.VllmCore(
@@ -362,7 +376,7 @@ def _load(
         progress.begin,
     )
     check_unchanged(files, source_key(files, "load"), key)
-    return core, max_model_len, weights_digest
+    return _Loaded(core, given, max_model_len, weights_digest)
 
 
 def _check_adapters(engine: VllmEngine, names: tuple[str, ...], report: Report) -> None:

@@ -1,18 +1,27 @@
 """The proof of a start with vLLM: what is asked, what is compared, and what ends the start."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from ullage_common.config.engine import (
+    AdapterSection,
+    EngineConfig,
+    GroupSection,
+    ModelSection,
+)
 from ullage_engine.model_loader.proof import confirm, tolerance
 from ullage_engine.protocol.errors import ProofError
 from ullage_engine.protocol.messages import TokenLogprobs
+from ullage_engine.vllm_worker.arguments import Node, engine_args
 from ullage_engine.vllm_worker.interface import CoreOutput
 from ullage_engine.vllm_worker.proof import (
     Probe,
@@ -25,6 +34,9 @@ from ullage_engine.vllm_worker.proof import (
 PROBE = Probe(vocab_size=49_152, room_tokens=1024)
 FLOAT32 = tolerance(torch.float32, is_exact=False)
 WEIGHTS = "ab" * 32
+CONFIG = EngineConfig(engine="vllm", model=ModelSection(source="file:///m", name="m"))
+ADAPTERS = (AdapterSection(name="a", source="file:///a", rank=8),)
+ARGUMENTS = engine_args(CONFIG, Path("/m"), "bfloat16", 0.5)
 
 
 class FakeCore:
@@ -33,6 +45,8 @@ class FakeCore:
     def __init__(self) -> None:
         self.num_probes = 0
         self.weights = "a"
+        self.suffix = ""
+        """End of the names of weights."""
         self.table = ""
         self.numbers: Callable[[int], list[float]] = lambda _: [-9.0, -1.0, -2.0, -3.0]
         """Log-probabilities of a token in the run of that number."""
@@ -47,15 +61,17 @@ class FakeCore:
         ]
 
     def digests(self) -> list[dict[str, str]]:
-        return [{"w": self.weights, "cos_sin_cache": "t"}, {"w": "b"}]
+        return [{f"w{self.suffix}": self.weights, "cos_sin_cache": "t"}, {"w": "b"}]
 
     def changed_table(self) -> str:
         return self.table
 
 
-def start(core: FakeCore, folder: Path, **facts: str) -> None:
+def start(
+    core: FakeCore, folder: Path, arguments: Mapping[str, Any] = ARGUMENTS, **facts: str
+) -> None:
     """Prove a start, as a worker does."""
-    file = proof_file(folder, WEIGHTS, {"vllm": "1", **facts}, PROBE)
+    file = proof_file(folder, WEIGHTS, {"vllm": "1", **facts}, PROBE, arguments)
     verified = file.read()
     outputs = core.run_probe(PROBE)
     found = take_proofs(core, PROBE, outputs, FLOAT32, verifies=verified is None)
@@ -147,6 +163,63 @@ def test_weights_may_not_differ_at_all_and_the_rank_is_named(tmp_path: Path) -> 
     core.weights = "c"
     with pytest.raises(ProofError, match=r"on rank 0: w has other bits in memory"):
         start(core, tmp_path)
+
+
+def test_adapters_rename_tensors_and_have_a_proof_of_their_own(tmp_path: Path) -> None:
+    plain, adapted = FakeCore(), FakeCore()
+    # vLLM wraps the modules of the base model.
+    adapted.suffix = ".base_layer"
+    config = structs.replace(CONFIG, adapters=ADAPTERS)
+    with_adapters = engine_args(config, Path("/m"), "bfloat16", 0.5, adapter_slots=1)
+
+    for _ in range(2):
+        start(plain, tmp_path)
+        start(adapted, tmp_path, with_adapters)
+    assert (plain.num_probes, adapted.num_probes) == (3, 3)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enable_lora": True},
+        {"max_lora_rank": 64},
+        {"max_loras": 2},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"nnodes": 2},
+        {"quantization": "fp8"},
+        {"load_format": "safetensors"},
+        {"max_num_batched_tokens": 80},
+        {"enable_chunked_prefill": False},
+        {"enforce_eager": True},
+        {"model_impl": "transformers"},
+        {"hf_overrides": {"rope_theta": 1e4}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"an_argument_of_another_vllm": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_an_argument_that_may_change_the_model_has_a_proof_of_its_own(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    def path(arguments: Mapping[str, Any]) -> Path:
+        return proof_file(tmp_path, WEIGHTS, {}, PROBE, arguments).path
+
+    usual = path(ARGUMENTS)
+    assert path(ARGUMENTS | changes) != usual
+    assert path(dict(reversed(ARGUMENTS.items()))) == usual
+
+
+def test_places_and_free_memory_share_a_proof(tmp_path: Path) -> None:
+    moved = structs.replace(CONFIG, model=ModelSection(source="file:///n", name="n"))
+    start(FakeCore(), tmp_path, engine_args(CONFIG, Path("/m"), "bfloat16", 0.5))
+    start(FakeCore(), tmp_path, engine_args(moved, Path("/n"), "bfloat16", 0.4))
+    nodes = structs.replace(CONFIG, gpus=2, group=GroupSection(nodes=2))
+    for leader in ("10.0.0.1", "10.0.0.2"):
+        arguments = engine_args(nodes, Path("/m"), "bfloat16", 0.5, Node(0, leader))
+        start(FakeCore(), tmp_path, arguments)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_embeddings_are_compared_as_logits_are(tmp_path: Path) -> None:
