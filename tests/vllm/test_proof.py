@@ -24,6 +24,7 @@ from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.errors import from_rpc_error
 from ullage_engine.protocol.errors import ProofError
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.vllm_worker.interface import InvalidRequestError
 from ullage_engine.vllm_worker.proof import changed_table
 from ullage_engine.vllm_worker.ranks import WorkerExtension
 
@@ -144,6 +145,27 @@ def test_a_proof_beyond_the_bound_ends_the_start_and_one_within_does_not(
         ProofError, match=DIFFERS + r"logits of the probe differ by .*may by 0\.001;"
     ):
         start()
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_the_probe_asks_for_more_than_requests_may(
+    start: Start, weights_dir: Path, most: int
+) -> None:
+    start(vllm={"args": {"max_logprobs": most}})
+    stored = json.loads(only_proof(weights_dir).read_bytes().partition(b"\n")[2])
+    assert [len(row) for row in stored["ranks"][0]["samples"]] == [21] * 5
+    damage(only_proof(weights_dir), 0.0005)
+    core = start(vllm={"args": {"max_logprobs": most}}).core
+
+    sampling = SamplingParams(temperature=0.0, top_logprobs=2)
+    request = EngineRequest(
+        request_id="r", token_ids=[1, 2], num_prompt_tokens=2, max_tokens=1, sampling=sampling
+    )
+    if most >= 0:
+        with pytest.raises(InvalidRequestError, match=f"max allowed: {most}"):
+            core.add(request, 1)
+    else:
+        core.add(request, 1)
 
 
 def flip_weight(model: torch.nn.Module) -> None:

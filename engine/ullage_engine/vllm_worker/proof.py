@@ -37,7 +37,8 @@ _PROMPTS = (32, 16)
 _OUTPUTS = (3, 2)
 """Tokens of their outputs."""
 _TOP = 20
-"""Likeliest tokens of a step; vLLM reports no more of them by default."""
+"""Likeliest tokens of a step, whatever number vLLM reports to requests: the bound is a share of a
+row's spread, and few numbers may have none."""
 _BIAS = 100.0
 """Bias of the token that is named, the largest that vLLM takes."""
 _STEP = 7919
@@ -63,8 +64,6 @@ class Probe:
     vocab_size: int
     room_tokens: int
     """Tokens of the longest sequence that can be served."""
-    max_logprobs: int = _TOP
-    """Most log-probabilities that vLLM reports of a step."""
     is_embedding: bool = False
     may_draft: bool = False
     """Whether steps have draft tokens, with which vLLM takes no biases."""
@@ -79,6 +78,11 @@ class Probe:
     @property
     def _is_single(self) -> bool:
         return self.is_embedding or self.may_draft
+
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities of each step beside the one of its token."""
+        return 0 if self.is_embedding else min(_TOP, self.vocab_size)
 
     @property
     def sizes(self) -> str:
@@ -96,7 +100,7 @@ class Probe:
         sampling = SamplingParams(
             temperature=0.0,
             logit_bias={} if self._is_single else {named: _BIAS},
-            top_logprobs=None if self.is_embedding else min(_TOP, self.max_logprobs),
+            top_logprobs=None if self.is_embedding else self.num_logprobs,
         )
         return EngineRequest(
             request_id=f"probe-{run}-{number}",

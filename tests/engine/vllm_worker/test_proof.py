@@ -81,7 +81,6 @@ def start(
 @given(
     vocab_size=st.integers(2, 300_000),
     room_tokens=st.integers(2, 200),
-    max_logprobs=st.integers(0, 40),
     is_embedding=st.booleans(),
     may_draft=st.booleans(),
     run=st.integers(1, 3),
@@ -89,12 +88,11 @@ def start(
 def test_the_probe_fits_whatever_a_model_serves(
     vocab_size: int,
     room_tokens: int,
-    max_logprobs: int,
     is_embedding: bool,
     may_draft: bool,
     run: int,
 ) -> None:
-    probe = Probe(vocab_size, room_tokens, max_logprobs, is_embedding, may_draft)
+    probe = Probe(vocab_size, room_tokens, is_embedding, may_draft)
     requests = probe.requests(run)
     assert probe.requests(run) == requests
     for each in requests:
@@ -103,7 +101,7 @@ def test_the_probe_fits_whatever_a_model_serves(
         assert 1 <= each.num_prompt_tokens == len(each.token_ids)
         assert len(each.token_ids) + each.max_tokens <= room_tokens
         assert each.max_tokens == 0 if is_embedding else each.max_tokens >= 1
-        assert (each.sampling.top_logprobs or 0) <= max_logprobs
+        assert each.sampling.top_logprobs == (None if is_embedding else min(20, vocab_size))
         assert each.cache_salt not in {other.cache_salt for other in probe.requests(run + 1)}
 
 

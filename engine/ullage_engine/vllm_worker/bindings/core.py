@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
@@ -562,15 +563,9 @@ class VllmCore:
         return Probe(
             vocab_size=self.vocab_size,
             room_tokens=max(2, min(longest, in_pool) if kinds else longest),
-            max_logprobs=self._most_logprobs,
             is_embedding=self.task == "embed",
             may_draft=self.lookahead_tokens > 0,
         )
-
-    @property
-    def _most_logprobs(self) -> int:
-        most = int(self._config.model_config.max_logprobs)
-        return self.vocab_size if most < 0 else min(most, self.vocab_size)
 
     @property
     def has_plain_weights(self) -> bool:
@@ -589,7 +584,8 @@ class VllmCore:
         self._num_probes += 1
         requests = probe.requests(self._num_probes)
         try:
-            outputs = self._run_in_turns(requests)
+            with self._logprobs_allowed(probe.num_logprobs):
+                outputs = self._run_in_turns(requests)
             self._drop_prefixes()
         except Exception as error:
             if isinstance(error, GroupLostError) or is_out_of_memory(error):
@@ -601,6 +597,18 @@ class VllmCore:
                 "this device, see the log above"
             ) from error
         return [each for request in requests for each in outputs[request.request_id]]
+
+    @contextmanager
+    def _logprobs_allowed(self, num_logprobs: int) -> Iterator[None]:
+        """Let requests ask for so many log-probabilities, whatever `max_logprobs` allows others."""
+        model = self._config.model_config
+        most = model.max_logprobs
+        if most >= 0:  # else all of the vocabulary
+            model.max_logprobs = max(most, num_logprobs)
+        try:
+            yield
+        finally:
+            model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
         """Compute requests, each of which begins when the one before has its first token."""
