@@ -30,7 +30,7 @@ from ullage_operator.local.plan import LOOPBACK, File, Pod
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0
 STEADY_S = 60.0
-"""A process that lived this long starts over with the first backoff."""
+"""A process that has been ready for this long starts over with the first backoff."""
 MAX_FAILURES = 5
 """Exits in a row, none after a steady run, until it is taken for hopeless."""
 TAIL_LINES = 5
@@ -61,6 +61,8 @@ class PodProcess:
         self.pod = pod
         self.log_path = log_path
         self.restarts = 0
+        self.ready_since: float | None = None
+        """Time at which the present process was ready first; None: it has not been."""
         self._on_progress = on_progress
         self._process: asyncio.subprocess.Process | None = None
         self._last_error = ""
@@ -78,13 +80,12 @@ class PodProcess:
         """
         failures = 0
         while not self._stopping.is_set():
-            started = time.monotonic()
             status = await self._run_once()
             if self._stopping.is_set():
                 return
             if status == MISUSE:
                 raise PodFailed(self._last_error or f"exit status 2\n{tail(self.log_path)}")
-            failures = 1 if time.monotonic() - started > STEADY_S else failures + 1
+            failures = 1 if self._was_steady() else failures + 1
             if failures == MAX_FAILURES:
                 count = f"exited {failures} times in a row, last with status {status}"
                 words = f": {self._last_error}" if self._last_error else f"\n{tail(self.log_path)}"
@@ -120,6 +121,7 @@ class PodProcess:
 
     async def _run_once(self) -> int:
         self._last_error = ""
+        self.ready_since = None
         self._process = await asyncio.create_subprocess_exec(
             *self.pod.command,
             env={**os.environ, **self.pod.env},
@@ -133,9 +135,24 @@ class PodProcess:
         if self._stopping.is_set():
             self._process.terminate()  # stopped while it was being started
         assert self._process.stdout is not None
-        with self.log_path.open("a", encoding="utf-8") as log:
-            await self._follow(self._process.stdout, log)
-        return await self._process.wait()
+        probing = asyncio.create_task(self._probe())
+        try:
+            with self.log_path.open("a", encoding="utf-8") as log:
+                await self._follow(self._process.stdout, log)
+            return await self._process.wait()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        await wait_ready(self.pod)
+        self.ready_since = time.monotonic()
+
+    def _was_steady(self) -> bool:
+        """Return whether the process that ended had been ready for long; a long start is no sign
+        that the next one succeeds."""
+        ready_since = self.ready_since
+        return ready_since is not None and time.monotonic() - ready_since > STEADY_S
 
     async def _follow(self, output: asyncio.StreamReader, log: TextIO) -> None:
         async for line in lines_of(output):
@@ -190,7 +207,12 @@ PROBE_TIMEOUT_S = 2.0
 
 
 async def wait_ready(pod: Pod) -> None:
-    """Returns once the pod answers its readiness probe; it may take for ever."""
+    """Return once the pod answers its readiness probe; it may take for ever.
+
+    As in Kubernetes a pod without a probe, which has no ports, is ready as it starts.
+    """
+    if not pod.ports:
+        return
     if "probe" in pod.ports:
         await wait_grpc(f"{LOOPBACK}:{pod.ports['probe']}")
     elif "http" in pod.ports:

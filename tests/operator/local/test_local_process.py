@@ -13,22 +13,39 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ullage_testing.ports import free_port
 
 from ullage_operator.local.plan import Pod
 from ullage_operator.local.runtime import LocalRuntime, PodFailed, PodProcess, progress_of
 
 DEADLINE_S = 60.0
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
+SERVER = """
+import http.server, sys
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
+"""
+"""A pod that is ready until it is killed."""
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\n" + (
     "while True: signal.pause()"
 )
 
 
-def pod(code: str, name: str = "demo-single-0", grace_s: float = DEADLINE_S) -> Pod:
+def pod(
+    code: str,
+    name: str = "demo-single-0",
+    grace_s: float = DEADLINE_S,
+    ports: dict[str, int] | None = None,
+) -> Pod:
     """A pod that runs Python code."""
     command = (sys.executable, "-c", code)
     env = {"POD_NAME": name}
-    return Pod(name, name.rpartition("-")[0], "pools.single", command, env, {}, grace_s)
+    return Pod(name, name.rpartition("-")[0], "pools.single", command, env, ports or {}, grace_s)
 
 
 def process(
@@ -153,6 +170,43 @@ def test_a_pod_that_never_starts_is_given_up_with_the_end_of_its_log(
         running = process("raise RuntimeError('boom')", tmp_path)
         with pytest.raises(PodFailed, match=r"(?s)5 times in a row.*status 1.*RuntimeError: boom"):
             await running.run()
+
+    run(scenario)
+
+
+def test_a_pod_that_is_never_ready_is_given_up_however_long_its_starts_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_operator.local.runtime.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_operator.local.runtime.STEADY_S", 0.0)
+
+    async def scenario() -> None:
+        loading = pod("raise SystemExit(1)", ports={"http": free_port()})
+        running = PodProcess(loading, tmp_path / "pod.log", print)
+        with pytest.raises(PodFailed, match=r"^exited 5 times in a row, last with status 1"):
+            await asyncio.wait_for(running.run(), DEADLINE_S)
+
+    run(scenario)
+
+
+def test_a_pod_that_was_ready_for_long_is_started_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_operator.local.runtime.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_operator.local.runtime.STEADY_S", 0.0)
+
+    async def scenario() -> None:
+        port = free_port()
+        code = SERVER.replace("sys.argv[1]", str(port))
+        running = PodProcess(pod(code, ports={"http": port}), tmp_path / "pod.log", print)
+        task = asyncio.create_task(running.run())
+        for number in range(6):
+            await until(lambda count=number: running.restarts == count and running.ready_since)
+            os.kill(running.pid, signal.SIGKILL)
+            await until(lambda: not running.ready_since or task.done())
+        assert not task.done()
+        await running.stop()
+        await task
 
     run(scenario)
 
