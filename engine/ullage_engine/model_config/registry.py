@@ -129,7 +129,7 @@ def _model_config(
     max_position = config.int("max_position_embeddings")
     fields = {
         "num_kv_heads": config.int("num_key_value_heads", heads),
-        "tied": config.bool("tie_word_embeddings", False),
+        "tied": bool(tie(config)),
         **own,
     }
     return ModelConfig(
@@ -250,7 +250,6 @@ def _lfm2_config(config: HFConfig, intermediate: int, experts: ExpertsSpec | Non
         rms_eps=config.float("norm_eps", 1e-5),
         rope_theta=1e6,
         num_kv_heads=config.int("num_key_value_heads", 8),
-        tied=config.bool("tie_embedding", config.bool("tie_word_embeddings", True)),
         has_qk_norm=True,
         conv_kernel=config.int("conv_L_cache", 3),
         conv_channels=config.int("hidden_size"),
@@ -345,13 +344,19 @@ class Family:
     """The class that a config.json's `architectures` names."""
     read: Callable[[HFConfig], ModelConfig]
     names: Names
+    is_tied: bool = False
+    """Whether the output projection is the embedding where config.json does not say."""
+    tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
+    """Keys of config.json that say whether; the first one that is there counts."""
 
+
+_LFM2_TIE_KEYS = ("tie_embedding", "tie_word_embeddings")
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", llama, LLAMA),
     "qwen3": Family("Qwen3ForCausalLM", qwen3, LLAMA),
-    "lfm2": Family("Lfm2ForCausalLM", lfm2, LFM2),
-    "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2_moe, LFM2),
+    "lfm2": Family("Lfm2ForCausalLM", lfm2, LFM2, is_tied=True, tie_keys=_LFM2_TIE_KEYS),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2_moe, LFM2, is_tied=True, tie_keys=_LFM2_TIE_KEYS),
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss, GPT_OSS),
 }
 
@@ -378,6 +383,21 @@ def gguf_model_type(path: Path, architecture: object) -> str:
             f"use a model of {', '.join(sorted(_GGUF_MODEL_TYPES))}"
         )
     return model_type
+
+
+def tie(config: HFConfig) -> bool | None:
+    """Return whether the output projection is the embedding; None: the configuration does not say,
+    and the family is none that is known.
+
+    Raises:
+        WeightsError: the value is neither true nor false.
+    """
+    name = config.values.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    for key in family.tie_keys if family else ("tie_word_embeddings",):
+        if config.get(key) is not None:
+            return config.bool(key, False)
+    return family.is_tied if family else None
 
 
 def read_model_config(config: HFConfig) -> ModelConfig:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ullage_engine.model_config.hf_config import read_json
+from ullage_engine.model_config.hf_config import read_config, read_json
+from ullage_engine.model_config.registry import tie
 from ullage_engine.model_loader.file_check import check_file, explained
 from ullage_engine.model_loader.gguf_file import check_gguf
 from ullage_engine.model_loader.source import ModelFiles, other_kind
@@ -114,8 +115,8 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     """Check the files of a model that vLLM loads with these arguments.
 
     Without an index vLLM reads all safetensors of a folder, so there may be no others. Nobody knows
-    which tensors it reads, so no tensor may be in doubt but the output projection of a model whose
-    configuration ties it to the embedding.
+    which tensors it reads, so no tensor may be in doubt but the output projection of a model that
+    may tie it to the embedding.
 
     Raises:
         WeightsError: as `check_files`, or there are others.
@@ -130,9 +131,15 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     for reason in found.ambiguous.values():
         raise WeightsError(reason)
     for name, reason in found.missing.items():
-        is_head = name == HEAD or name.endswith(f".{HEAD}")
-        if not name.endswith(_TABLE) and not (is_head and _is_tied(folder)):
+        if name.endswith(_TABLE):
+            continue
+        if name != HEAD and not name.endswith(f".{HEAD}"):
             raise WeightsError(reason)
+        if not _may_be_tied(folder):
+            raise WeightsError(
+                f"model.source: {reason}, or set tie_word_embeddings to true in config.json where "
+                "the output projection is the embedding"
+            )
     if (folder / INDEX).is_file():
         return
 
@@ -256,12 +263,18 @@ def _have_same(name: str, path: Path, other: Path) -> bool:
     return True
 
 
-def _is_tied(folder: Path) -> bool:
-    """Return whether the configuration says that the output projection is the embedding."""
-    config = read_json(folder / "config.json")
+def _may_be_tied(folder: Path) -> bool:
+    """Return whether the output projection may be the embedding.
+
+    Families that vLLM serves and the native engine does not know, such as Gemma, are tied by
+    default, and their config.json may leave the key out. Where one of them is not tied, vLLM
+    refuses to serve without the tensor.
+    """
+    config = read_config(folder)
     text = config.get("text_config")
-    texts = [config, text] if isinstance(text, dict) else [config]
-    return any(each.get("tie_word_embeddings") is True for each in texts)
+    texts = [config, config.section("text_config")] if isinstance(text, dict) else [config]
+    ties = [tie(each) for each in texts]
+    return True in ties or False not in ties
 
 
 def _named_files(folder: Path) -> dict[str, str] | None:

@@ -324,13 +324,6 @@ def test_vllm_takes_no_tensor_that_is_in_doubt(folder: Path) -> None:
     put_index(folder, a=FIRST, b=SECOND, **tables)
     check_for_vllm(files, {})
 
-    put_index(folder, a=FIRST, b=SECOND, **{"lm_head.weight": SECOND})
-    with pytest.raises(WeightsError, match=f"'lm_head.weight' is said to be in {SECOND}"):
-        check_for_vllm(files, {})
-    for tied in ({"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}):
-        (folder / "config.json").write_text(json.dumps(tied))
-        check_for_vllm(files, {})
-
     put_index(folder, a=FIRST, b=SECOND, c=SECOND)
     with pytest.raises(WeightsError, match=f"tensor 'c' is said to be in {SECOND}, which lacks"):
         check_for_vllm(files, {})
@@ -344,6 +337,49 @@ def test_vllm_takes_no_tensor_that_is_in_doubt(folder: Path) -> None:
     put_index(folder, a=SECOND, b=SECOND, c=FIRST)
     put(folder, FIRST, "a", "c")
     check_for_vllm(files, {})
+
+
+UNTIED: list[dict[str, Any]] = [
+    {"model_type": "llama"},
+    {"model_type": "lfm2", "tie_embedding": False, "tie_word_embeddings": True},
+    {"model_type": "gemma2", "tie_word_embeddings": False},
+    {"model_type": "gemma3", "text_config": {"tie_word_embeddings": False}},
+    {"model_type": "llava", "text_config": {"model_type": "llama"}},
+    {"tie_word_embeddings": False},
+]
+TIED: list[dict[str, Any]] = [
+    {"model_type": "llama", "tie_word_embeddings": True},
+    {"model_type": "lfm2"},
+    {"model_type": "gemma"},
+    {"model_type": "cohere", "tie_word_embeddings": None},
+    {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+    {"text_config": {"tie_word_embeddings": True}},
+    {"model_type": "llava", "text_config": {"model_type": "llama", "tie_word_embeddings": True}},
+]
+
+
+@pytest.mark.parametrize("head", ["lm_head.weight", "language_model.lm_head.weight"])
+@pytest.mark.parametrize(
+    ("config", "is_tied"),
+    [*((config, False) for config in UNTIED), *((config, True) for config in TIED)],
+    ids=str,
+)
+def test_vllm_needs_no_head_that_may_be_the_embedding(
+    folder: Path, config: dict[str, Any], head: str, is_tied: bool
+) -> None:
+    indexed(folder)
+    put_index(folder, a=FIRST, b=SECOND, **{head: SECOND})
+    (folder / "config.json").write_text(json.dumps(config))
+    files = ModelFiles(folder, "directory")
+    if is_tied:
+        check_for_vllm(files, {})
+        return
+
+    words = (
+        rf"^model\.source: .*'{head}' is said to be in {SECOND}.* set tie_word_embeddings to true"
+    )
+    with pytest.raises(WeightsError, match=words):
+        check_for_vllm(files, {})
 
 
 def test_vllm_may_find_no_safetensors_that_the_native_engine_leaves_out(folder: Path) -> None:
