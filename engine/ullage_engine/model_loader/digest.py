@@ -1,7 +1,8 @@
 """Digests of files by their content, so that two copies of a model are known to be one.
 
 A file is read once: its digest is kept in a small file of the weights folder, under the path, size,
-inode and times of the file, so that a later start takes milliseconds.
+inode and times of the file, so that a later start takes milliseconds. The comparison with a hub's
+name reads the file each time, because a file that rots keeps all of these.
 """
 
 import contextlib
@@ -67,8 +68,11 @@ class Digests:
         digests = sorted(result.result() for result in results)
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
-    def of(self, path: Path) -> str:
+    def of(self, path: Path, *, reads_again: bool = False) -> str:
         """Return the SHA-256 of a file in hexadecimal digits.
+
+        `reads_again`: compute it from the bytes, and replace the one that is kept. A disk that
+        damages a file changes none of its times.
 
         Raises:
             WeightsError: the file cannot be read.
@@ -76,7 +80,8 @@ class Digests:
         try:
             kept = self._folder / f"{_key(path)}.digest"
             with self._reserved(kept):
-                return _read_kept(kept) or self._compute(path, kept)
+                known = "" if reads_again else _read_kept(kept)
+                return known or self._compute(path, kept)
         except OSError as error:
             raise WeightsError(
                 f"{path}: {error.strerror or error}; check the file and its permissions"
@@ -124,7 +129,7 @@ def model_digest(files: ModelFiles, folder: Path) -> str:
 
 def damage_by_name(files: ModelFiles, folder: Path) -> str:
     """Return which file has other contents than its name in a hub's cache says, and what to do;
-    empty: none has. `folder` keeps digests.
+    empty: none has. Every file is read, and `folder` keeps its digest for other uses.
 
     A hub's client names large files by their SHA-256, and compares nothing but their sizes.
 
@@ -133,7 +138,7 @@ def damage_by_name(files: ModelFiles, folder: Path) -> str:
     """
     named = [path for path in _weight_paths(files) if _HUB_NAME.fullmatch(path.resolve().name)]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(Digests(folder).of, named)
+        found = threads.map(partial(Digests(folder).of, reads_again=True), named)
         for path, digest in zip(named, found, strict=True):
             if digest != path.resolve().name:
                 return (

@@ -1,5 +1,6 @@
 """A model's digest is that of its content, and a file is read once for it."""
 
+import hashlib
 import os
 import shutil
 import threading
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ullage_engine.model_loader.digest import Digests, begin, model_digest
+from ullage_engine.model_loader.digest import Digests, begin, damage_by_name, model_digest
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
 
@@ -50,6 +51,26 @@ def test_the_digest_changes_with_any_byte(
     )
     assert model_digest(model_folder(folder / "other", *changed), folder) != before
     assert model_digest(model_folder(folder / "same", *contents), folder) == before
+
+
+def test_a_download_that_rots_after_its_first_reading_is_found(tmp_path: Path) -> None:
+    """Its size, inode and times stay, so the digest that is kept stands for it."""
+    files, kept_in = model_folder(tmp_path / "model", b"weights"), tmp_path / "kept"
+    [weights] = files.path.glob("*.safetensors")
+    contents = weights.read_bytes()
+    blob = tmp_path / hashlib.sha256(contents).hexdigest()
+    rotten = contents[:-1] + b"x"
+    blob.write_bytes(rotten)
+    weights.unlink()
+    weights.symlink_to(blob)
+    digest = Digests(kept_in).of(weights)
+    [kept] = kept_in.glob("*.digest")
+    kept.write_text(blob.name)
+
+    assert damage_by_name(files, kept_in).startswith(f"{weights}: its SHA-256 is {digest}, and not")
+    assert kept.read_text() == digest == hashlib.sha256(rotten).hexdigest()
+    blob.write_bytes(contents)
+    assert damage_by_name(files, kept_in) == ""
 
 
 def test_a_file_is_read_once(tmp_path: Path) -> None:
