@@ -15,6 +15,7 @@ import hashlib
 import logging
 import mmap
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,7 +62,10 @@ ALIGNMENT = 4096
 LOCK_POLL_S = 0.05
 
 _MAX_COPIES = 4
-"""Most tensors that are copied from a device at once to be compared."""
+"""Most threads that copy from a device at once to compare."""
+
+_SLICE_BYTES = 64 << 20
+"""Most bytes of a tensor that are copied from a device or hashed at once."""
 
 STORED_DTYPES = {**DTYPES, "int8": torch.int8, "uint8": torch.uint8}
 
@@ -116,8 +120,12 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """SHA-256 of the tensor's bytes, in hexadecimal."""
 
     @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * STORED_DTYPES[self.dtype].itemsize
+
+    @property
     def end(self) -> int:
-        return self.offset + torch.Size(self.shape).numel() * STORED_DTYPES[self.dtype].itemsize
+        return self.offset + self.nbytes
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -170,6 +178,7 @@ def load_weights(
 def check_loaded(
     loaded: LoadedModel,
     weights_dir: Path,
+    progress: Progress,
     shard: ShardModel | None = None,
     *,
     rank: int = 0,
@@ -177,9 +186,9 @@ def check_loaded(
 ) -> None:
     """Compare weights in memory with the checksums that the prepared file got when it was written.
 
-    With `shard` the ranks share the file's tensors out among themselves, and each compares all of
-    its parts with the file. Where anything differs, the next start compares the file first, and
-    prepares it again where it is damaged.
+    `progress` gets the bytes that are compared. With `shard` the ranks share the file's tensors out
+    among themselves, and each compares all of its parts with the file. Where anything differs, the
+    next start compares the file first, and prepares it again where it is damaged.
 
     Raises:
         ProofError: a tensor differs.
@@ -189,9 +198,11 @@ def check_loaded(
     if header is None:
         name = "the header"
     elif shard is None:
-        name = _differing_tensor(loaded, header)
+        name = _differing_tensor(loaded, header, progress)
     else:
-        name = _differing_part(path, header, loaded, shard, header.tensors[rank::num_ranks])
+        name = _differing_part(
+            path, header, loaded, shard, header.tensors[rank::num_ranks], progress
+        )
     if not name:
         return
 
@@ -372,16 +383,19 @@ def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | Non
     return None
 
 
-def _differing_tensor(loaded: LoadedModel, header: Header) -> str:
+def _differing_tensor(loaded: LoadedModel, header: Header, progress: Progress) -> str:
     """Compare whole tensors in memory with their checksums; return the name of one that differs."""
 
     def is_whole(stored: StoredTensor) -> bool:
-        tensor = loaded.tensors[stored.name].cpu()
-        return hashlib.sha256(as_bytes(tensor).numpy().data).hexdigest() == stored.checksum
+        digest = hashlib.sha256()
+        for piece in torch.split(as_bytes(loaded.tensors[stored.name]), _SLICE_BYTES):
+            digest.update(piece.cpu().numpy().data)
+            report(len(piece))
+        return digest.hexdigest() == stored.checksum
 
+    report = _counted(progress, sum(stored.nbytes for stored in header.tensors))
     is_copied = any(tensor.device.type != "cpu" for tensor in loaded.tensors.values())
     cores = usable_cores()
-    # Each thread has a copy of a whole tensor.
     with ThreadPoolExecutor(min(cores, _MAX_COPIES) if is_copied else cores) as threads:
         verdicts = threads.map(is_whole, header.tensors)
         whole = zip(header.tensors, verdicts, strict=True)
@@ -394,24 +408,53 @@ def _differing_part(
     loaded: LoadedModel,
     shard: ShardModel,
     hashed: Sequence[StoredTensor],
+    progress: Progress,
 ) -> str:
     """Compare some tensors of the file with their checksums, and a rank's parts with the file's;
     return the name of a tensor that differs."""
     own = shard(header.model_config, header.encodings)
     storage = _map(path)
+    total = sum(stored.nbytes for stored in (*hashed, *header.tensors))
+    report = _counted(progress, total)
     for stored in hashed:
-        data = storage[stored.offset : stored.end].numpy().data
-        if hashlib.sha256(data).hexdigest() != stored.checksum:
+        digest = hashlib.sha256()
+        for piece in torch.split(storage[stored.offset : stored.end], _SLICE_BYTES):
+            digest.update(piece.numpy().data)
+            report(len(piece))
+        if digest.hexdigest() != stored.checksum:
             return stored.name
 
     for stored in header.tensors:
         part = own.part(stored.name, _stored(storage, stored))
-        if part is None:
-            continue
-        placed = loaded.tensors[stored.name].cpu()
-        if not torch.equal(as_bytes(part.contiguous()), as_bytes(placed.contiguous())):
+        if part is not None and not _are_equal(part, loaded.tensors[stored.name]):
             return stored.name
+        report(stored.nbytes)
     return ""
+
+
+def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
+    """Return whether a part of the file has the same bytes as the tensor in memory."""
+    one, other = as_bytes(part.contiguous()), as_bytes(placed.contiguous())
+    if len(one) != len(other):
+        return False
+    pieces = zip(torch.split(one, _SLICE_BYTES), torch.split(other, _SLICE_BYTES), strict=True)
+    return all(torch.equal(piece, copy.cpu()) for piece, copy in pieces)
+
+
+def _counted(progress: Progress, total: int) -> Callable[[int], None]:
+    """Return a function that adds bytes to those that are done and reports them; threads share
+    it."""
+    lock = threading.Lock()
+    done = 0
+
+    def report(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            progress(done, total)
+
+    report(0)
+    return report
 
 
 def _marker_path(path: Path) -> Path:

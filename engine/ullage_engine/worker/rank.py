@@ -437,7 +437,8 @@ class RankStartup:
         began = time.monotonic()
         folder, layout = Path(self.config.server.weights_dir), self.layout
         shard = None if layout.world == 1 else self._shard
-        check_loaded(self.loaded, folder, shard, rank=self.rank, num_ranks=layout.world)
+        progress = self._progress("verify")
+        check_loaded(self.loaded, folder, progress, shard, rank=self.rank, num_ranks=layout.world)
         seconds = time.monotonic() - began
         log.info("weights in memory have the checksums of their file, %.1f s", seconds)
 

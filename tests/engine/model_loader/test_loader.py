@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,18 @@ import pytest
 import torch
 
 from ullage_common.config.engine import ModelSection
-from ullage_engine.model_loader.loader import LoadedModel, content_key, load_weights, read_header
+from ullage_engine.model_loader import loader
+from ullage_engine.model_loader.loader import (
+    LoadedModel,
+    ShardModel,
+    check_loaded,
+    content_key,
+    load_weights,
+    read_header,
+)
 from ullage_engine.model_loader.prepare import PreparedForm
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.errors import ProofError, WeightsError
 from ullage_engine.quantization.formats import Encoding
 
 CPU = torch.device("cpu")
@@ -173,6 +182,47 @@ def test_a_download_with_other_contents_than_its_name_says_is_refused(
     blob.write_bytes(contents)
     again, _ = load_into(tmp_path / "others", source)
     assert all(torch.equal(again.tensors[name], whole.tensors[name]) for name in whole.tensors)
+
+
+class Whole:
+    """A rank that has all of a model."""
+
+    def __init__(self, encodings: dict[str, Encoding]) -> None:
+        self.encodings = encodings
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize("shard", [None, lambda _, encodings: Whole(encodings)])
+def test_weights_in_memory_are_compared_in_slices_with_progress(
+    save_llama: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: ShardModel | None
+) -> None:
+    _, source = save_llama()
+    loaded, _ = load_into(tmp_path, source)
+    monkeypatch.setattr(loader, "_SLICE_BYTES", 1000)
+    sizes: list[int] = []
+    to_host = torch.Tensor.cpu
+
+    def recorded(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return to_host(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", recorded)
+    reports: list[tuple[int, int]] = []
+    check_loaded(loaded, tmp_path, lambda *report: reports.append(report), shard)
+    held = sum(tensor.nbytes for tensor in loaded.tensors.values())
+    assert (sum(sizes), max(sizes)) == (held, 1000)
+    assert reports == sorted(reports)
+    assert len(reports) > len(loaded.tensors)
+    assert reports[-1][0] == reports[-1][1] == held * (1 if shard is None else 2)
+
+    name, tensor = max(loaded.tensors.items(), key=lambda item: item[1].nbytes)
+    damaged = tensor.clone()
+    damaged.view(-1).view(torch.uint8)[-1] ^= 1
+    changed = replace(loaded, tensors={**loaded.tensors, name: damaged})
+    with pytest.raises(ProofError, match=f"{name} has other bits in memory"):
+        check_loaded(changed, tmp_path, lambda done, total: None, shard)
 
 
 def test_tensors_are_compared_once_a_boot(save_llama: Save, tmp_path: Path) -> None:
