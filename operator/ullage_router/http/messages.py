@@ -150,7 +150,7 @@ class Request:
 
     async def _read(self, tenant: str) -> bytes:
         limit = self._limits.max_body_bytes
-        parts: list[bytes] = []
+        body = bytearray()  # a list of pieces could have one for each byte
         taken, has_more = 0, True
         try:
             while has_more:
@@ -163,13 +163,13 @@ class Request:
                 has_more = message["more_body"]
                 if taken + len(part) > limit:
                     raise body_too_large(f"more than {limit} bytes", limit)
-                if not (has_more or parts):  # it came as a whole and waits for nothing
+                if not (has_more or body):  # it came as a whole and waits for nothing
                     return part
                 if not self._room.take(len(part), tenant):
                     raise bodies_full()
                 taken += len(part)
-                parts.append(part)
-            return b"".join(parts)
+                body += part
+            return bytes(body)
         finally:
             self._room.give_back(taken, tenant)
 
@@ -253,11 +253,12 @@ def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
 
 
 def _merged(headers: Headers) -> dict[str, str]:
-    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-    merged = dict(pairs)
-    if len(merged) < len(pairs):
-        for name in merged:
-            merged[name] = ", ".join(value for other, value in pairs if other == name)
+    """Return values by name; those of one name are joined by commas."""
+    merged: dict[str, str] = {}
+    for raw_name, raw_value in headers:
+        name = raw_name.decode("latin-1")
+        value = raw_value.decode("latin-1")
+        merged[name] = f"{merged[name]}, {value}" if name in merged else value
     return merged
 
 
