@@ -17,7 +17,6 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from ullage_common.chat.template import weight
 from ullage_common.config.router import PrefillSection, RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.wire.errors import ServiceError
@@ -389,7 +388,7 @@ class Admission:
         request.prompt = replace(prompt, is_spent=True)
         try:
             result = await self._threads.run(
-                weight(prompt.turns),
+                prompt.weight,
                 lambda: truncate(prompt.turns, most, prompt.render, keep),
             )
         except PromptError:  # the template refuses the turns that remain

@@ -36,7 +36,7 @@ class Limits:
     max_headers: int = 100
     max_body_bytes: int = 8 << 20
     max_held_bytes: int = 256 << 20
-    """Bytes of bodies that arrive, on all connections of a server together."""
+    """Bytes of bodies that arrive or wait to become prompts, on all connections together."""
     max_connections: int = 20_000
     max_age_s: float = 600.0
     """Age at which a connection ends with its reply, so that the client comes to another process.
@@ -56,7 +56,7 @@ class Limits:
 
 @dataclass(slots=True)
 class BodyRoom:
-    """Memory for bodies that arrive, on all connections of a server.
+    """Memory for bodies that arrive and have not become prompts, on all connections of a server.
 
     limit: bytes for all; one tenant gets at most half of them.
     """
@@ -104,6 +104,8 @@ class Request:
         self.headers: Mapping[str, str] = _merged(scope["headers"])
         self._is_read = False
         self._has_failed = False
+        self._taken_bytes = 0
+        self._tenant = ""
 
     @property
     def refusal(self) -> ServiceError | None:
@@ -125,11 +127,16 @@ class Request:
             or int(headers.get("content-length", 0)) > MAX_DISCARDED_BYTES
         )
 
+    def release(self) -> None:
+        """Give back the room for the body, which whoever reads it does not need any more."""
+        self._room.give_back(self._taken_bytes, self._tenant)
+        self._taken_bytes = 0
+
     async def read(self, tenant: str = "") -> bytes:
         """The body.
 
         Args:
-            tenant: in whose share of the room for bodies it is kept while it arrives.
+            tenant: in whose share of the room for bodies it is until it is released.
 
         Raises:
             ServiceError: there is none, it is too large, malformed or late, or there is no room.
@@ -151,27 +158,25 @@ class Request:
     async def _read(self, tenant: str) -> bytes:
         limit = self._limits.max_body_bytes
         body = bytearray()  # a list of pieces could have one for each byte
-        taken, has_more = 0, True
-        try:
-            while has_more:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise asyncio.CancelledError
-                if self.refusal:
-                    raise self.refusal
-                part: bytes = message["body"]
-                has_more = message["more_body"]
-                if taken + len(part) > limit:
-                    raise body_too_large(f"more than {limit} bytes", limit)
-                if not (has_more or body):  # it came as a whole and waits for nothing
-                    return part
-                if not self._room.take(len(part), tenant):
-                    raise bodies_full()
-                taken += len(part)
-                body += part
-            return bytes(body)
-        finally:
-            self._room.give_back(taken, tenant)
+        has_more = True
+        self._tenant = tenant
+        while has_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise asyncio.CancelledError
+            if self.refusal:
+                raise self.refusal
+            part: bytes = message["body"]
+            has_more = message["more_body"]
+            if len(body) + len(part) > limit:
+                raise body_too_large(f"more than {limit} bytes", limit)
+            if not self._room.take(len(part), tenant):
+                raise bodies_full()
+            self._taken_bytes += len(part)
+            if not (has_more or body):
+                return part
+            body += part
+        return bytes(body)
 
 
 class Reply:
@@ -248,6 +253,8 @@ def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
             await serve(request, Reply(request, send))
         except asyncio.CancelledError:
             return  # the client has gone, or the server ends: nobody would read an error
+        finally:
+            request.release()
 
     return app
 

@@ -21,6 +21,7 @@ from ullage_router.call import Handler, Stage
 from ullage_router.cascade import Cascade
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
+from ullage_router.intake import IntakeThread
 from ullage_router.pipeline.coalesce import Coalescer
 from ullage_router.pipeline.generate import EngineStages
 from ullage_router.pipeline.idempotency import IdempotencyKeys
@@ -71,6 +72,7 @@ class RouterService:
             self.tls.dialer,
         )
         self.balancer = LoadBalancer(routing.placement, self.engines)
+        self.intake = IntakeThread()
         self._threads = TokenizerThreads()
         self.summarizer = self._summarizer()
         self._prompts = PromptBuilder(
@@ -78,6 +80,7 @@ class RouterService:
             self.summarizer,
             self.engines,
             self._threads,
+            self.intake,
             config.cascade is not None,
         )
         self.rollout = Rollout(config.rollout_file, self.engines, self._prompts)
@@ -181,6 +184,7 @@ class RouterService:
         await self.tenants.close()
         await self.tls.close()
         self._threads.close()
+        self.intake.close()
         if self.tracer:
             await asyncio.to_thread(self.tracer.close)
 
