@@ -20,8 +20,8 @@ from ullage_common.config.router import GRPCSection, ProbesSection, RouterConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.stacks import dump_loop_on_signal
-from ullage_common.wire.channels import Health, bind, new_server
-from ullage_router.grpc import InferenceServicer
+from ullage_common.wire.channels import NARROW_WINDOWS, Health, RequestGuard, bind, new_server
+from ullage_router.grpc import CallGate, InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.console.console import Console
 from ullage_router.http.messages import Limits
@@ -86,7 +86,9 @@ class Router:
             )
         monitoring = self._siblings.pages if self._siblings else Pages(pages, self._stats, routes)
         self._health = Health()
-        self._grpc = new_server(is_shared=place is not None)
+        gate = CallGate(self.service.tenants, self.service.pipeline)
+        guard = RequestGuard(gate.admit, self.service.intake.run)
+        self._grpc = new_server(place is not None, guard, NARROW_WINDOWS)
         self._probes: grpc.aio.Server | None = None
         share, least = MAX_HELD_BYTES // config.processes, LEAST_BODIES * Limits().max_body_bytes
         limits = Limits(max_held_bytes=max(share, least))

@@ -5,12 +5,12 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from ullage_testing.loop_watch import MOST_HELD_S, MOST_S, watched_loop
+from ullage_testing.peak_memory import PeakMemory
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http.openai import requests
@@ -115,16 +115,6 @@ async def asking_health(port: int) -> AsyncIterator[list[bytes]]:
         writer.close()
 
 
-def memory_bytes(name: str) -> int:
-    [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name)]
-    return int(line.split()[1]) << 10
-
-
-def reset_peak() -> None:
-    """Make VmHWM what is in memory now."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 @pytest.mark.parametrize("context", [2_000, 120_000])
 def test_no_body_holds_up_others(start_service: "StartService", context: int) -> None:
     failures = []
@@ -135,11 +125,10 @@ def test_no_body_holds_up_others(start_service: "StartService", context: int) ->
             await asyncio.to_thread(exchange, port, http(CHAT, said(b"{}")))
             for name, (path, body) in BODIES.items():
                 data = http(path, body)
-                reset_peak()
-                before = memory_bytes("VmRSS")
+                peak = PeakMemory()
                 async with asking_health(port) as answers, watched_loop() as watch:
                     answer = await asyncio.to_thread(exchange, port, data)
-                grown = memory_bytes("VmHWM") - before
+                grown = peak.grown_bytes
                 is_refused = b" 400 " in answer[:16] and all(b" 200 " in each for each in answers)
                 is_quick = watch.turn_s <= MOST_S and watch.stall_s <= MOST_HELD_S
                 if not (is_refused and is_quick and grown <= MOST_BYTES):
