@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.wire import channels
@@ -188,6 +189,36 @@ def test_few_requests_arrive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 call.cancel()
             async with asyncio.timeout(WAIT_S):
                 assert await last == inference_pb2.GetModelResponse(model="m").SerializeToString()
+
+    asyncio.run(scenario())
+
+
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+def for_everybody(method: str, metadata: Mapping[str, str]) -> str | None:
+    return None
+
+
+def test_streams_for_everybody_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_RECEIVED_PUBLIC", 2)
+    monkeypatch.setattr(channels, "STREAM_TIMEOUT_S", 0.5)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+
+    async def scenario() -> None:
+        async with served(RequestGuard(for_everybody)) as channel:
+            streams = [channel.stream_stream(REFLECTION)() for _ in range(2)]
+            for stream in streams:
+                await stream.write(asked)
+                assert b"ServerReflection" in await stream.read()
+            error = await refused(channel.stream_stream(REFLECTION)().read())
+            assert (error.code, error.reason) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "STREAMS_FULL",
+            )
+            for stream in streams:
+                async with asyncio.timeout(WAIT_S):
+                    assert (await refused(stream.read())).reason == "BODY_LATE"
 
     asyncio.run(scenario())
 

@@ -48,6 +48,8 @@ RECEIVE_TIMEOUT_S = 30.0
 """Seconds within which a request must have its turn and arrive; as long as over HTTP."""
 PUBLIC_TIMEOUT_S = 5.0
 """The same for methods for everybody, whose requests are small."""
+STREAM_TIMEOUT_S = 30.0
+"""Longest stream of requests to a method for everybody: reflection."""
 MAX_CALLS = 4096
 """Calls that a server has at one time."""
 
@@ -67,9 +69,11 @@ def admit_all(method: str, metadata: Mapping[str, str]) -> str | None:
     return ""
 
 
-async def run_here(num_bytes: int, tenant: str, work: Callable[[], Any]) -> Any:
-    """Run a function at once."""
-    return work()
+async def run_apart(num_bytes: int, tenant: str, work: Callable[[], Any]) -> Any:
+    """Run a function, in a thread if it has many bytes."""
+    if num_bytes <= SMALL_REQUEST_BYTES:
+        return work()
+    return await asyncio.to_thread(work)
 
 
 class RequestGuard(grpc.aio.ServerInterceptor):
@@ -90,10 +94,11 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         run: parses what is long.
     """
 
-    def __init__(self, admit: Admit = admit_all, run: Run = run_here) -> None:
+    def __init__(self, admit: Admit = admit_all, run: Run = run_apart) -> None:
         self._admit = admit
         self._run = run
         self._room = _ReceiveRoom()
+        self._streams = asyncio.Semaphore(MAX_RECEIVED_PUBLIC)
 
     async def intercept_service(
         self,
@@ -109,7 +114,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         except ServiceError as error:
             return _refusing(error)
         if handler.request_streaming:
-            return handler
+            return self._public_stream(handler) if tenant is None else handler
         behavior: Any = handler.unary_stream or handler.unary_unary
         read = partial(self._read, handler.request_deserializer, tenant)
         # Handlers of streams are called before anything is received.
@@ -121,6 +126,32 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         return _handler(
             grpc.stream_unary_rpc_method_handler(guarded, None, handler.response_serializer)
         )
+
+    def _public_stream(self, handler: "Handler") -> "Handler":
+        """Return a handler of few streams at a time, each of which ends soon: a message that
+        arrives takes memory, and nobody knows whose it is."""
+        behavior: Any = handler.stream_stream
+        if behavior is None or not inspect.isasyncgenfunction(behavior):
+            return handler
+
+        async def respond(requests: Any, context: Context) -> AsyncGenerator[Any]:
+            if self._streams.locked():
+                await abort(context, _too_many_streams())
+            try:
+                async with (
+                    self._streams,
+                    asyncio.timeout(STREAM_TIMEOUT_S),
+                    contextlib.aclosing(behavior(requests, context)) as responses,
+                ):
+                    async for response in responses:
+                        yield response
+            except TimeoutError:
+                await abort(context, _late("the stream's end", STREAM_TIMEOUT_S))
+
+        made = grpc.stream_stream_rpc_method_handler(
+            respond, handler.request_deserializer, handler.response_serializer
+        )
+        return _handler(made)
 
     async def _read(self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes]) -> Any:
         """Receive the one request of a call.
@@ -232,6 +263,15 @@ def _guarded_coroutine(read: Read, behavior: Any) -> Callable[[Any, Context], Aw
         return await behavior(request, context)
 
     return respond
+
+
+def _too_many_streams() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "STREAMS_FULL",
+        f"{MAX_RECEIVED_PUBLIC} such streams are open; retry",
+        retry_after_s=1,
+    )
 
 
 def _late(name: str, limit_s: float) -> ServiceError:
