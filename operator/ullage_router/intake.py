@@ -39,7 +39,12 @@ class IntakeThread:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((work, done))
         self._start_next()
-        return await done
+        try:
+            return await done
+        finally:
+            # An error has this frame, which would have the error: a body would wait for a search
+            # for garbage, and those are rare.
+            del done, work
 
     def close(self) -> None:
         """Start nothing more."""

@@ -19,6 +19,7 @@ from ullage_common import version
 from ullage_common.config.router import GRPCSection, ProbesSection, RouterConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
+from ullage_common.process.memory import return_large_blocks
 from ullage_common.process.stacks import dump_loop_on_signal
 from ullage_common.wire.channels import NARROW_WINDOWS, Health, RequestGuard, bind, new_server
 from ullage_router.grpc import CallGate, InferenceServicer
@@ -116,6 +117,7 @@ class Router:
             CannotListen: a port cannot be used.
         """
         config = self._config
+        return_large_blocks()  # bodies, and what is made of them
         await self.service.read_secrets()
         is_shared = self._place is not None
         listener = listen(config.http.host, config.http.port, is_shared)

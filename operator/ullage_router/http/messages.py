@@ -13,6 +13,7 @@ from ullage_router.errors import (
     length_required,
     malformed,
 )
+from ullage_router.http.long_bodies import LONG_BODY_BYTES, LongBodies
 
 Headers = list[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
@@ -63,6 +64,7 @@ class BodyRoom:
 
     limit: int
     taken: int = 0
+    long_bodies: LongBodies = field(default_factory=LongBodies)
     _of_tenants: dict[str, int] = field(default_factory=dict)
 
     def take(self, size: int, tenant: str) -> bool:
@@ -105,6 +107,8 @@ class Request:
         self._is_read = False
         self._has_failed = False
         self._taken_bytes = 0
+        self._turn_bytes = 0
+        """Bytes of its turn among long bodies; 0: it has none."""
         self._tenant = ""
 
     @property
@@ -131,6 +135,9 @@ class Request:
         """Give back the room for the body, which whoever reads it does not need any more."""
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
+        if self._turn_bytes:
+            self._room.long_bodies.give_back(self._turn_bytes, self._tenant)
+            self._turn_bytes = 0
 
     async def read(self, tenant: str = "") -> bytes:
         """The body.
@@ -173,10 +180,21 @@ class Request:
             if not self._room.take(len(part), tenant):
                 raise bodies_full()
             self._taken_bytes += len(part)
+            if len(body) + len(part) > LONG_BODY_BYTES and not self._turn_bytes:
+                await self._wait_for_turn()
             if not (has_more or body):
                 return part
             body += part
         return bytes(body)
+
+    async def _wait_for_turn(self) -> None:
+        """Receive nothing until few other long bodies are here."""
+        size = int(self.headers.get("content-length", self._limits.max_body_bytes))
+        try:
+            await self._room.long_bodies.take(size, self._tenant)
+        except TimeoutError as error:
+            raise bodies_full() from error
+        self._turn_bytes = size
 
 
 class Reply:

@@ -151,6 +151,21 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
+_M_MMAP_THRESHOLD = -3
+LARGE_BLOCK_BYTES = 1 << 20
+
+
+def return_large_blocks() -> None:
+    """Have large blocks returned to the kernel as soon as they are freed.
+
+    glibc takes larger and larger ones from its heap once one of their size was freed, and the heap
+    keeps what lies below any small block. Does nothing where the C library is not glibc.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
 def freeze_gc() -> None:
     """Takes what lives now out of every later search for garbage, and searches less often.
 

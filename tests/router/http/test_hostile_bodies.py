@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     StartService = Any
 
 MOST_BYTES = 64 << 20
-"""Memory that one body may take for a moment, with the body itself."""
+"""Memory that bodies may take for a moment, with themselves."""
 CHAT, COMPLETIONS, EMBEDDINGS = "chat/completions", "completions", "embeddings"
 
 
@@ -139,6 +139,31 @@ def test_no_body_holds_up_others(start_service: "StartService", context: int) ->
 
 
 PART = b'{"type":"text","text":"a"}'
+TOGETHER = ("escapes", "quotes", "audio", "calls' arguments", "too many token ids", "inputs")
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_eight_bodies_at_once_take_no_more_memory_than_one(
+    start_service: "StartService", name: str
+) -> None:
+    path, body = BODIES[name]
+    data = http(path, body)
+
+    async def scenario() -> None:
+        async with start_service(max_model_len=120_000) as service:
+            port = service.router.http_port
+            await asyncio.to_thread(exchange, port, data)  # what a process takes once
+            peak = PeakMemory()
+            async with asking_health(port), watched_loop() as watch:
+                sending = (asyncio.to_thread(exchange, port, data) for _ in range(8))
+                answers = await asyncio.gather(*sending)
+            assert {answer[9:12] for answer in answers} == {b"400"}
+            assert peak.grown_bytes <= MOST_BYTES
+            watch.check()
+
+    asyncio.run(scenario())
+
+
 LEGAL: dict[str, tuple[str, bytes]] = {
     "messages": (CHAT, said(b",".join([b'{"role":"user","content":""}'] * 8192))),
     "calls": (CHAT, called(json.dumps({"path": "a.py", "lines": ["x = 1"] * 8}), 128)),

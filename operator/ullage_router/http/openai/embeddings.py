@@ -94,7 +94,8 @@ class EmbeddingsEndpoint:
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
-            refusal = as_service_error(error, record)
+            # Its frames have the body, and this one would have the error: a cycle.
+            refusal = as_service_error(error, record).with_traceback(None)
             service.pipeline.refuse(record, refusal, tenant, trace_context(request.headers))
             await Writer(reply, record, "input").error(refusal)
             return
@@ -106,8 +107,7 @@ class EmbeddingsEndpoint:
             try:
                 await run.compute()
             except Exception as error:
-                refusal = as_service_error(error, run.record)
-                await Writer(reply, run.record, "input").error(refusal)
+                await Writer(reply, run.record, "input").error(as_service_error(error, run.record))
                 return
             pieces = run.pieces(is_base64=is_base64)
             await Writer(reply, run.record, "input").in_pieces(pieces)

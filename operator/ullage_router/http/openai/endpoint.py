@@ -224,7 +224,8 @@ class GenerateEndpoint:
             parsed = await self._intake.run(len(body), tenant.name, parse)
         except Exception as error:
             record = RequestRecord(record_id)
-            refusal = as_service_error(error, record)
+            # Its frames have the body, and this one would have the error: a cycle.
+            refusal = as_service_error(error, record).with_traceback(None)
             self._pipeline.refuse(record, refusal, trace=trace_context(headers))
             await self._writer(reply, record).error(refusal)
             return
