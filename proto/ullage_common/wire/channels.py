@@ -163,18 +163,21 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         kind = getattr(parse, "__self__", None)
         name = getattr(kind, "__name__", "request")
         limit_s = PUBLIC_TIMEOUT_S if tenant is None else RECEIVE_TIMEOUT_S
-        try:
-            async with asyncio.timeout(limit_s), self._room.place(tenant):
-                data = await anext(requests)
-        except TimeoutError as error:
-            raise _late(name, limit_s) from error
-        except StopAsyncIteration as error:
-            raise invalid(name, f"the call has no {name}; send one") from error
-        if len(data) > MAX_REQUEST_BYTES:
-            raise _too_large(name, len(data))
-        if parse is None:
-            return data
-        return await self._run(len(data), tenant or "", partial(_parse, parse, kind, name, data))
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await stack.enter_async_context(self._room.place(tenant))
+                    data = await anext(requests)
+            except TimeoutError as error:
+                raise _late(name, limit_s) from error
+            except StopAsyncIteration as error:
+                raise invalid(name, f"the call has no {name}; send one") from error
+            if len(data) > MAX_REQUEST_BYTES:
+                raise _too_large(name, len(data))
+            if parse is None:
+                return data
+            work = partial(_parse, parse, kind, name, data)
+            return await self._run(len(data), tenant or "", work)
 
 
 def _parse(parse: Any, kind: Any, name: str, data: bytes) -> Any:
@@ -187,8 +190,8 @@ def _parse(parse: Any, kind: Any, name: str, data: bytes) -> Any:
 
 
 class _ReceiveRoom:
-    """Places for requests that arrive; one tenant gets at most half of them, and methods for
-    everybody have places of their own."""
+    """Places for requests that arrive or are parsed; one tenant gets at most half of them, and
+    methods for everybody have places of their own."""
 
     def __init__(self) -> None:
         self._public = asyncio.Semaphore(MAX_RECEIVED_PUBLIC)
