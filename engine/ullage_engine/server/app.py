@@ -21,6 +21,7 @@ from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage.kv.v1 import kv_pb2_grpc
+from ullage_common.chat.special_tokens import GuardedTokenizer, SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.config.engine import EngineConfig, default_host_tier
 from ullage_common.process.config_file import ConfigError
@@ -451,7 +452,14 @@ def _load_tokenizer(path: Path, generation_defaults: bool) -> TokenizerBundle:
         chat = ChatTemplate(
             tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_chat_template
         )
-    tokenizer_bundle = TokenizerBundle(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
+    guard = SpecialTokenGuard(tokenizer.tokenizer, chat.literals if chat else ())
+    tokenizer_bundle = TokenizerBundle(
+        tokenizer=tokenizer,
+        token_bytes=TokenBytes(tokenizer.tokenizer),
+        chat=chat,
+        guard=guard,
+        guarded=GuardedTokenizer(tokenizer.tokenizer, guard.guarded),
+    )
     trim_heap()  # parsing took as much again
     return tokenizer_bundle
 

@@ -49,8 +49,9 @@ from ullage_router.policy.decision import (
     TimeLimits,
 )
 from ullage_router.prompts.prompts import Prompt
+from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
-from ullage_router.tokenizer import PromptError, TokenizerThreads
+from ullage_router.tokenizer import PromptError
 
 log = logging.getLogger(__name__)
 
@@ -390,6 +391,7 @@ class Admission:
             result = await self._threads.run(
                 prompt.weight,
                 lambda: truncate(prompt.turns, most, prompt.render, keep),
+                call.tenant.name,
             )
         except PromptError:  # the template refuses the turns that remain
             return

@@ -64,6 +64,7 @@ class Engines:
         on_change: Callable[[], None],
         breaker: BreakerSection = BreakerSection(),  # noqa: B008 - immutable
         dialer: Dialer | None = None,
+        trusts_special_tokens: bool = False,
     ) -> None:
         self._pools = tuple(pools)
         self._canary: tuple[PoolSection, ...] = ()
@@ -73,6 +74,7 @@ class Engines:
         self._on_change = on_change
         self._breaker = breaker
         self._dialer = dialer
+        self._trusts_special_tokens = trusts_special_tokens
         self.on_forgotten: Callable[[str], None] = lambda _: None
         self._engines: dict[str, Engine] = {}
         """Engines by key."""
@@ -569,7 +571,7 @@ class Engines:
         async with self._loading:
             model = self._models.pop(key, None)
             if model is None:
-                model = await asyncio.to_thread(load_model, response)
+                model = await asyncio.to_thread(load_model, response, self._trusts_special_tokens)
             self._models[key] = model  # the newest is last
             self._drop_models()
         return model

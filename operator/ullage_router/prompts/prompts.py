@@ -11,22 +11,27 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.template import TURN_CHARACTERS, make_turns, read_arguments, weight
 from ullage_common.chat.tool_formats import Turn
 from ullage_common.config.router import CleanseSection
-from ullage_common.wire.errors import invalid
+from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.validation import check_prompt_tokens
 from ullage_router.engines.engines import Engines
 from ullage_router.intake import IntakeThread
 from ullage_router.prompts.cleanse import cleanse_turns
 from ullage_router.prompts.summarize import HistorySummarizer
+from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.tool_use import ToolUse, tool_use
 from ullage_router.prompts.truncate import droppable
-from ullage_router.tokenizer import Model, PromptError, TokenizerThreads
+from ullage_router.tokenizer import Model, PromptError, TooManyTokens
 
 TOKEN_BYTES = 44
 CHARACTER_BYTES = 8
 """Bytes of one character of the turns, which the request has as well: at most 4 each."""
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Sixteen times the usual: what a conversation may have for each token of the context."""
+"""Sixteen times the usual: the characters that an input may have for each token of the context."""
+MAX_CONTEXTS = 16
+"""Contexts that a conversation may fill before turns are dropped."""
+COUNTED_CONTEXTS = 4
+"""Contexts up to which the tokens of a text that does not fit are counted, to name their number."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -112,15 +117,32 @@ class PromptBuilder:
             check_prompt_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
         if kind == "text":
-            self._check_size(model, request.text, "prompt")
-            encode = model.encode_whole if request.embed else model.encode
-            ids = await self._threads.run(len(request.text), lambda: encode(request.text))
-            check_prompt_tokens(ids, model.vocab_size)
-            return Prompt(model, ids)
+            return await self._text(model, request, tenant)
         arguments = _arguments(
             model, request.messages.template_arguments, self._is_cascade or bool(path)
         )
         return await self._conversation(model, request, tenant, arguments)
+
+    async def _text(
+        self, model: Model, request: inference_pb2.GenerateRequest, tenant: str
+    ) -> Prompt:
+        text = request.text
+        self._check_whole(len(text), "prompt")
+        encode = model.encode_whole if request.embed else model.encode
+        most = COUNTED_CONTEXTS * self._engines.max_model_len
+
+        def checked() -> list[int]:
+            self._check_size(model, text, "prompt")
+            return encode(text, most)
+
+        try:
+            ids = await self._threads.run(len(text), checked, tenant)
+        except PromptError as error:
+            raise invalid("prompt", f"prompt: {error}") from error
+        except TooManyTokens as error:
+            raise self._too_long("prompt", most) from error
+        check_prompt_tokens(ids, model.vocab_size)
+        return Prompt(model, ids)
 
     async def _conversation(
         self,
@@ -132,12 +154,19 @@ class PromptBuilder:
         num_bytes = request.messages.ByteSize() + TURN_CHARACTERS * len(request.messages.messages)
         read = functools.partial(self._read, model, request)
         turns, use, size = await self._intake.run(num_bytes, tenant, read)
-        turns, degraded = await self._cleansed(turns, size)
-        render = functools.partial(model.render, turns, use.tools, use.opening, arguments)
+        # The last turn stays whatever else is dropped.
+        last = turns[-1]["content"]
+        check = functools.partial(self._check_size, model, last, "messages")
+        await self._threads.run(len(last), check, tenant)
+        turns, degraded = await self._cleansed(turns, size, tenant)
+        most = MAX_CONTEXTS * self._engines.max_model_len
+        render = functools.partial(model.render, turns, use.tools, use.opening, arguments, most)
         try:
-            ids = await self._threads.run(size, render)
+            ids = await self._threads.run(size, render, tenant)
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
+        except TooManyTokens as error:
+            raise self._too_long("messages", most) from error
         check_prompt_tokens(ids, model.vocab_size, "messages")
         prompt = Prompt(model, ids, turns, degraded, tool_use=use, arguments=arguments, weight=size)
         return await self._summarized(prompt, tenant) if self._summarizer else prompt
@@ -148,14 +177,12 @@ class PromptBuilder:
         """Make turns of the messages, whose sizes are looked at first; returns also how the tools
         are used, and how many characters all of it has."""
         messages = request.messages
-        # The last turn stays whatever else is dropped.
-        self._check_size(model, messages.messages[-1].content, "messages")
-        self._check_whole(_num_characters(messages))
+        self._check_whole(_num_characters(messages), "messages")
         _check_calls(messages)
         turns = tuple(make_turns(messages.messages))
         use = tool_use(request, model.tool_format)
         size = weight(turns) + use.num_characters + len(messages.template_arguments)
-        self._check_whole(size)
+        self._check_whole(size, "messages")
         return turns, use, size
 
     async def _summarized(self, prompt: Prompt, tenant: str) -> Prompt:
@@ -173,24 +200,29 @@ class PromptBuilder:
         return replace(prompt, token_ids=history.token_ids, turns=history.turns, degraded=degraded)
 
     async def _cleansed(
-        self, turns: tuple[Turn, ...], size: int
+        self, turns: tuple[Turn, ...], size: int, tenant: str
     ) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
         """The turns as the service wants them, and what was done."""
         if not self._rules.is_any:
             return turns, ()
-        cleansed, saved = await self._threads.run(size, lambda: cleanse_turns(turns, self._rules))
+        cleansed, saved = await self._threads.run(
+            size, lambda: cleanse_turns(turns, self._rules), tenant
+        )
         return tuple(cleansed), (f"cleansed_chars={saved}",) if saved else ()
 
-    def _check_whole(self, size: int) -> None:
-        """Refuses a conversation many times the context, or of more turns than it has tokens:
-        finding what to drop would take long."""
+    def _check_whole(self, size: int, field: str) -> None:
+        """Refuse an input many times the context, or of more turns than it has tokens: tokenising
+        it, or finding what to drop, would take long."""
         most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if size > most:
-            message = (
-                f"messages have {size} characters, {TURN_CHARACTERS} counted for each message, and "
-                f"the context is {self._engines.max_model_len} tokens; send at most {most}"
+            counted = (
+                f", {TURN_CHARACTERS} counted for each message," if field == "messages" else ""
             )
-            raise invalid("messages", message, "CONTEXT_TOO_LONG")
+            message = (
+                f"{field}: {size} characters{counted} and the context is "
+                f"{self._engines.max_model_len} tokens; send at most {most}"
+            )
+            raise invalid(field, message, "CONTEXT_TOO_LONG")
 
     def _check_count(self, num_tokens: int) -> None:
         """Refuses more tokens than any engine takes before they become a list."""
@@ -200,14 +232,17 @@ class PromptBuilder:
             raise invalid("prompt", message, "CONTEXT_TOO_LONG")
 
     def _check_size(self, model: Model, text: str, field: str) -> None:
-        """Refuses a text that cannot fit however its tokens fall: tokenising megabytes is slow."""
-        fewest, context = model.fewest_tokens(text), self._engines.max_model_len
-        if fewest > context:
-            message = (
-                f"{field} has more than {fewest} tokens and the context is {context} tokens; "
-                "shorten it"
-            )
-            raise invalid(field, message, "CONTEXT_TOO_LONG")
+        """Refuse a text that cannot fit however its tokens fall: tokenising megabytes is slow."""
+        fewest = model.fewest_tokens(text)
+        if fewest > self._engines.max_model_len:
+            raise self._too_long(field, fewest)
+
+    def _too_long(self, field: str, fewest: int) -> ServiceError:
+        context = self._engines.max_model_len
+        message = (
+            f"{field} has more than {fewest} tokens and the context is {context} tokens; shorten it"
+        )
+        return invalid(field, message, "CONTEXT_TOO_LONG")
 
 
 def _num_characters(messages: inference_pb2.Messages) -> int:

@@ -32,6 +32,7 @@ from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.summarize import HistorySummarizer
+from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.rollout import Rollout, TrialCollector
 from ullage_router.server.load_report import LoadReporter
 from ullage_router.server.processes import ProcessSlot, RouterTLS
@@ -41,7 +42,6 @@ from ullage_router.telemetry.record import RequestRecord, Stats
 from ullage_router.tenants import ANONYMOUS, Tenants
 from ullage_router.tickets.picker import TicketIssuer
 from ullage_router.tickets.signing import TicketSigner
-from ullage_router.tokenizer import TokenizerThreads
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class RouterService:
             self._on_engines_change,
             routing.placement.breaker,
             self.tls.dialer,
+            trusts_special_tokens=config.prompts.special_tokens == "trusted",
         )
         self.balancer = LoadBalancer(routing.placement, self.engines)
         self.intake = IntakeThread()
