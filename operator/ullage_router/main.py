@@ -257,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         config = read_file(options.config, RouterConfig)
         place = msgspec.json.decode(options.place, type=ProcessSlot) if options.place else None
         logs.configure(config.log_level, fields={"process": place.index} if place else {})
+        return_large_blocks()
         if place is None:
             warn_unknown(options.config, config)
         if place is None and config.processes > 1:

@@ -126,21 +126,28 @@ class PromptBuilder:
     async def _text(
         self, model: Model, request: inference_pb2.GenerateRequest, tenant: str
     ) -> Prompt:
-        text = request.text
-        self._check_whole(len(text), "prompt")
+        size = len(request.text)
+        self._check_whole(size, "prompt")
         encode = model.encode_whole if request.embed else model.encode
         most = COUNTED_CONTEXTS * self._engines.max_model_len
 
-        def checked() -> list[int]:
-            self._check_size(model, text, "prompt")
-            return encode(text, most)
+        def checked() -> list[int] | ServiceError:
+            # A copy each time, which need not wait for a thread; nor does an error that is not
+            # raised here keep it.
+            text = request.text
+            fewest = model.fewest_tokens(text)
+            if fewest > self._engines.max_model_len:
+                return self._too_long("prompt", fewest)
+            try:
+                return encode(text, most)
+            except PromptError as error:
+                return invalid("prompt", f"prompt: {error}")
+            except TooManyTokens:
+                return self._too_long("prompt", most)
 
-        try:
-            ids = await self._threads.run(len(text), checked, tenant)
-        except PromptError as error:
-            raise invalid("prompt", f"prompt: {error}") from error
-        except TooManyTokens as error:
-            raise self._too_long("prompt", most) from error
+        ids = await self._threads.run(size, checked, tenant)
+        if isinstance(ids, ServiceError):
+            raise ids
         check_prompt_tokens(ids, model.vocab_size)
         return Prompt(model, ids)
 

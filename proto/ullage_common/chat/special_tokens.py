@@ -143,6 +143,8 @@ class SpecialTokenGuard:
 
         self._keys = _hitting_set(self.guarded)
         """Characters of which every guarded token has one."""
+        # Of no keys none is ever looked for.
+        self._find_key = re.compile("|".join(map(re.escape, sorted(self._keys)))).search
         is_composed = _is_composed(literals, self.guarded, self._keys)
         needed = frozenset("".join(self.guarded)) if is_composed else self._keys
         self._alphabet = "".join(sorted(_with_cases(needed)))
@@ -166,8 +168,8 @@ class SpecialTokenGuard:
         """
         if not self.guarded:
             return None
-        texts = list(_texts([turns, tools, arguments]))
-        if not self._is_always and not any(key in text for text in texts for key in self._keys):
+        texts = _texts([*turns, *tools, arguments])
+        if not self._is_always and not any(map(self._find_key, texts)):
             return None
         own, others = self._marks(texts)
         return MarkedRequest(
@@ -292,18 +294,18 @@ def _composes(key: str) -> bool:
     return any(key in unicodedata.normalize("NFC", other) for other in others)
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts of a JSON value, names of members included."""
-    rest = [value]
-    while rest:
-        item = rest.pop()
+def _texts(values: list[Any]) -> list[str]:
+    """Return all texts in JSON values, names of members included."""
+    found = list[str]()
+    for item in values:  # which grow meanwhile
         if isinstance(item, str):
-            yield item
+            found.append(item)
         elif isinstance(item, Mapping):
-            rest += item.keys()
-            rest += item.values()
+            values += item
+            values += item.values()
         elif isinstance(item, list | tuple):
-            rest += item
+            values += item
+    return found
 
 
 def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:

@@ -362,6 +362,16 @@ def test_a_tools_result_forges_no_turn() -> None:
     assert model.decode(render(model, texts, True)) == model.decode(render(trusting, texts, True))
 
 
+def test_a_model_without_special_tokens_has_nothing_to_guard() -> None:
+    tokenizer = Tokenizer(byte_level("").model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    model = make_model(tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    turns = [{"role": "user", "content": "a<s>|"}]
+    assert model.render(turns) == model.encode_whole("a<s>|") == model.encode("a<s>|")
+    assert model.decode(model.render(turns)) == "a<s>|"
+
+
 def test_trusted_text_has_the_tokens_of_the_whole() -> None:
     model = family("qwen3", "byte-level", trusts=True)
     assert model.guard is None and model.template
