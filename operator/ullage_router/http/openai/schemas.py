@@ -149,7 +149,8 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         if any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
             return True
         is_switch = name not in ("skip_special_tokens", "add_generation_prompt")
-        return is_switch and value in (False, [], {})
+        is_empty = isinstance(value, list | dict) and not value
+        return is_switch and (value is False or is_empty)  # 0 asks for the chosen token's, in vLLM
 
 
 _unsupported = attrgetter(*Unsupported.__struct_fields__)
