@@ -175,7 +175,7 @@ class SpecialTokenGuard:
         return MarkedRequest(
             turns=[_marked_turn(turn, own, others) for turn in turns],
             tools=others.mark_deep(tools),
-            arguments=others.mark_deep(arguments),
+            arguments={name: others.mark_deep(value) for name, value in arguments.items()},
             guard=self,
             own=own,
         )
