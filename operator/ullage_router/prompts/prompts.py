@@ -161,10 +161,6 @@ class PromptBuilder:
         num_bytes = request.messages.ByteSize() + TURN_CHARACTERS * len(request.messages.messages)
         read = functools.partial(self._read, model, request)
         turns, use, size = await self._intake.run(num_bytes, tenant, read)
-        # The last turn stays whatever else is dropped.
-        last = turns[-1]["content"]
-        check = functools.partial(self._check_size, model, last, "messages")
-        await self._threads.run(len(last), check, tenant)
         turns, degraded = await self._cleansed(turns, size, tenant)
         most = MAX_CONTEXTS * self._engines.max_model_len
         render = functools.partial(model.render, turns, use.tools, use.opening, arguments, most)
@@ -184,12 +180,14 @@ class PromptBuilder:
         """Make turns of the messages, whose sizes are looked at first; returns also how the tools
         are used, and how many characters all of it has."""
         messages = request.messages
-        self._check_whole(_num_characters(messages), "messages")
+        # The last turn stays whatever else is dropped.
+        self._check_size(model, messages.messages[-1].content, "messages")
+        self._check_whole(_num_characters(messages))
         _check_calls(messages)
         turns = tuple(make_turns(messages.messages))
         use = tool_use(request, model.tool_format)
         size = weight(turns) + use.num_characters + len(messages.template_arguments)
-        self._check_whole(size, "messages")
+        self._check_whole(size)
         return turns, use, size
 
     async def _summarized(self, prompt: Prompt, tenant: str) -> Prompt:
@@ -217,7 +215,7 @@ class PromptBuilder:
         )
         return tuple(cleansed), (f"cleansed_chars={saved}",) if saved else ()
 
-    def _check_whole(self, size: int, field: str) -> None:
+    def _check_whole(self, size: int, field: str = "messages") -> None:
         """Refuse an input many times the context, or of more turns than it has tokens: tokenising
         it, or finding what to drop, would take long."""
         most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN

@@ -21,16 +21,15 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from ullage_common.chat.client_text import Marks
 from ullage_common.chat.tool_formats import Turn
 
-FIRST_MARK = 0xE000
-LAST_MARK = 0xF8FF
-"""Bounds of the characters that marks are taken from: private use, at two bytes a character."""
+_MARKS = range(0xE000, 0xF900)
+_MORE_MARKS = range(0xF0000, 0xFFFFE)
+"""Code points that marks are taken from: private use, at two bytes a character or at four."""
 
 _FIRST_ALIAS, _LAST_ALIAS = 0x100000, 0x10FFFD
 """Bounds of the characters that aliases are made of: private use of the last plane."""
 _ALIAS_CHARACTERS = 5
 """Characters of an alias: 80 bits, which no client guesses."""
 
-_PRIVATE = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
 _TAG = re.compile(r"</?\w+>")
 _MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 _JSON = frozenset('"\\{}[]:,')
@@ -154,6 +153,10 @@ class SpecialTokenGuard:
             or not _keeps_out(tokenizer.normalizer, self._keys)
         )
         """Whether texts without any of the keys could become a part of a guarded token, too."""
+        self._code_points = _MARKS if 4 * len(self._alphabet) <= len(_MARKS) else _MORE_MARKS
+        first, last = chr(self._code_points[0]), chr(self._code_points[-1])
+        self._find_taken = re.compile(f"[{first}-{last}]").findall
+        self._usual_marks = self._free_marks(frozenset())
 
     def marked(
         self,
@@ -181,16 +184,22 @@ class SpecialTokenGuard:
         )
 
     def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:
+        """Return marks for the assistant and the system, and for others."""
         taken = set[str]()
         for text in texts:
             if not text.isascii():
-                taken.update(_PRIVATE.findall(text))
-        free = [mark for mark in map(chr, range(FIRST_MARK, LAST_MARK + 1)) if mark not in taken]
+                taken.update(self._find_taken(text))
+        return self._free_marks(taken) if taken else self._usual_marks
+
+    def _free_marks(self, taken: Collection[str]) -> tuple[Marks, Marks]:
+        free = [mark for mark in map(chr, self._code_points) if mark not in taken]
         size = len(self._alphabet)
         if len(free) < 2 * size:
+            first, last = self._code_points[0], self._code_points[-1]
             raise SpecialTokenError(
-                f"the texts have {len(taken)} characters of private use (U+E000 to U+F8FF) and "
-                f"{LAST_MARK + 1 - FIRST_MARK - 2 * size} are possible; leave some of them out"
+                f"the texts have {len(taken)} characters of private use (U+{first:X} to "
+                f"U+{last:X}) and {len(self._code_points) - 2 * size} are possible; leave some of "
+                "them out"
             )
         own = Marks(self._alphabet, "".join(free[:size]))
         others = Marks(self._alphabet, "".join(free[size : 2 * size]))
