@@ -63,6 +63,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"routing": {"rungs": {"shrinkOutput": {"minTokens": 2}}}}, ROUTER),
     ({"prompts": {"cleanse": {"html": True}}}, ROUTER),
     ({"prompts": {"compress": {"method": "Extractive"}}}, ROUTER),
+    ({"prompts": {"specialTokens": "Trusted"}}, ROUTER),
     ({"streaming": {"coalesceTokens": 1}}, ROUTER),
     ({"streaming": {"keepalive": "1s"}}, ROUTER),
     ({"router": {"processes": 2}}, ROUTER),
