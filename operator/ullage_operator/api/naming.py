@@ -60,6 +60,8 @@ ROUTER_CONFIG = "router.yaml"
 ROLLOUT_FILE = "rollout.yaml"
 """Beside the router's configuration; read again whenever it changes."""
 ROLLOUT_STATE = "state.json"
+KEPT_SPEC = "spec.json"
+"""Beside the rollout's state: the last spec that could be carried out."""
 
 _CANARY = "-next"
 """Short: with a hash behind it, a StatefulSet's name must fit into 63 characters."""

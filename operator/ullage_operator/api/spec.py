@@ -4,6 +4,7 @@ the settings of the operator itself, which come from its environment.
 Every default comes from the CRD (`ullage_operator.api.schema`), so none is spelled here.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from ullage_common.config.router import (
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
-from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition, Problem
+from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.overlay import laid_over
 from ullage_operator.api.sections import (
     LARGE,
@@ -250,33 +251,48 @@ def parse(manifest: Any, default_namespace: str = "default") -> Service:
 
 
 def parse_stored(manifest: Mapping[str, Any]) -> Service:
-    """The service that an API server stored, which it has checked and completed.
+    """Return the service that an API server stored, which it has checked and completed.
 
     What is unknown here comes from a definition newer than this operator, as while both are
     upgraded: it is left to the next one.
 
     Raises:
-        OutdatedDefinition: a field is missing to which the definition gives a default.
         InvalidManifest: a value cannot be read, or contradicts another.
     """
-    spec = to_spec(manifest["spec"])
-    if problems := contradictions(manifest["spec"]):
+    return parse_filled(manifest)[0]
+
+
+def parse_filled(manifest: Mapping[str, Any]) -> tuple[Service, list[str]]:
+    """Return a stored service, and the paths of the fields that got their default here.
+
+    An API server fills in what its own definition of LLMService knows; one that is older than this
+    operator's leaves fields out.
+
+    Raises:
+        InvalidManifest: a value cannot be read, or contradicts another.
+    """
+    definition = schema.load_schema()["properties"]["spec"]
+    spec: Any = copy.deepcopy(manifest.get("spec"))
+    filled = schema.fill(definition, spec, "spec")
+    if problems := [*schema.misfits(definition, spec, "spec")]:
         raise InvalidManifest(problems)
-    return service_of(manifest["metadata"], spec)
+    values = to_spec(spec)
+    if problems := contradictions(spec):
+        raise InvalidManifest(problems)
+    return service_of(manifest["metadata"], values), filled
 
 
 def to_spec(stored: Mapping[str, Any]) -> Spec:
-    """The values of a spec whose defaults are filled in.
+    """Return the values of a spec whose defaults are filled in.
 
     Raises:
-        OutdatedDefinition: a field is missing to which the definition gives a default.
-        InvalidManifest: a value cannot be read.
+        InvalidManifest: a value is missing or cannot be read.
     """
     complete = with_tenant_defaults(with_pool_defaults(stored))
     try:
         return msgspec.convert(_read_spec(complete, ""), Spec)
     except msgspec.ValidationError as error:
-        raise _refusal(error) from error
+        raise _refusal(error, stored) from error
 
 
 def in_api_names(text: str) -> str:
@@ -287,17 +303,20 @@ def in_api_names(text: str) -> str:
     return _NAMES.sub(lambda match: _API_NAMES.get(match[0], match[0]), text)
 
 
-def _refusal(error: msgspec.ValidationError) -> InvalidManifest:
+_OF_A_POOL = re.compile(r"spec\.pools\.(\w+)\.memory\.(\w+)")
+
+
+def _refusal(error: msgspec.ValidationError, stored: Mapping[str, Any]) -> InvalidManifest:
     text, _, where = str(error).partition(" - at `$")
     text = in_api_names(text)
     path = "spec" + in_api_names(where.rstrip("`"))
+    # Pools are read with the service's memory below their own.
+    inherited = _OF_A_POOL.match(path)
+    if inherited and inherited[2] not in stored["pools"][inherited[1]].get("memory", {}):
+        path = path.replace(f"pools.{inherited[1]}.", "", 1)
     if missing := re.search("missing required field `(.+)`", text):
-        problem = Problem(
-            f"{path}.{camel(missing[1])}",
-            "is missing: the cluster's definition of LLMService is older than this operator; "
-            "apply its crds/",
-        )
-        return OutdatedDefinition([problem])
+        path = f"{path}.{camel(missing[1])}"
+        return InvalidManifest([Problem(path, "required field is missing")])
     return InvalidManifest([Problem(path, text)])
 
 
@@ -321,6 +340,8 @@ MAX_BYTES = 2**46
 
 def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     """Values of a complete spec that fit the definition and cannot hold together."""
+    if unreadable := [*unreadable_amounts(spec)]:
+        return unreadable
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
     in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
@@ -377,6 +398,25 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
                 f"{memory['deviceBytes']} leaves an engine nothing: of threshold {share} of it "
                 f"safetyReserve {reserve} is kept empty; raise it or lower safetyReserve",
             )
+
+
+def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the quantities that go into pods as they are written, and are none."""
+    places = {"spec.router": spec["router"]}
+    places |= {f"spec.pools.{name}": pool for name, pool in spec["pools"].items()}
+    for place, section in places.items():
+        amounts = {
+            f"resources.{kind}.{name}": value
+            for kind, each in section.get("resources", {}).items()
+            for name, value in each.items()
+        }
+        amounts["shmSize"] = section.get("shmSize", 0)
+        amounts["modelCache.sizeLimit"] = section.get("modelCache", {}).get("sizeLimit", 0)
+        for path, value in amounts.items():
+            try:
+                amount(value)
+            except ValueError as error:
+                yield Problem(f"{place}.{path}", str(error))
 
 
 _HOST_SIZE = "tiers.host.size"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ullage_common.config.engine import follower_place
 from ullage_common.wire.fingerprint import Fingerprint
 from ullage_operator.api import naming
-from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import (
     NO_DECISIONS,
@@ -29,6 +29,7 @@ from ullage_operator.conditions.conditions import (
     Condition,
     Workload,
     cluster_conditions,
+    outdated_definition,
     render,
     service_conditions,
     workload_of,
@@ -86,6 +87,7 @@ from ullage_operator.rollout.canary import (
     with_revision,
 )
 from ullage_operator.rollout.stages import PAUSED, QUEUED, RENEWALS, WAITING, RolloutStage
+from ullage_operator.rollout.state import initial, load, release_of
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -94,6 +96,11 @@ LiveObject = dict[str, Any]
 _OF_PODS = ("ConfigMap", "StatefulSet")
 """Kinds of a pool's objects that its pods are made of: each reads the configuration it was made
 for."""
+
+
+INVALID_SPEC = "InvalidSpec"
+"""Reason of conditions of a service whose declared spec cannot be carried out."""
+_GOES_ON = ". Until that is corrected, the spec before it goes on"
 
 
 class ObjectKey(NamedTuple):
@@ -133,6 +140,10 @@ class Observed:
     """Rights that the operator lacks, each as `verb resource in namespace`."""
     unapplied: tuple[PodProblem, ...] = ()
     """Problems with objects that could not be written."""
+    refused: tuple[Problem, ...] = ()
+    """Why the declared spec is not carried out, so that an earlier one still is."""
+    undefined: tuple[str, ...] = ()
+    """Fields that the cluster's definition of LLMService has no default of."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
     is_rollout_readable: bool = True
@@ -190,6 +201,28 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
         waits.append(rollout.look_again_s)
     recheck_s = min(waits, default=None)
     return ServicePlan(tuple(desired), tuple(obsolete), status, rollout, healing, recheck_s)
+
+
+def plan_sizes(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
+    """Return the plan of a service of which only the sizes of its pools are known: all else stays
+    as it is."""
+    service = with_replicas(service, observed.objects, observed.scaling)
+    target = release_of(service, settings)
+    seen = observe_rollout(observed)
+    state = load(seen.stored_state, target) or initial(target, observed.now)
+    tried = [pool for pool in service.spec.pools if _has_canary(service, pool, observed)]
+    weight = observed.status.get("rollout", {}).get("weight", 0)
+    rollout = RolloutPlan(state, service, service, tuple(tried), weight, is_known=False)
+    healing = restart_decision(service, observed)
+    status = status_of(service, rollout, observed, healing)
+    sizes = resized_engines(service, service.spec.pools, observed)
+    recheck_s = min(_recheck_times_s(service, healing, observed), default=None)
+    return ServicePlan(tuple(sizes), (), status, rollout, healing, recheck_s)
+
+
+def _has_canary(service: Service, pool: str, observed: Observed) -> bool:
+    name = naming.pool_name(service.name, naming.canary_pool(pool))
+    return ObjectKey("StatefulSet", name) in observed.objects
 
 
 def is_owned_by(item: LiveObject, uid: str) -> bool:
@@ -384,7 +417,7 @@ def status_of(
     router_live = live.get(ObjectKey("Deployment", name))
     router = workload_of("router", service.spec.router.replicas, router_live)
     pools = workloads(service, observed)
-    wrong = [*observed.unapplied]
+    wrong = [*refused_edit(observed.refused), *observed.unapplied]
     about_pods = (observed.now, observed.lost_nodes, observed.warnings)
     wrong += diagnose(stable_pods(observed), *about_pods)
     wrong += deferred_problems(healing.deferred)
@@ -403,6 +436,7 @@ def status_of(
     conditions.append(rollout_condition(rollout))
     conditions += consistency_condition(engine_numerics(observed))
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
+    conditions += outdated_definition(observed.undefined)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
     restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
     host = f"{name}.{service.namespace}.svc"
@@ -422,6 +456,14 @@ def status_of(
             conditions, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
+
+
+def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
+    """Return what is wrong with a declared spec in whose place an earlier one is carried out."""
+    if not problems:
+        return []
+    message = "; ".join(map(str, problems))
+    return [PodProblem("", INVALID_SPEC, f"{message}{_GOES_ON}", blocks=False)]
 
 
 def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:

@@ -265,6 +265,24 @@ def _sealed(release: Mapping[str, Any]) -> Release:
     return _with_pools(release, lambda pools: _with_lists(pools, _sealed_variable))
 
 
+def sealed_section(section: Any) -> Any:
+    """Return a section of a spec with hashes for the values of environment variables."""
+    return _with_lists(section, _sealed_variable)
+
+
+def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
+    """Return a section as it was before it was sealed.
+
+    Args:
+        sources: where the values of its environment variables may still be.
+
+    Raises:
+        KeyError: nobody has a value any more.
+    """
+    values = dict(_hashed_values(list(sources)))
+    return _with_maps(section, partial(_unsealed_variable, values))
+
+
 def _sealed_widely(release: Mapping[str, Any]) -> Release:
     """Returns a release with hashes for all values of pools that look like variables: as operators
     kept it that did not ask what a list is called, so that both forms are equal."""
