@@ -13,6 +13,7 @@ from typing import Any
 from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.overlay import conflicts, lies_in, over_template, overlap
+from ullage_operator.api.pod_rules import template_problems
 from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
@@ -231,8 +232,18 @@ DEFAULT_SPREAD = {
 
 
 def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem]:
-    """Yields what the pod templates of a spec say that the operator says itself."""
+    """Yield what the pod templates of a spec may not say, or say that the operator says itself."""
     router = service.spec.router.pod_template
+    places = {"spec.router": router}
+    places |= {f"spec.pools.{n}": pool.pod_template for n, pool in service.spec.pools.items()}
+    problems = [
+        problem
+        for place, template in places.items()
+        for problem in template_problems(template, f"{place}.podTemplate")
+    ]
+    if problems:
+        yield from problems
+        return
     if router:
         yield from conflicts(router, own_router(service, "", settings), "spec.router.podTemplate")
     for name, pool in service.spec.pools.items():

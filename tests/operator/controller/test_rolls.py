@@ -105,7 +105,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"single": {"podTemplate": {"spec": {"containers": [ENV]}}}}}, SINGLE),
     ({"pools": {"large": {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}}}, LARGE),
     ({"pools": {"large": {"microBatches": 2}}}, LARGE),
-    ({"pools": {"large": {"podTemplate": {"spec": {"hostNetwork": True}}}}}, LARGE),
+    ({"pools": {"large": {"podTemplate": {"spec": {"shareProcessNamespace": True}}}}}, LARGE),
     ({"router": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}, ROUTER),
     ({"pools": {"large": {"shmSize": "2Gi"}}}, LARGE),
     ({"pools": {"large": {"startTimeout": "2h"}}}, LARGE),
