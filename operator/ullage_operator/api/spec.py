@@ -55,6 +55,7 @@ from ullage_operator.api.sections import (
     camel,
     field_names,
     parse_bytes,
+    parse_seconds,
     section_reader,
 )
 
@@ -290,9 +291,24 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
     """
     complete = with_tenant_defaults(with_pool_defaults(stored))
     try:
-        return msgspec.convert(_read_spec(complete, ""), Spec)
+        return _with_time_to_start(msgspec.convert(_read_spec(complete, ""), Spec))
     except msgspec.ValidationError as error:
         raise _refusal(error, stored) from error
+
+
+def _with_time_to_start(spec: Spec) -> Spec:
+    """Return a spec in which a canary has the time that a pool says its pods take to start.
+
+    A pool that says no more than the default leaves the deadline to the rollout, which may want
+    to give up sooner.
+    """
+    pools = schema.load_schema()["properties"]["spec"]["properties"]["pools"]
+    usual = pools["additionalProperties"]["properties"]["startTimeout"]["default"]
+    longest = max((pool.start_timeout for pool in spec.pools.values()), default=0.0)
+    if longest <= max(parse_seconds(usual), spec.rollout.start_deadline):
+        return spec
+    rollout = msgspec.structs.replace(spec.rollout, start_deadline=longest)
+    return msgspec.structs.replace(spec, rollout=rollout)
 
 
 def in_api_names(text: str) -> str:
