@@ -273,8 +273,13 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     checked = [r for r in schema.get("x-kubernetes-validations", ()) if "oldSelf" not in r["rule"]]
     text = json.dumps(typed(schema, value)) if checked else ""
     for rule in checked:
-        if not holds(rule["rule"], text):
-            where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
+        where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
+        try:
+            is_kept = holds(rule["rule"], text)
+        except Exception as error:  # as an API server refuses a value for which a rule fails
+            yield Problem(where, f"{rule['message']} (the rule cannot be evaluated: {error!r})")
+            continue
+        if not is_kept:
             yield Problem(where, str(rule["message"]))
     if isinstance(value, list):
         for index, item in enumerate(value):

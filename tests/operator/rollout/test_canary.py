@@ -167,7 +167,11 @@ def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
         {"engine": "Native"},
         {"vllm": {"args": {"enforce_eager": True}}},
         {"adapters": [{"name": "a", "source": "file:///a", "rank": 8}]},
-        {"pools": {"single": {"replicas": 3, "podTemplate": {"spec": {"shareProcessNamespace": True}}}}},
+        {
+            "pools": {
+                "single": {"replicas": 3, "podTemplate": {"spec": {"shareProcessNamespace": True}}}
+            }
+        },
     ],
 )
 def test_what_engines_run_is_tried(cluster, change):
