@@ -555,8 +555,13 @@ MAX_ROLLOUTS = 3
 DNS_LAG_S = 30.0
 """CoreDNS's `cache`, as Kubernetes sets it up."""
 METRICS_NAMESPACE = "monitoring"
-ENGINE_IMAGE = f"ullage/engine:{VERSION}"
-"""The image without vLLM."""
+IMAGES = "localhost/ullage"
+"""Where images are called what `make images` calls them: no registry serves them, so a node that
+does not have them finds none of somebody else's."""
+ENGINE_IMAGE = f"{IMAGES}/engine:{VERSION}"
+"""The image for CPUs, without vLLM."""
+CUDA_ENGINE_IMAGE = f"{IMAGES}/engine-cuda:{VERSION}"
+"""The image for NVIDIA GPUs, without vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -565,9 +570,11 @@ class Settings:
 
     engine_image: str = ENGINE_IMAGE
     """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
+    cuda_engine_image: str = CUDA_ENGINE_IMAGE
+    """ULLAGE_CUDA_ENGINE_IMAGE: image of those of them that have GPUs; empty: `engine_image`."""
     vllm_engine_image: str = ""
     """ULLAGE_VLLM_ENGINE_IMAGE: image of those that are to be vLLM; empty: `engine_image`."""
-    router_image: str = f"ullage/operator:{VERSION}"
+    router_image: str = f"{IMAGES}/operator:{VERSION}"
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
     """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""
@@ -602,6 +609,7 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
         names = {
             "engine_image": "ULLAGE_ENGINE_IMAGE",
+            "cuda_engine_image": "ULLAGE_CUDA_ENGINE_IMAGE",
             "vllm_engine_image": "ULLAGE_VLLM_ENGINE_IMAGE",
             "router_image": "ULLAGE_ROUTER_IMAGE",
             "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
@@ -612,6 +620,8 @@ class Settings:
         given: dict[str, Any] = {
             field: environ[name] for field, name in names.items() if environ.get(name)
         }
+        if "engine_image" in given:  # which is for all engines where no other is named
+            given.setdefault("cuda_engine_image", "")
         secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
         return cls(
             **given,

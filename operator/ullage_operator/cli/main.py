@@ -69,9 +69,9 @@ PLAN_HELP = """examples:
   ullage plan -f service.yaml -o json | jq '.items[].kind'
   ullage plan -f service.yaml --pod-monitors | kubectl diff -f -
 
-Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and ULLAGE_ROUTER_IMAGE, as in the
-operator. Which engine each pool will have, and why, and where its engines keep
-KV, is printed on the standard error output.
+Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_CUDA_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and
+ULLAGE_ROUTER_IMAGE, as in the operator. Which engine each pool will have, and why, and where its
+engines keep KV, is printed on the standard error output.
 """
 
 
