@@ -318,7 +318,12 @@ class Engines:
 
     def workers_lost(self, side: Side) -> int:
         """Returns the number of workers and servers of that side that ended unexpectedly."""
-        return self._lost[side] + sum(e.order.workers_lost for e in self.all() if e.side is side)
+        present = (e.order.workers_lost for e in self.all() if e.side is side)
+        return self.workers_lost_before(side) + sum(present)
+
+    def workers_lost_before(self, side: Side) -> int:
+        """Returns the same count of engines of that side that are gone."""
+        return self._lost[side]
 
     @property
     def max_model_len(self) -> int:
