@@ -33,6 +33,8 @@ from ullage_operator.conditions.pod_problems import (
 
 HOUR = timedelta(hours=1)
 REPORT_INTERVAL_MS = 10_000
+SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
+"""A stream that is silent for so long is worth a look at its service."""
 TRIAL_INTERVAL_MS = 1_000
 """Least time between two reports of a canary: one that falls before it is promoted must say so."""
 FRESH_S = 10.0

@@ -29,8 +29,6 @@ release."""
 CANARY_PLACES = f"{GROUP}/canary-places"
 """Annotation of a StatefulSet: how many of its engines a canary has the place of. They are missing
 from its replicas and belong to the pool all the same."""
-SPEC_GENERATION = f"{GROUP}/generation"
-"""Annotation of a router's Deployment: generation of the LLMService that it was made for."""
 GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of the templates of an engine's pods, of which only equals join."""
 POOL_LABEL = f"{GROUP}/pool"

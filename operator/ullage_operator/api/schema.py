@@ -254,6 +254,8 @@ def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
 
 def expected_form(schema: Schema) -> str:
     """Returns how quantities and durations are written."""
+    if schema.get("pattern", "").endswith("%$"):
+        return "a number such as 2 or a percentage such as 25%"
     if schema.get("x-kubernetes-int-or-string"):
         return (
             "a quantity above 0 such as 512Mi or 2Gi"

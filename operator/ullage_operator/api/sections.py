@@ -288,6 +288,16 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
     thresholds: Thresholds
     auto_rollback: bool
     paused: bool
+    surge: Literal["auto", "always", "never"] = "auto"
+    max_unavailable: int | str = "25%"
+
+    def most_unavailable(self, replicas: int) -> int:
+        """Return how many engines of a pool of that size a rollout may take away at once: the
+        number, or the percentage rounded down and at least one."""
+        if isinstance(self.max_unavailable, int):
+            return min(self.max_unavailable, replicas)
+        percent = int(self.max_unavailable.removesuffix("%"))
+        return min(max(1, replicas * percent // 100), replicas)
 
 
 SINGLE, LARGE = "single", "large"

@@ -25,7 +25,7 @@ from ullage_operator.api.spec import Service
 from ullage_operator.controller.plan import Observed
 from ullage_operator.healing import (
     HOUR,
-    REPORT_INTERVAL_MS,
+    SILENT_S,
     EngineHealth,
     EngineTarget,
     PressureLevels,
@@ -144,8 +144,6 @@ class Healer:
 
 Key = TypeVar("Key", bound=Hashable)
 
-SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
-"""A stream that is silent for so long is worth a look at its service."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 
 

@@ -241,7 +241,13 @@ class Reconciler:
         if stands.is_partial:
             self._rollout_queue.forget(key)
         else:
-            self._rollout_queue.on_planned(key, planned.rollout.progress)
+            rollout = planned.rollout
+            self._rollout_queue.on_planned(
+                key,
+                rollout.progress,
+                router_waits=rollout.router_waits,
+                router_rolls=rollout.router_rolls,
+            )
         return planned
 
     def _statuses(self) -> Iterator[tuple[ServiceKey, Object]]:

@@ -247,6 +247,8 @@ def dump(state: RolloutState) -> str:
     fields = dataclasses.asdict(progress)
     if progress.stage in TRYING and not progress.is_held:
         del fields["reason"], fields["message"]
+    if not progress.falls:
+        del fields["falls"]
     fields |= {name: fields[name].isoformat() for name in _TIMES if fields[name]}
     document = {"state": fields, "release": _sealed(state.release)}
     if state.tried is not None:
