@@ -73,7 +73,9 @@ class FakePod:
 class Node:
     """Services on one node, of which every reconciliation is one after the other."""
 
-    def __init__(self, manifest: Any, gpus: int, services: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self, manifest: Any, gpus: int, services: dict[str, dict[str, Any]], size: int | None = None
+    ) -> None:
         self._manifest, self._gpus, self.spec = manifest, gpus, services
         self.settings = Settings(engine_image="one", router_image="router-one")
         self.now = NOW
@@ -87,7 +89,7 @@ class Node:
         self.most_rolling_routers = 0
         for _ in range(8):
             self.step()
-        assert all(len(self.ready(name)) == self.size(name) for name in services)
+        assert all(len(self.ready(name)) == (size or self.size(name)) for name in services)
         self.least_ready = {name: len(self.ready(name)) for name in services}
 
     def step(self) -> None:
@@ -272,6 +274,40 @@ def test_services_of_one_engine_on_a_full_node_are_upgraded(manifest):
     node = Node(manifest, 4, services(4, 1))
     node.settings = Settings(engine_image="two")
     node.until(lambda: node.is_upgraded("two"), 60)
+
+
+def test_a_pool_that_follows_demand_keeps_its_size(manifest):
+    """Its size is that of its StatefulSet, which lacks an engine meanwhile."""
+    pool = ONE_GPU | {"replicas": 3, "autoscaling": {"maxReplicas": 5, "minReplicas": 1}}
+    node = Node(manifest, 3, {"s": {"pools": {"single": pool}, "rollout": QUICK}})
+    sizes = set()
+
+    def is_over() -> bool:
+        sizes.add(live_replicas(node.objects["s"]["StatefulSet", "s-single"]))
+        return len(node.ready("s")) == 3 and {pod.image for pod in node.pods} == {"two"}
+
+    node.settings = Settings(engine_image="two")
+    node.until(is_over, 60)
+    assert sizes == {3}
+
+
+def test_an_engine_of_two_pods_gives_its_place_with_all_of_them(manifest):
+    wide = {"gpus": 2, "nodes": 2, "parallelism": {"tensor": 1, "pipeline": 2}, "replicas": 2}
+    pools = {"single": ONE_GPU, "large": wide}
+    spec = {"engine": "VLLM", "pools": pools, "rollout": QUICK}
+    node = Node(manifest, 5, {"s": spec}, size=5)
+    node.settings = Settings(vllm_engine_image="two")
+    node.until(lambda: node.status["s"]["rollout"]["stage"] == "Promoting", 60)
+    sizes = {
+        name: live["spec"]["replicas"]
+        for (kind, name), live in node.objects["s"].items()
+        if kind == "StatefulSet"
+    }
+    assert sizes == {
+        "s-single": 0, "s-single-next": 1, "s-large": 1, "s-large-group": 1,
+        "s-large-next": 1, "s-large-next-group": 1,
+    }  # fmt: skip
+    node.until(lambda: len(node.pods) == 5 and {pod.image for pod in node.pods} == {"two"}, 60)
 
 
 def test_a_canary_waits_for_room_where_the_spec_says_so(manifest):
