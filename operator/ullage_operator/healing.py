@@ -460,7 +460,8 @@ def node_wait_s(pod: Pod, now: datetime) -> float | None:
 def _doubtful_in_s(pod: Pod, now: datetime) -> float | None:
     if ends := parse_time(pod["metadata"].get("deletionTimestamp")):
         return max(0.0, (ends - now).total_seconds())
-    if has_started(pod) and not is_ready(pod):
+    # A follower is not ready while its group loads, which says nothing of its node.
+    if has_started(pod) and not is_ready(pod) and not is_follower(pod):
         return max(0.0, DOUBT_AFTER_S - _since(ready_since(pod), now))
     return None
 
