@@ -16,6 +16,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import CleanseSection
 from ullage_common.process.memory import return_large_blocks
 from ullage_common.wire.errors import ServiceError
+from ullage_router.intake import IntakeThread
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.tokenizer import Model, load_model
@@ -55,10 +56,12 @@ def peak() -> int:
 
 async def build(model: Model, asked: Sequence[inference_pb2.GenerateRequest]) -> list[object]:
     threads = TokenizerThreads()
-    builder = PromptBuilder(CleanseSection(), None, LongContext(), threads, False)  # type: ignore[arg-type]
+    intake = IntakeThread()
+    builder = PromptBuilder(CleanseSection(), None, LongContext(), threads, intake, False)  # type: ignore[arg-type]
     tasks = [builder.build(model, request, f"tenant {i}") for i, request in enumerate(asked)]
     results = await asyncio.gather(*tasks, return_exceptions=True)
     threads.close()
+    intake.close()
     return results
 
 
