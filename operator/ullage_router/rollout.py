@@ -241,13 +241,12 @@ class Outcomes:
     """Both sides of the present trial.
 
     Args:
-        falls: how often engines of a side lost their worker or process.
-        falls_before: the same of engines that are gone.
+        falls: how often engines of a side lost their worker or process, since the router follows
+            them.
     """
 
-    def __init__(self, falls: Callable[[Side], int], falls_before: Callable[[Side], int]) -> None:
+    def __init__(self, falls: Callable[[Side], int]) -> None:
         self._falls = falls
-        self._falls_of_gone = falls_before
         self._falls_before = dict.fromkeys(Side, 0)
         self._tallies = {side: SideCounts() for side in Side}
         self._canary = self.trial = ""
@@ -264,12 +263,7 @@ class Outcomes:
         """
         if canary != self._canary:
             self._canary = canary
-            # The canaries of a service have one name in DNS, one after the other: a router that
-            # reads its file late follows this canary's engines already, and may have seen a fall.
-            self._falls_before = {
-                Side.STABLE: self._falls(Side.STABLE),
-                Side.CANARY: self._falls_of_gone(Side.CANARY),
-            }
+            self._falls_before = {side: self._falls(side) for side in Side}
         if trial != self.trial:
             self.trial = trial
             self._tallies = {side: SideCounts() for side in Side}
@@ -383,7 +377,7 @@ class Rollout:
         self._engines = engines
         self._prompts = prompts
         self.canary = Canary(path, self._on_file_change)
-        self.outcomes = Outcomes(engines.workers_lost, engines.workers_lost_before)
+        self.outcomes = Outcomes(engines.workers_lost)
 
     def _on_file_change(self, file: RolloutFile) -> None:
         self._engines.declare_adapters(file.adapters)

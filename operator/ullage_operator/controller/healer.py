@@ -25,7 +25,6 @@ from ullage_operator.api.spec import Service
 from ullage_operator.controller.plan import Observed
 from ullage_operator.healing import (
     HOUR,
-    SILENT_S,
     EngineHealth,
     EngineTarget,
     PressureLevels,
@@ -135,7 +134,7 @@ class Healer:
                 self._events.setdefault(key, []).append(event)
             meta = {"name": restart.pod.name, "namespace": key.namespace, "uid": restart.pod.uid}
             pod = {"apiVersion": POD.api_version, "kind": POD.name, "metadata": meta}
-            await self._cluster.delete(pod, grace_s=restart.grace_s)
+            await self._cluster.delete(pod, grace_s=0 if restart.by_force else None)
             _logger.warning(
                 "%s: pod %s: %s: %s", key, restart.pod.name, restart.reason, restart.message
             )
@@ -144,6 +143,9 @@ class Healer:
 
 Key = TypeVar("Key", bound=Hashable)
 
+REPORT_INTERVAL_MS = 10_000
+SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
+"""A stream that is silent for so long is worth a look at its service."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 
 
@@ -236,7 +238,7 @@ class HeadroomStreams(Generic[Key]):
             try:
                 async with open_channel(target.address) as channel:
                     stub = headroom_pb2_grpc.HeadroomServiceStub(channel)
-                    request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=target.interval_ms)
+                    request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=REPORT_INTERVAL_MS)
                     async for push in stub.WatchHeadroom(request):
                         self._on_report(key, uid, push.headroom)
                         backoff_s = FIRST_BACKOFF_S

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from ullage_common.chat.template import weight
 from ullage_common.config.router import PrefillSection, RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.wire.errors import ServiceError
@@ -49,9 +50,8 @@ from ullage_router.policy.decision import (
     TimeLimits,
 )
 from ullage_router.prompts.prompts import Prompt
-from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
-from ullage_router.tokenizer import PromptError
+from ullage_router.tokenizer import PromptError, TokenizerThreads
 
 log = logging.getLogger(__name__)
 
@@ -389,9 +389,8 @@ class Admission:
         request.prompt = replace(prompt, is_spent=True)
         try:
             result = await self._threads.run(
-                prompt.weight,
+                weight(prompt.turns),
                 lambda: truncate(prompt.turns, most, prompt.render, keep),
-                call.tenant.name,
             )
         except PromptError:  # the template refuses the turns that remain
             return

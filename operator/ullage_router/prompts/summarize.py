@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from ullage_common.chat.template import num_characters, weight
 from ullage_common.chat.tool_formats import Turn
 from ullage_common.config.router import CompressSection
-from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import KEPT_ROLES, droppable
-from ullage_router.tokenizer import PromptError
+from ullage_router.tokenizer import PromptError, TokenizerThreads
 
 MAX_FACTS = 20_000
 """Number of facts of one text; what comes after them is not looked at."""
@@ -292,13 +291,11 @@ class HistorySummarizer:
         """
         if num_tokens <= self._section.threshold * context:
             return None
-        places, oldest_turns = await self._threads.run(
-            weight(turns), lambda: self._oldest(turns), tenant
-        )
+        places, oldest_turns = await self._threads.run(weight(turns), lambda: self._oldest(turns))
         if not places:
             return None
         summary = await self._summary(oldest_turns, tenant)
-        result = await self._rendered(turns, places, summary, render, tenant) if summary else None
+        result = await self._rendered(turns, places, summary, render) if summary else None
         if result is None or len(result[1]) >= num_tokens:
             self._count("refused", 0)
             return None
@@ -316,16 +313,11 @@ class HistorySummarizer:
         self._on_done(outcome, saved_tokens)
 
     async def _rendered(
-        self,
-        turns: Sequence[Turn],
-        places: Sequence[int],
-        summary: str,
-        render: Render,
-        tenant: str,
+        self, turns: Sequence[Turn], places: Sequence[int], summary: str, render: Render
     ) -> tuple[tuple[Turn, ...], list[int]] | None:
         shorter = with_summary(turns, places, summary)
         try:
-            ids = await self._threads.run(weight(shorter), lambda: render(shorter), tenant)
+            ids = await self._threads.run(weight(shorter), lambda: render(shorter))
         except PromptError:  # the template refuses it; the conversation itself was fine
             return None
         return shorter, ids
@@ -337,9 +329,7 @@ class HistorySummarizer:
         summary = self._cache.get(key)
         if summary is None:
             fact_share = self._section.fact_share
-            summary = await self._threads.run(
-                weight(turns), lambda: extract(turns, fact_share), tenant
-            )
+            summary = await self._threads.run(weight(turns), lambda: extract(turns, fact_share))
             self._cache.put(key, summary)
         return summary
 

@@ -47,7 +47,6 @@ class Script:
     """What a fake engine does with requests; tests change it while it runs."""
 
     words: tuple[str, ...] = ("Hello", " big", " world")
-    """Texts of the tokens; that of a token which ends the answer is empty."""
     refuse: ServiceError | None = None
     """Answered instead of Accepted."""
     fail_after: int | None = None
@@ -347,14 +346,8 @@ def delta(
             inference_pb2.Alternative(token_id=n, token=f"t{n}", logprob=-1.0 - n)
             for n in range(output.top_logprobs)
         ]
-        token = word or "<|end|>"
         entry = inference_pb2.TokenLogprob(
-            token_id=i,
-            token=token,
-            logprob=logprob,
-            top=top,
-            token_bytes=token.encode(),
-            is_end=not word,
+            token_id=i, token=word, logprob=logprob, top=top, token_bytes=word.encode()
         )
         message.logprobs.append(entry)
     return message

@@ -1,7 +1,6 @@
 """POST /v1/chat/completions and /v1/completions: two bodies, one way through the router."""
 
 import asyncio
-import functools
 import logging
 import os
 import re
@@ -48,25 +47,8 @@ _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """What is kept of a body: the request that it asks for, and the form of the answer."""
-
-    request: inference_pb2.GenerateRequest
-    is_streamed: bool
-    wants_usage: bool
-    n: int
-    prompt_cache_key: str
-
-
-def _parsed(body: Common, request: inference_pb2.GenerateRequest) -> Parsed:
-    return Parsed(
-        request,
-        is_streamed=bool(body.stream),
-        wants_usage=body.wants_usage,
-        n=body.n or 1,
-        prompt_cache_key=body.prompt_cache_key or "",
-    )
+Parsed = tuple[Common, inference_pb2.GenerateRequest]
+"""A body, and the request that it asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +62,12 @@ class Dialect:
 
 def _parse_chat(body: bytes) -> Parsed:
     chat = requests.parse_chat(body)
-    return _parsed(chat, requests.from_chat(chat))
+    return chat, requests.from_chat(chat)
 
 
 def _parse_completion(body: bytes) -> Parsed:
     completion = requests.parse_completion(body)
-    return _parsed(completion, requests.from_completion(completion))
+    return completion, requests.from_completion(completion)
 
 
 CHAT = Dialect(_parse_chat, ChatFormat, "messages")
@@ -207,7 +189,6 @@ class GenerateEndpoint:
         config = service.config
         self._pipeline = service.pipeline
         self._tenants = service.tenants
-        self._intake = service.intake
         self._model = config.model
         self._limits = config.limits
         self._keepalive_s = config.streaming.keepalive
@@ -220,62 +201,59 @@ class GenerateEndpoint:
             tenant = self._tenants.open_session(headers.get("authorization"))
             body = await request.read(tenant.name)
             record = RequestRecord(record_id)  # its time begins when all of the body is there
-            parse = functools.partial(self._dialect.parse, body)
-            parsed = await self._intake.run(len(body), tenant.name, parse)
+            parsed, asked = self._dialect.parse(body)
         except Exception as error:
             record = RequestRecord(record_id)
-            # Its frames have the body, and this one would have the error: a cycle.
-            refusal = as_service_error(error, record).with_traceback(None)
+            refusal = as_service_error(error, record)
             self._pipeline.refuse(record, refusal, trace=trace_context(headers))
             await self._writer(reply, record).error(refusal)
             return
-        del body, parse  # an answer may take long and needs them no more
+        del body  # an answer may take long and needs it no more
         if session_id := headers.get("x-session-id"):
-            parsed.request.session_id = session_id
+            asked.session_id = session_id
         call = Call(
-            parsed.request,
+            asked,
             record,
             self._limits.total_timeout,
             self._limits.request_timeout,
             trace_context(headers),
             tenant,
-            prompt_cache_key=parsed.prompt_cache_key,
+            prompt_cache_key=parsed.prompt_cache_key or "",
             replace_key=headers.get(HEADER, ""),
             idempotency_key=headers.get(idempotency.HEADER, ""),
             authorization=headers.get("authorization"),
-            is_streamed=parsed.is_streamed,
-            release_body=request.release,
+            is_streamed=bool(parsed.stream),
         )
         await self._answer(call, parsed, self._writer(reply, record))
 
     def _writer(self, reply: Reply, record: RequestRecord) -> Writer:
         return Writer(reply, record, self._dialect.input_field, self._keepalive_s)
 
-    async def _answer(self, call: Call, asked: Parsed, writer: Writer) -> None:
-        if asked.is_streamed:
+    async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
+        if body.stream:
             writer.wait_for_stream()
         try:
             async with self._pipeline.serve(call) as stream:
-                options = self._response_options(call, asked)
+                options = self._response_options(call, body)
                 form = self._dialect.format(options)
-                if asked.is_streamed:
+                if body.stream:
                     await _stream(stream, Chunks(form, options), writer)
                 else:
-                    await _whole(stream, form, writer, asked.n)
+                    await _whole(stream, form, writer, body.n or 1)
         except Exception as error:
             await writer.error(as_service_error(error, call.record))
         finally:
             writer.stop()
 
-    def _response_options(self, call: Call, asked: Parsed) -> ResponseOptions:
+    def _response_options(self, call: Call, body: Common) -> ResponseOptions:
         return ResponseOptions(
             id=call.record.request_id,
             model=call.adapter or self._model,
             created=int(time.time()),
             logprobs=call.request.output.HasField("top_logprobs"),
             token_ids=call.request.output.return_token_ids,
-            usage=asked.wants_usage,
-            n=asked.n,
+            usage=body.wants_usage,
+            n=body.n or 1,
             tools=call.request.messages.HasField("tools"),
             lowered_limit=call.decision.lowered_limit,
         )
