@@ -63,8 +63,8 @@ def running(
     """Run a Prometheus until the block ends.
 
     Args:
-        folder: of its own, for configuration, log and data.
-        jobs: of scrape_configs.
+        folder: empty folder for its configuration, log and data.
+        jobs: entries of `scrape_configs`.
         groups: of rules; whatever their interval is, they are evaluated as often as is scraped.
         seconds: from scrape to scrape.
     """

@@ -127,8 +127,9 @@ def bytes_of_others(
 ) -> int:
     """Return the bytes of a ledger's budget that other processes hold.
 
-    They are what is neither reserved nor free. The safety reserve yields to the KV of the longest
-    sequence: a worker that was replaced on a full device must be able to go on with its requests.
+    Bytes that are neither reserved nor free belong to others. The safety reserve yields to the KV
+    of the longest sequence: a worker that was replaced on a full device must be able to go on with
+    its requests.
 
     Args:
         available: bytes of the budget that nothing is reserved for.

@@ -289,8 +289,8 @@ def _lfm2_attends(config: HFConfig) -> list[bool]:
 
 
 def _lfm2_adjusted_width(config: HFConfig) -> int:
-    """Returns the width of feed-forward layers: two thirds of what is configured, in whole
-    multiples."""
+    """Return the width of feed-forward layers: two thirds of the configured width, rounded up to a
+    multiple of `block_multiple_of`."""
     given = "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
     width = config.int(given)
     if not config.bool("block_auto_adjust_ff_dim", True):

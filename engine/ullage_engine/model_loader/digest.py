@@ -47,10 +47,10 @@ class Digests:
         """Number of files that were read, because nobody had their digest."""
 
     def of_all(self, paths: Iterable[Path]) -> str:
-        """Return the digest of files, whatever their names and order.
+        """Return one digest of several files; neither their names nor their order change it.
 
         Raises:
-            WeightsError: one cannot be read.
+            WeightsError: a file cannot be read.
         """
         pending = deque((path, Future[str]()) for path in paths)
         results = [result for _, result in pending]
@@ -80,8 +80,8 @@ class Digests:
         try:
             kept = self._folder / f"{_key(path)}.digest"
             with self._reserved(kept):
-                known = "" if reads_again else _read_kept(kept)
-                return known or self._compute(path, kept)
+                digest = "" if reads_again else _read_kept(kept)
+                return digest or self._compute(path, kept)
         except OSError as error:
             raise WeightsError(
                 f"{path}: {error.strerror or error}; check the file and its permissions"
@@ -138,8 +138,8 @@ def damage_by_name(files: ModelFiles, folder: Path) -> str:
     """
     named = [path for path in _weight_paths(files) if _HUB_NAME.fullmatch(path.resolve().name)]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(partial(Digests(folder).of, reads_again=True), named)
-        for path, digest in zip(named, found, strict=True):
+        digests = threads.map(partial(Digests(folder).of, reads_again=True), named)
+        for path, digest in zip(named, digests, strict=True):
             if digest != path.resolve().name:
                 return (
                     f"{path}: its SHA-256 is {digest}, and not its name {path.resolve()}; delete "

@@ -127,10 +127,10 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
     if files.format == "gguf" or is_chosen:
         return
 
-    found = contradictions(folder)
-    for reason in found.ambiguous.values():
+    doubtful = contradictions(folder)
+    for reason in doubtful.ambiguous.values():
         raise WeightsError(reason)
-    for name, reason in found.missing.items():
+    for name, reason in doubtful.missing.items():
         if name.endswith(_TABLE):
             continue
         if name != HEAD and not name.endswith(f".{HEAD}"):
@@ -153,12 +153,11 @@ def check_for_vllm(files: ModelFiles, args: Mapping[str, object]) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that are a model's, each whole by its header, in the order of
-    their names.
+    """Return the safetensors files of a model in the order of their names.
 
-    As with transformers and vLLM these are the files of the index, else `model.safetensors`. A
-    folder with neither has one file, or all of `NAME-00001-of-0000N`. Whatever leaves a choice is
-    refused.
+    The index names them, as with transformers and vLLM; without an index `model.safetensors` has
+    all weights. A folder with neither has one file, or all of `NAME-00001-of-0000N`. A folder that
+    leaves a choice is refused. The header of each file is read, and says whether the file is whole.
 
     Raises:
         WeightsError: files are missing or broken, or leave a choice.
@@ -171,29 +170,30 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def contradictions(folder: Path) -> Contradictions:
-    """Return the tensors over which files contradict one another; an error where one is read.
+    """Return the tensors over which the files of a model contradict one another.
 
-    The index decides. Transformers reads the last of several files that have a tensor, whatever the
-    index says, so another one has to have the same contents.
+    Only tensors that the model is computed with matter, which callers know. The index decides where
+    a tensor is. Transformers reads the last of several files that have a tensor, whatever the index
+    says, so all of them need the same contents.
 
     Raises:
         WeightsError: as `weight_files`.
     """
     named = _named_files(folder)
-    found: dict[str, list[Path]] = {}
+    paths_of: dict[str, list[Path]] = {}
     for path in weight_files(folder):
         for name in read_safetensors_header(path):
-            found.setdefault(name, []).append(path)
+            paths_of.setdefault(name, []).append(path)
 
     missing = {
         name: f"{folder / INDEX}: tensor {name!r} is said to be in {file}, which lacks it; these "
         "are files of different checkpoints, so download the model again"
         for name, file in (named or {}).items()
-        if folder / file not in found.get(name, [])
+        if folder / file not in paths_of.get(name, [])
     }
 
     ambiguous = {}
-    for name, paths in found.items():
+    for name, paths in paths_of.items():
         if (named or {}).get(name) == paths[-1].name:
             continue
         if other := next((path for path in paths if not _have_same(name, path, paths[-1])), None):
@@ -254,12 +254,12 @@ def _have_same(name: str, path: Path, other: Path) -> bool:
     with explained(path), path.open("rb") as first, other.open("rb") as second:
         first.seek(one.begin)
         second.seek(two.begin)
-        left = one.end - one.begin
-        while left:
-            size = min(left, _PIECE_BYTES)
+        num_unread = one.end - one.begin
+        while num_unread:
+            size = min(num_unread, _PIECE_BYTES)
             if first.read(size) != second.read(size):
                 return False
-            left -= size
+            num_unread -= size
     return True
 
 
@@ -334,7 +334,11 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _whole_set(folder: Path, files: Sequence[str], count: int) -> Sequence[str]:
-    """Return the files of `NAME-00001-of-0000N`, all of which must be there."""
+    """Return the files of `NAME-00001-of-0000N`.
+
+    Raises:
+        WeightsError: one is missing, or there are others.
+    """
     present = {int(match["number"]) for name in files if (match := _SHARD.fullmatch(name))}
     missing = [number for number in range(1, count + 1) if number not in present]
     if missing or len(files) != count:

@@ -227,7 +227,7 @@ def content_key(
 
 
 def source_key(files: ModelFiles, use: str) -> str:
-    """Hashes which source files these are exactly, and what is made of them."""
+    """Return a key of the source files, by path, size and time of change, and of their use."""
     digest = hashlib.sha256(f"{use}\n".encode())
     for path in _source_files(files):
         status = path.stat()
@@ -330,9 +330,10 @@ def _prepare_either(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Writes `path`, or, where a layer cannot be calibrated, the file rounded to the nearest.
+    """Write `path`, or, where a layer cannot be calibrated, the file rounded to the nearest.
 
-    The lock of `path` is held all the while, so that whoever waits for it finds either.
+    The caller holds the lock of `path`, so that another process that waits for the lock finds one
+    of the two files.
     """
     try:
         return path, _prepare(files, path, form, progress, calibration)

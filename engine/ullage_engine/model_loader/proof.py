@@ -73,8 +73,10 @@ _SEPARATOR = b"\n"
 
 
 def _encode(stored: _Stored) -> bytes:
-    """Return the bytes of a file: a digest of what follows, and that. Otherwise every start would
-    differ from a proof of which the disk has lost a bit."""
+    """Return the bytes of a file: a digest, and the content that it is of.
+
+    Without the digest every start would differ from a proof in which the disk has lost a bit.
+    """
     content = msgspec.json.encode(stored)
     return hashlib.sha256(content).hexdigest().encode() + _SEPARATOR + content
 
@@ -106,7 +108,7 @@ class ProofFile:
         return None
 
     def write(self, ranks: list[Proof]) -> list[Proof]:
-        """Store the proof of each rank; return what is stored, perhaps by another engine since."""
+        """Store the proof of each rank, unless another engine has stored one; return the stored."""
         partial = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:

@@ -302,7 +302,7 @@ class JournalEntry:
             self._news.tell()
 
     def pop_update(self) -> Update | None:
-        """Removes and returns what is new, with the finish if it has ended; None if nothing is."""
+        """Remove and return the news, with the finish where the sample has ended; None: no news."""
         if not self._update.token_ids and self.finish is None:
             return None
         update, self._update = self._update, Update()
@@ -375,13 +375,13 @@ def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
 
 
 def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
-    """Return the entries of which a worker may have died, of those that it was sent, oldest first.
+    """Return those of a worker's entries that it may have died of, oldest first.
 
     A worker takes requests in their order. It has not looked at those behind the first that it did
     not admit, unless their grammar was being compiled. Entries that it decoded were computed well
     so far: if it died of one of them, the next worker dies of that one at its first decode.
     """
-    found: list[JournalEntry] = []
+    suspects: list[JournalEntry] = []
     next_key = ""
 
     for entry in entries:
@@ -391,9 +391,9 @@ def in_question(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
             next_key = next_key or entry.request_key
             if entry.request_key != next_key:
                 continue
-        found.append(entry)
+        suspects.append(entry)
 
-    return found
+    return suspects
 
 
 class Journal:

@@ -43,7 +43,10 @@ class StartMemory:
         host_tier: HostTier | None = None,
         limits: Limits = Limits(),  # noqa: B008 - immutable
     ) -> None:
-        """`limits`: what is taken at most after memory ran out."""
+        """
+        Args:
+            limits: bounds of the KV pool and of a step after shortages of memory.
+        """
         self._config = config
         self._limits = limits
         self.host_tier = host_tier

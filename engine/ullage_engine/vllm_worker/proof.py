@@ -69,7 +69,7 @@ class Probe:
     """Whether steps have draft tokens, with which vLLM takes no biases."""
 
     def requests(self, run: int) -> list[EngineRequest]:
-        """Return what is asked, the second one when the first has its first token.
+        """Return the requests of the probe; the second begins when the first has its first token.
 
         `run`: the number of the probe in this process; another one shares no KV.
         """
@@ -170,14 +170,14 @@ def take_proofs(
     Raises:
         ProofError: two computations differ.
     """
-    found = _proofs(core.digests(), outputs)
+    proofs = _proofs(core.digests(), outputs)
     if verifies:
         again = _proofs(core.digests(), core.run_probe(probe))
-        for one, other in zip(again, found, strict=True):
+        for one, other in zip(again, proofs, strict=True):
             check(one, other, tolerance, "it did a moment before")
         if name := core.changed_table():
             raise ProofError(f"{name} is computed otherwise a second time; the next start may not")
-    return found
+    return proofs
 
 
 def _proofs(tensors: Sequence[dict[str, str]], outputs: Iterable[CoreOutput]) -> list[Proof]:

@@ -260,8 +260,8 @@ def _prove(
     bound = tolerance(getattr(torch, core.dtype), is_exact=False)
     verified = file.read()
     try:
-        found = take_proofs(core, probe, outputs, bound, verifies=verified is None)
-        confirm(file, verified, found, bound)
+        proofs = take_proofs(core, probe, outputs, bound, verifies=verified is None)
+        confirm(file, verified, proofs, bound)
     except ProofError:
         core.close()
         raise

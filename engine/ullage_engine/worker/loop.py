@@ -201,10 +201,10 @@ class StartedEngine(Protocol):
         """Reservations of all ranks together."""
 
     def state(self) -> WorkerState:
-        """Measures memory and load; ends what has been idle for too long."""
+        """Measure memory and load; end sessions that have been idle for too long."""
 
     def ready(self, state: WorkerState) -> Ready:
-        """Returns the message that says what is served, with the first state."""
+        """Return the message that describes the model and the worker, with its first state."""
 
     def log_start(self) -> None:
         """Writes what was started to the log."""

@@ -355,7 +355,7 @@ class RankStartup:
         progress(sum(sizes.values()), sum(sizes.values()))
 
     def _new_capture(self) -> NewCapture | None:
-        """Returns what captures decode steps; None: they are launched anew each time."""
+        """Return the class that captures decode steps; None: every step is launched by kernels."""
         if not self.config.cuda_graphs:
             return None
         if self.device.type != "cuda":
@@ -364,7 +364,7 @@ class RankStartup:
         return CudaCapture
 
     def warm_up(self) -> int:
-        """Runs the largest steps on a pool of one block; what libraries took is the workspace.
+        """Run the largest steps on a pool of one block; libraries take their workspace in them.
 
         Returns:
             KV blocks that fit in what is left; the pool may have no more.
@@ -404,14 +404,15 @@ class RankStartup:
         self._check_prices(size)
 
     def finalize(self, *, verifies: bool = False) -> None:
-        """Runs the largest steps on the pool, which may lie where the first warm-up had its
-        temporaries: they get their place now, or the first requests would. Proves the rank's
-        arithmetic, and ends the ledger.
+        """Run the largest steps on the whole pool, prove the rank's arithmetic, close the ledger.
+
+        The pool may lie where the first warm-up had its temporaries. They get their place now,
+        which the first requests would have to wait for otherwise.
 
         `verifies`: no start has proven the same before.
 
         Raises:
-            ProofError: what is computed twice differs.
+            ProofError: a second computation differs from the first.
         """
         self.runner.run_largest()
         if self.config.cuda_graphs:
@@ -532,7 +533,7 @@ class RankStartup:
         return pipeline_rank
 
     def _log_decoder(self) -> None:
-        """Logs what computes steps on a CPU, and why it is not what is fastest."""
+        """Log which library computes steps on a CPU, and why it is not the fastest one."""
         if self.rank or self.device.type != "cpu":
             return
         if not self.library_refusal:

@@ -113,7 +113,7 @@ class Started:
         )
 
     def ready(self, state: WorkerState) -> Ready:
-        """Returns the message that says what is served, with the first state."""
+        """Return the message that describes the model and the worker, with its first state."""
         return Ready(
             profile=self.profile,
             max_model_len=self.max_model_len,
@@ -127,7 +127,7 @@ class Started:
         )
 
     def log_start(self) -> None:
-        """Writes the device map and what is served to the log."""
+        """Log the device map and the facts of the served model."""
         for place in self.ranks:
             log.info("%s", place)
         facts = {
@@ -245,8 +245,9 @@ def _confirm(own: RankStartup, verified: list[Proof] | None, others: list[Done])
     Raises:
         ProofError: a rank computes otherwise.
     """
-    found = [each for each in (own.proof, *(answer.proof for answer in others)) if each is not None]
-    confirm(own.proof_file, verified, found, own.proof_tolerance)
+    of_ranks = (own.proof, *(answer.proof for answer in others))
+    proofs = [each for each in of_ranks if each is not None]
+    confirm(own.proof_file, verified, proofs, own.proof_tolerance)
 
 
 def _started(

@@ -99,7 +99,7 @@ class PodProcess:
             self.restarts += 1
 
     async def stop(self) -> None:
-        """SIGTERM, and SIGKILL to whatever is left after the pod's grace or `kill`."""
+        """End the process with SIGTERM, and its group with SIGKILL after the pod's grace."""
         self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:

@@ -600,7 +600,8 @@ class VllmCore:
 
     @contextmanager
     def _logprobs_allowed(self, num_logprobs: int) -> Iterator[None]:
-        """Let requests ask for so many log-probabilities, whatever `max_logprobs` allows others."""
+        """Let requests of the block ask for `num_logprobs` log-probabilities, even where the
+        argument `max_logprobs` allows fewer."""
         model = self._config.model_config
         most = model.max_logprobs
         if most >= 0:  # else all of the vocabulary
@@ -611,7 +612,7 @@ class VllmCore:
             model.max_logprobs = most
 
     def _run_in_turns(self, requests: Sequence[EngineRequest]) -> dict[str, list[CoreOutput]]:
-        """Compute requests, each of which begins when the one before has its first token."""
+        """Compute requests to their ends; each begins when the one before has its first token."""
         outputs: dict[str, list[CoreOutput]] = {}
         for request in requests:
             self.add(request, request.max_tokens)
@@ -650,8 +651,8 @@ class VllmCore:
     def digests(self) -> list[dict[str, str]]:
         """Return digests of the tables and weights that each rank has in memory, by name."""
         args = (self.has_plain_weights,)
-        found: list[dict[str, str]] = self._executor.collective_rpc("ullage_digests", args=args)
-        return found
+        by_rank: list[dict[str, str]] = self._executor.collective_rpc("ullage_digests", args=args)
+        return by_rank
 
     def changed_table(self) -> str:
         """Compute the tables of all ranks once more; return the name of one that is computed
