@@ -111,6 +111,8 @@ def type_of(node: Schema) -> str:
     """The type and its bounds, in a few words."""
     if "enum" in node:
         return " \\| ".join(f"`{value}`" if value != "" else "`''`" for value in node["enum"])
+    if node.get("pattern", "").endswith("%$"):
+        return "number or percentage"
     if node.get("x-kubernetes-int-or-string"):
         return "quantity"
     if "ms" in node.get("pattern", "") and "h|m" in node["pattern"]:

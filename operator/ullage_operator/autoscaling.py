@@ -391,8 +391,15 @@ def may_sleep(pool: PoolSpec) -> bool:
 
 
 def live_replicas(live: Object | None) -> int | None:
-    """Returns the replicas of a StatefulSet's spec; None where there is none."""
-    return None if live is None else int(live["spec"].get("replicas", 1))
+    """Return how many engines a StatefulSet's pool has, those included that a canary has the place
+    of; None where there is no StatefulSet."""
+    return None if live is None else int(live["spec"].get("replicas", 1)) + canary_places(live)
+
+
+def canary_places(live: Object) -> int:
+    """Return how many of a pool's engines are missing because a canary has their place."""
+    annotations = live.get("metadata", {}).get("annotations") or {}
+    return int(annotations.get(naming.CANARY_PLACES, 0))
 
 
 def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None) -> int:
@@ -426,12 +433,24 @@ def with_replicas(
     return msgspec.structs.replace(service, spec=spec)
 
 
-def resized(live: Object, number: int) -> dict[str, Any]:
-    """Returns what to apply to a StatefulSet of which only the number of pods is to change."""
+def resized(live: Object, number: int, places: int = 0) -> dict[str, Any]:
+    """Return what to apply to a workload of which only the number of pods is to change.
+
+    Args:
+        places: how many of that number a canary has the place of.
+    """
     kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
     meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
-    spec = {**live["spec"], "replicas": number}
+    spec = {**live["spec"], "replicas": number - places}
+    annotations = dict(meta.get("annotations") or {})
+    annotations.pop(naming.CANARY_PLACES, None)
+    meta["annotations"] = annotations | places_annotation(places)
     return {"apiVersion": live["apiVersion"], "kind": live["kind"], "metadata": meta, "spec": spec}
+
+
+def places_annotation(places: int) -> dict[str, str]:
+    """Return the annotation by which `live_replicas` finds how many engines a canary replaces."""
+    return {naming.CANARY_PLACES: str(places)} if places else {}
 
 
 def left_to_others(pool: PoolSpec, live: Object | None) -> bool:

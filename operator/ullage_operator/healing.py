@@ -32,6 +32,16 @@ from ullage_operator.conditions.pod_problems import (
 )
 
 HOUR = timedelta(hours=1)
+REPORT_INTERVAL_MS = 10_000
+SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
+"""A stream that is silent for so long is worth a look at its service."""
+TRIAL_INTERVAL_MS = 1_000
+"""Least time between two reports of a canary: one that falls before it is promoted must say so."""
+FRESH_S = 10.0
+"""A canary's report that is older says nothing of the present."""
+HUNG_GRACE_S = 30
+"""Seconds that a pod has to end that hangs or serves nothing: it ends no request however long it is
+given, and keeps its GPUs meanwhile."""
 FORCE_AFTER_S = 60.0
 """A pod on a lost node may be overdue for so long before Kubernetes is made to forget it."""
 
@@ -58,6 +68,8 @@ class EnginePod:
     overdue_s: float = 0.0
     """Seconds since the pod should have been gone."""
     is_on_lost_node: bool = False
+    is_follower: bool = False
+    """Whether it has no server; its leader serves, and its own probes find that it hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,8 @@ class Restart:
     message: str
     by_force: bool = False
     """Kubernetes forgets it without its node's word; costs no budget."""
+    grace_s: int | None = None
+    """Seconds that the pod has to end; None: as many as it drains in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +155,7 @@ def _until_forced(pod: EnginePod) -> float | None:
 
 def _forced(pod: EnginePod) -> Restart:
     message = f"its node is lost and it should have been gone {pod.overdue_s:.0f} s ago"
-    return Restart(pod, "NodeLost", message, by_force=True)
+    return Restart(pod, "NodeLost", message, by_force=True, grace_s=0)
 
 
 def _decide_for_pool(
@@ -170,7 +184,7 @@ def _decide_for_pool(
 
 def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
     """Returns the restart that a pod needs; None while it starts, ends or serves."""
-    if pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
+    if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
         if pod.not_ready_s < policy.not_ready_after:
@@ -178,10 +192,10 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
         message = f"not ready for more than {policy.not_ready_after:g} s"
         if pod.not_ready_reason:
             message += f": {pod.not_ready_reason}"
-        return Restart(pod, "NotReady", message)
+        return Restart(pod, "NotReady", message, grace_s=HUNG_GRACE_S)
     if pod.has_reported and pod.silent_s >= policy.silent_after:
         message = f"no headroom report for more than {policy.silent_after:g} s"
-        return Restart(pod, "Silent", message)
+        return Restart(pod, "Silent", message, grace_s=HUNG_GRACE_S)
     if pod.unhealthy_s >= policy.not_ready_after:
         message = f"health below {policy.min_health:g} for more than {policy.not_ready_after:g} s"
         return Restart(pod, "Unhealthy", message)
@@ -190,7 +204,7 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
 
 def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
     """Seconds until a pod that does not serve may be due for a restart; None if it serves."""
-    if pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
+    if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
         return max(0.0, policy.not_ready_after - pod.not_ready_s) or None
@@ -342,6 +356,8 @@ class EngineTarget:
     pool: str
     address: str
     min_health: float
+    interval_ms: int = REPORT_INTERVAL_MS
+    """Least time between two reports."""
 
 
 Pod = Mapping[str, Any]
@@ -356,7 +372,10 @@ def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTa
     """Engines whose headroom to follow, by uid: those that have started and do not end."""
     return {
         pod["metadata"]["uid"]: EngineTarget(
-            pool_of(pod), _address(pod["status"]["podIP"]), min_health
+            pool_of(pod),
+            _address(pod["status"]["podIP"]),
+            min_health,
+            TRIAL_INTERVAL_MS if naming.is_canary_pool(pool_of(pod)) else REPORT_INTERVAL_MS,
         )
         for pod in pods
         if pool_of(pod) and not is_follower(pod) and _is_reachable(pod)
@@ -414,6 +433,7 @@ def _engine_pod(
         is_terminating=_is_terminating(pod),
         overdue_s=_since(parse_time(pod["metadata"].get("deletionTimestamp")), now),
         is_on_lost_node=node_of(pod) in lost,
+        is_follower=is_follower(pod),
     )
 
 
@@ -440,7 +460,8 @@ def node_wait_s(pod: Pod, now: datetime) -> float | None:
 def _doubtful_in_s(pod: Pod, now: datetime) -> float | None:
     if ends := parse_time(pod["metadata"].get("deletionTimestamp")):
         return max(0.0, (ends - now).total_seconds())
-    if has_started(pod) and not is_ready(pod):
+    # A follower is not ready while its group loads, which says nothing of its node.
+    if has_started(pod) and not is_ready(pod) and not is_follower(pod):
         return max(0.0, DOUBT_AFTER_S - _since(ready_since(pod), now))
     return None
 

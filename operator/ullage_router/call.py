@@ -82,6 +82,10 @@ class PausableDeadline:
                 timeout.reschedule(None if end is None else end + passed)
 
 
+def _nothing() -> None:
+    """Do nothing, where there is no body that takes room."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """A request with its context; handlers of the chain add their results."""
@@ -104,6 +108,8 @@ class Call:
     """Whether the client reads tokens as they come; otherwise only the whole answer counts."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed the request on to this router."""
+    release_body: Callable[[], None] = _nothing
+    """Gives back the room for the request's body; called once its prompt is rendered."""
     prompt_cache_key: str = ""
     """OpenAI's name for requests with a common beginning: they go to one engine, as those of a
     session do, which holds no memory for them. A session comes first."""

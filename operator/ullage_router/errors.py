@@ -373,6 +373,15 @@ def bodies_full() -> ServiceError:
     )
 
 
+def texts_full() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "TEXTS_FULL",
+        "long texts that wait to be tokenised fill the memory for them; retry",
+        retry_after_s=1,
+    )
+
+
 def vectors_full() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,

@@ -10,6 +10,7 @@ import grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common.config.engine import RequestLimits
 from ullage_common.tickets.tickets import TICKET_KEY
+from ullage_common.wire.channels import text_metadata
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
 from ullage_router.call import Call, ResponseStream
@@ -28,6 +29,39 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = inference_pb2.GenerateResponse
+
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+class CallGate:
+    """Says whose calls are, before anything of them is received.
+
+    Args:
+        tenants: who may send requests.
+        pipeline: counts what is refused.
+    """
+
+    def __init__(self, tenants: Tenants, pipeline: RequestPipeline) -> None:
+        self._tenants = tenants
+        self._pipeline = pipeline
+
+    def admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
+        """Return the tenant of a call; None: health and reflection are for everybody.
+
+        Raises:
+            ServiceError: the key is missing or wrong.
+        """
+        service, _, name = method.removeprefix("/").partition("/")
+        if service != SERVICE:
+            return None
+        try:
+            return self._tenants.open_session(metadata.get("authorization")).name
+        except ServiceError as error:
+            if name == "Generate":
+                record = RequestRecord(uuid.uuid4().hex)
+                self._pipeline.refuse(record, error, trace=trace_context(metadata))
+            raise
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -59,8 +93,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[Response]:
         record = RequestRecord(_record_id(request.request_id))
-        tenant = await self._authenticate(context, record)
         metadata = _text(context)
+        tenant = await self._open_session(context, record, metadata)
         paid_by = self._issuer.prepay(request, metadata.get(TICKET_KEY), tenant)
         call = Call(
             request,
@@ -110,11 +144,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except ServiceError as error:
             await abort(context, error)
 
-    async def _authenticate(self, context: Context, record: RequestRecord) -> TenantSession:
+    async def _open_session(
+        self, context: Context, record: RequestRecord, metadata: Mapping[str, str]
+    ) -> TenantSession:
+        """Open the tenant's session; its key may have gone while the request arrived."""
         try:
-            return self._tenants.open_session(_text(context).get("authorization"))
+            return self._tenants.open_session(metadata.get("authorization"))
         except ServiceError as error:
-            self._pipeline.refuse(record, error, trace=trace_context(_text(context)))
+            self._pipeline.refuse(record, error, trace=trace_context(metadata))
             await abort(context, error)
 
     def _limit_s(self, context: Context) -> float:
@@ -142,5 +179,4 @@ def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
 
 def _text(context: Context) -> dict[str, str]:
     """The metadata without its binary values."""
-    metadata = context.invocation_metadata() or ()
-    return {key: value for key, value in metadata if isinstance(value, str)}
+    return text_metadata(context.invocation_metadata())

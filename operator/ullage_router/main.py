@@ -19,9 +19,10 @@ from ullage_common import version
 from ullage_common.config.router import GRPCSection, ProbesSection, RouterConfig
 from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
+from ullage_common.process.memory import return_large_blocks
 from ullage_common.process.stacks import dump_loop_on_signal
-from ullage_common.wire.channels import Health, bind, new_server
-from ullage_router.grpc import InferenceServicer
+from ullage_common.wire.channels import NARROW_WINDOWS, Health, RequestGuard, bind, new_server
+from ullage_router.grpc import CallGate, InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.console.console import Console
 from ullage_router.http.messages import Limits
@@ -86,7 +87,9 @@ class Router:
             )
         monitoring = self._siblings.pages if self._siblings else Pages(pages, self._stats, routes)
         self._health = Health()
-        self._grpc = new_server(is_shared=place is not None)
+        gate = CallGate(self.service.tenants, self.service.pipeline)
+        guard = RequestGuard(gate.admit, self.service.intake.run)
+        self._grpc = new_server(place is not None, guard, NARROW_WINDOWS)
         self._probes: grpc.aio.Server | None = None
         share, least = MAX_HELD_BYTES // config.processes, LEAST_BODIES * Limits().max_body_bytes
         limits = Limits(max_held_bytes=max(share, least))
@@ -114,6 +117,7 @@ class Router:
             CannotListen: a port cannot be used.
         """
         config = self._config
+        return_large_blocks()  # bodies, and what is made of them
         await self.service.read_secrets()
         is_shared = self._place is not None
         listener = listen(config.http.host, config.http.port, is_shared)
@@ -253,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         config = read_file(options.config, RouterConfig)
         place = msgspec.json.decode(options.place, type=ProcessSlot) if options.place else None
         logs.configure(config.log_level, fields={"process": place.index} if place else {})
+        return_large_blocks()
         if place is None:
             warn_unknown(options.config, config)
         if place is None and config.processes > 1:

@@ -241,12 +241,13 @@ class Outcomes:
     """Both sides of the present trial.
 
     Args:
-        falls: how often engines of a side lost their worker or process, since the router follows
-            them.
+        falls: how often engines of a side lost their worker or process.
+        falls_before: the same of engines that are gone.
     """
 
-    def __init__(self, falls: Callable[[Side], int]) -> None:
+    def __init__(self, falls: Callable[[Side], int], falls_before: Callable[[Side], int]) -> None:
         self._falls = falls
+        self._falls_of_gone = falls_before
         self._falls_before = dict.fromkeys(Side, 0)
         self._tallies = {side: SideCounts() for side in Side}
         self._canary = self.trial = ""
@@ -263,7 +264,12 @@ class Outcomes:
         """
         if canary != self._canary:
             self._canary = canary
-            self._falls_before = {side: self._falls(side) for side in Side}
+            # The canaries of a service have one name in DNS, one after the other: a router that
+            # reads its file late follows this canary's engines already, and may have seen a fall.
+            self._falls_before = {
+                Side.STABLE: self._falls(Side.STABLE),
+                Side.CANARY: self._falls_of_gone(Side.CANARY),
+            }
         if trial != self.trial:
             self.trial = trial
             self._tallies = {side: SideCounts() for side in Side}
@@ -377,7 +383,7 @@ class Rollout:
         self._engines = engines
         self._prompts = prompts
         self.canary = Canary(path, self._on_file_change)
-        self.outcomes = Outcomes(engines.workers_lost)
+        self.outcomes = Outcomes(engines.workers_lost, engines.workers_lost_before)
 
     def _on_file_change(self, file: RolloutFile) -> None:
         self._engines.declare_adapters(file.adapters)

@@ -5,20 +5,19 @@ A conversation comes back with every turn, and all conversations begin with the 
 Tokenizers cut a text at their special tokens first and tokenise what is between two of them by
 itself, so the ids of such a segment are the same wherever it stands: they are kept, and only new
 segments are tokenised. Segments are known by their digests; no text is kept.
+
+A long text is tokenised in pieces, up to as many tokens as are of use.
 """
 
-import asyncio
 import hashlib
-import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
@@ -35,11 +34,22 @@ from tokenizers.pre_tokenizers import (
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.affixes import Affixes, affixes_of
+from ullage_common.chat.special_tokens import (
+    GuardedTokenizer,
+    Piece,
+    SpecialTokenError,
+    SpecialTokenGuard,
+    finder,
+    parted,
+)
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.chat.tool_formats import ToolFormat, Turn
 from ullage_common.process.memory import freeze_gc, trim_heap
+from ullage_router.text_bounds import TextCutter, TokenBound, UncutText, token_bound
 
 MAX_BYTES = 16 << 20
+MAX_TOKENS = 1 << 30
+"""Number of tokens that no text has."""
 # Of the digest, the array and their places in the table.
 ENTRY_BYTES = 250
 
@@ -47,8 +57,11 @@ ENTRY_BYTES = 250
 # is the text's first.
 _LOCAL = (ByteLevel, Digits, Punctuation, Split)
 
+Tokenise = Callable[[str], list[int]]
 
-_Tree = dict[str, "_Tree"]
+
+class TooManyTokens(Exception):
+    """A text has more tokens than are of use; not all of them were made."""
 
 
 class SegmentEncoder:
@@ -59,13 +72,18 @@ class SegmentEncoder:
     Args:
         tokenizer: of the model.
         max_bytes: that may be kept.
+        guarded: texts of tokens that pieces of text never become.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES, guarded: Collection[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._guarded = GuardedTokenizer(tokenizer, guarded) if guarded else None
+        self._cutter = TextCutter(tokenizer)
         self._max_bytes = max_bytes
         self._special_ids = _special_ids(tokenizer)
-        self._boundaries = _finder(self._special_ids)
+        self._boundaries = finder(self._special_ids)
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
         """Token ids by the segment's digest; the latest used is last."""
         self._bytes = 0
@@ -81,29 +99,51 @@ class SegmentEncoder:
         """What finds the places to cut at; empty where there are none."""
         return self._boundaries.pattern if self._boundaries else ""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, without any that the text does not ask for."""
-        if self._boundaries is None:
-            return self._tokenise(text)
-        ids: list[int] = []
-        start = 0
-        for match in self._boundaries.finditer(text):
-            if start < match.start():
-                ids.extend(self._segment(text[start : match.start()]))
-            ids.append(self._special_ids[match.group()])
-            start = match.end()
-        if start < len(text):
-            ids.extend(self._segment(text[start:]))
-        return ids
+    def encode(self, text: str, most: int = MAX_TOKENS) -> list[int]:
+        """Return token ids, without any that the text does not ask for.
 
-    def _segment(self, segment: str) -> "array[int]":
+        Args:
+            most: the number of tokens above which they are of no use.
+
+        Raises:
+            TooManyTokens: there are more.
+            UncutText: the text cannot be tokenised in pieces.
+        """
+        if self._boundaries is None:
+            return _counted(self._tokenise(text, self._encode), most)
+        return self._join(parted(text, self._boundaries), self._encode, most)
+
+    def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> list[int]:
+        """Return token ids of a text in which the pieces that are tokens are the only guarded ones.
+
+        Raises:
+            SpecialTokenError: a piece of text would become a guarded token.
+            TooManyTokens: there are more.
+            UncutText: the text cannot be tokenised in pieces.
+        """
+        guarded = self._guarded
+        assert guarded, "tokens are guarded where texts have pieces"
+        if self._boundaries is None:
+            return _counted(self._tokenise(guarded.spell(pieces), guarded.encode), most)
+        return self._join(pieces, guarded.encode, most)
+
+    def _join(self, pieces: Iterable[Piece], tokenise: Tokenise, most: int) -> list[int]:
+        ids = list[int]()
+        for piece in pieces:
+            if piece.is_token:
+                ids.append(self._special_ids[piece.text])
+            else:
+                ids.extend(self._segment(piece.text, tokenise, most - len(ids)))
+        return _counted([ids], most)
+
+    def _segment(self, segment: str, tokenise: Tokenise, most: int) -> "array[int]":
         key = blake2b(segment.encode(), digest_size=16).digest()
         with self._lock:
             ids = self._kept.get(key)
             if ids is not None:
                 self._kept.move_to_end(key)
                 return ids
-        ids = array("I", self._tokenise(segment))
+        ids = array("I", _counted(self._tokenise(segment, tokenise), most))
         with self._lock:
             self._keep(key, ids)
         return ids
@@ -116,11 +156,24 @@ class SegmentEncoder:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= _size(oldest)
 
-    def _tokenise(self, text: str) -> list[int]:
+    def _tokenise(self, text: str, tokenise: Tokenise) -> Iterator[list[int]]:
+        """Yield token ids of one piece after another."""
+        return map(tokenise, self._cutter.pieces(text))
+
+    def _encode(self, text: str) -> list[int]:
         # Without offsets, which nobody here reads and which take a fifth of the time.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
+
+
+def _counted(parts: Iterable[list[int]], most: int) -> list[int]:
+    ids = list[int]()
+    for part in parts:
+        ids.extend(part)
+        if len(ids) > most:
+            raise TooManyTokens
+    return ids
 
 
 def _size(ids: "array[int]") -> int:
@@ -152,37 +205,6 @@ def _steps(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
         yield pre_tokenizer
 
 
-def _finder(special_ids: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds special tokens: of those that begin at one place the longest.
-
-    A thousand of them are no slower than one: at each character one branch is left.
-    """
-    tree: _Tree = {}
-    for text in special_ids:
-        node = tree
-        for character in text:
-            node = node.setdefault(character, {})
-        node[""] = {}
-    return re.compile(_pattern(tree)) if tree else None
-
-
-def _pattern(tree: _Tree) -> str:
-    """Matches what is in a tree of characters; a place where a text may end has the key ''."""
-    branches = [re.escape(c) + _pattern(node) for c, node in tree.items() if c]
-    if "" not in tree and len(branches) == 1:
-        return branches[0]
-    if not branches:
-        return ""
-    return f"(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
-
-
-# Encoding this many characters takes about a millisecond; longer texts leave the event loop.
-INLINE_CHARACTERS = 4096
-TOKENIZER_THREADS = 2
-
-T = TypeVar("T")
-
-
 class PromptError(Exception):
     """The prompt cannot become tokens; the message is one line."""
 
@@ -202,8 +224,10 @@ class Model:
     chat_prefix: tuple[int, ...]
     """Tokens that conversations begin with, whether or not the template writes them."""
     vocab_size: int
-    bytes_per_token: int
-    """The most that one token can stand for; 0 when the tokenizer does not let one say."""
+    bound: TokenBound
+    """How many tokens a text has at least."""
+    guard: SpecialTokenGuard | None
+    """Keeps texts of clients from becoming special tokens; None: they may."""
     description: inference_pb2.GetModelResponse
 
     @property
@@ -217,39 +241,72 @@ class Model:
         tools: Sequence[Mapping[str, Any]] = (),
         opening: str = "",
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        most: int = MAX_TOKENS,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Return the token ids of a conversation.
 
         Args:
             messages: turns, oldest first.
             tools: functions that the model may call, as OpenAI has them.
             opening: text that the assistant's turn begins with.
             arguments: variables of the template.
+            most: the number of tokens above which they are of no use.
 
         Raises:
-            PromptError: the model has no chat template or its template refuses the messages.
+            PromptError: the model has no chat template, its template refuses the messages, or they
+                cannot be tokenised.
+            TooManyTokens: there are more.
         """
         if self.template is None:
             raise PromptError("the model has no chat template; use /v1/completions")
         try:
-            text = self.template.render(messages, tools=tools, arguments=arguments)
-        except ChatTemplateError as error:
+            marked = self.guard.marked(messages, tools, arguments) if self.guard else None
+            if marked is None:
+                text = self.template.render(messages, tools=tools, arguments=arguments)
+                ids = self.encoder.encode(text + opening, most)
+            else:
+                text = self.template.render(
+                    marked.turns, tools=marked.tools, arguments=marked.arguments
+                )
+                ids = self.encoder.encode_pieces(marked.pieces(text + opening), most)
+        except (ChatTemplateError, SpecialTokenError, UncutText) as error:
             raise PromptError(str(error)) from error
-        return Affixes(self.chat_prefix).around(self.encoder.encode(text + opening))
+        return Affixes(self.chat_prefix).around(ids)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of raw text."""
-        return self.affixes.around(self.encoder.encode(text))
+    def encode(self, text: str, most: int = MAX_TOKENS) -> list[int]:
+        """Return the token ids of a raw prompt, which is the whole of what the model reads: special
+        tokens that it spells are such.
 
-    def encode_whole(self, text: str) -> list[int]:
-        """Token ids of text with the special tokens that the tokenizer itself puts around it, which
-        models for embeddings are trained with."""
-        [encoding] = self.tokenizer.encode_batch_fast([text])
-        return list(encoding.ids)
+        Raises:
+            PromptError: the text cannot be tokenised.
+            TooManyTokens: there are more than `most`.
+        """
+        try:
+            ids = self.encoder.encode(text, most)
+        except UncutText as error:
+            raise PromptError(str(error)) from error
+        return self.affixes.around(ids)
+
+    def encode_whole(self, text: str, most: int = MAX_TOKENS) -> list[int]:
+        """Return the token ids of a text with those that the tokenizer itself puts around it, which
+        models for embeddings are trained with. Special tokens that the text spells are text.
+
+        Raises:
+            PromptError: the text cannot be tokenised.
+            TooManyTokens: there are more than `most`.
+        """
+        try:
+            if self.guard and self.guard.guarded:
+                ids = self.encoder.encode_pieces([Piece(text)] if text else [], most)
+            else:
+                ids = self.encoder.encode(text, most)
+        except (SpecialTokenError, UncutText) as error:
+            raise PromptError(str(error)) from error
+        return [*self.affixes.prefix, *ids, *self.affixes.suffix]
 
     def fewest_tokens(self, text: str) -> int:
-        """A bound from below that costs no tokenising."""
-        return len(text.encode()) // self.bytes_per_token if self.bytes_per_token else 0
+        """Return a bound from below that costs no tokenising."""
+        return self.bound.fewest(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -280,8 +337,13 @@ def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
     return [name + b"\0" + part for name, part in parts.items() if part]
 
 
-def load_model(response: inference_pb2.GetModelResponse) -> Model:
-    """Builds the tokenizer; takes up to a second for a large vocabulary.
+def load_model(
+    response: inference_pb2.GetModelResponse, trusts_special_tokens: bool = False
+) -> Model:
+    """Build the tokenizer; takes up to a second for a large vocabulary.
+
+    Args:
+        trusts_special_tokens: whether texts of clients become the special tokens that they spell.
 
     Raises:
         ValueError: the tokenizer or the chat template is not valid.
@@ -299,16 +361,19 @@ def load_model(response: inference_pb2.GetModelResponse) -> Model:
         )
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"model {response.model}: tokenizer: {error}") from error
+    literals = template.literals if template else ()
+    guard = None if trusts_special_tokens else SpecialTokenGuard(tokenizer, literals)
     model = Model(
         name=response.model,
         fingerprint=fingerprint(response),
         tokenizer=tokenizer,
-        encoder=SegmentEncoder(tokenizer),
+        encoder=SegmentEncoder(tokenizer, guarded=guard.guarded if guard else ()),
         template=template,
         affixes=_affixes(tokenizer, response),
         chat_prefix=_bos(tokenizer, response) if response.chat_adds_bos else (),
         vocab_size=response.vocab_size or tokenizer.get_vocab_size(),
-        bytes_per_token=_bytes_per_token(tokenizer),
+        bound=token_bound(tokenizer),
+        guard=guard,
         description=response,
     )
     trim_heap()  # parsing took as much again
@@ -334,26 +399,3 @@ def _affixes(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> 
 def _bos(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> tuple[int, ...]:
     token_id = tokenizer.token_to_id(response.bos_token)
     return () if token_id is None else (token_id,)
-
-
-def _bytes_per_token(tokenizer: Tokenizer) -> int:
-    """The longest entry of a byte-level vocabulary; a normalizer could shorten the text first."""
-    if tokenizer.normalizer is not None:
-        return 0
-    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=0)
-
-
-class TokenizerThreads:
-    """Keeps long texts off the event loop; the tokenizer releases the interpreter's lock."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-
-    async def run(self, num_characters: int, work: Callable[[], T]) -> T:
-        """The result of `work`, made here when it is short."""
-        if num_characters <= INLINE_CHARACTERS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     import kubernetes_validate
 
 CHART = Path(__file__).parents[2] / "charts" / "ullage"
+REGISTRY = "imageRegistry=registry.example/ullage"
+"""A chart without a registry renders nothing."""
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +52,7 @@ def render(helm: Callable[..., subprocess.CompletedProcess]) -> Callable[..., li
 
     @functools.cache
     def text(*values: str) -> str:
-        sets = [part for value in values for part in ("--set", value)]
+        sets = [part for value in (REGISTRY, *values) for part in ("--set", value)]
         done = helm("template", "release", str(CHART), "--namespace", "ullage-system", *sets)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -67,7 +69,9 @@ def render_values(
     folder = tmp_path_factory.mktemp("values")
 
     def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
-        return rendered(yaml.safe_dump({"crds": {"enabled": False}} | values))
+        return rendered(
+            yaml.safe_dump({"crds": {"enabled": False}, "imageRegistry": "r.example"} | values)
+        )
 
     @functools.cache
     def rendered(values: str) -> list[dict[str, Any]]:

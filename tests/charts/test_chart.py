@@ -14,6 +14,7 @@ from ullage_operator.api.naming import OWNED, operator_selector, selector
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.main import arguments_parser
+from ullage_operator.manifests.engine_choice import engine_image
 
 with warnings.catch_warnings():
     # The library still reads its schemas through pkg_resources-like means that warn on import.
@@ -75,7 +76,8 @@ def test_lint(helm):
 
 @pytest.mark.parametrize(("version", "ok"), [("1.29.9", False), ("1.30.0", True)])
 def test_only_a_cluster_that_knows_sleeping_hooks_is_taken(helm, version, ok):
-    done = helm("template", "release", str(CHART), "--kube-version", version)
+    named = ("--set", "imageRegistry=localhost")
+    done = helm("template", "release", str(CHART), "--kube-version", version, *named)
     assert (done.returncode == 0) is ok, done.stderr
 
 
@@ -272,7 +274,7 @@ def test_without_an_election_there_is_never_a_second_operator(render, helm):
     (deployment,) = by_kind(objects, "Deployment")
     assert deployment["spec"]["strategy"] == {"type": "Recreate"}
     assert not [obj for obj in objects if obj["metadata"]["name"].endswith("-lease")]
-    refused = ("--set", "leaderElection.enabled=false,replicas=2")
+    refused = ("--set", "imageRegistry=localhost,leaderElection.enabled=false,replicas=2")
     done = helm("template", "release", str(CHART), *refused)
     assert done.returncode != 0 and "several operators need leaderElection" in done.stderr
     (deployment,) = by_kind(render(), "Deployment")
@@ -297,28 +299,92 @@ def images(render, *values):
 def test_images_are_named_by_tag_or_digest(render):
     digest = "sha256:" + "0a" * 32
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
-    operator, engine = f"ullage/operator:{version}", f"ullage/engine:{version}"
+    operator, engine = (f"registry.example/ullage/{n}:{version}" for n in ("operator", "engine"))
     assert images(render) == (operator, operator, engine)
     pinned = images(render, f"image.digest={digest}", "image.repository=r.example/o")
     assert pinned == (f"r.example/o:{version}@{digest}",) * 2 + (engine,)
-    own = images(render, "routerImage.repository=r", "routerImage.tag=v1", "engineImage.tag=v2")
-    assert own == (operator, "r:v1", "ullage/engine:v2")
-    assert images(render, "routerImage.tag=v1")[:2] == (operator, "ullage/operator:v1")
+    own = images(render, "routerImage.repository=r.x/r", "routerImage.tag=v1", "engineImage.tag=v2")
+    assert own == (operator, "r.x/r:v1", "registry.example/ullage/engine:v2")
+    other = images(render, "routerImage.tag=v1")[:2]
+    assert other == (operator, "registry.example/ullage/operator:v1")
     digested = images(render, f"routerImage.digest={digest}", "image.tag=v3")
-    assert digested[:2] == ("ullage/operator:v3", f"{operator}@{digest}")
+    assert digested[:2] == ("registry.example/ullage/operator:v3", f"{operator}@{digest}")
+
+
+WITHOUT_REGISTRY = [
+    ((), "image.repository: no image is named; set imageRegistry"),
+    (("image.repository=r.example/o",), "engineImage.repository: no image is named"),
+    (("imageRegistry=ullage",), "imageRegistry: ullage/operator names no registry"),
+    (
+        ("imageRegistry=localhost", "engineImage.repository=ullage/engine"),
+        "engineImage.repository: ullage/engine names no registry, so nodes would ask Docker Hub",
+    ),
+    (
+        ("imageRegistry=localhost", "vllmEngineImage.repository=vllm"),
+        "vllmEngineImage.repository: vllm names no registry",
+    ),
+    (
+        ("imageRegistry=localhost", "cudaEngineImage.repository=a/b"),
+        "cudaEngineImage.repository: a/b names no registry",
+    ),
+    (
+        ("imageRegistry=localhost", "routerImage.repository=a/b"),
+        "routerImage.repository: a/b names no registry",
+    ),
+    (
+        ("image.repository=r.x/o", "engineImage.repository=r.x/e", "cudaEngineImage.tag=v1"),
+        "set cudaEngineImage.repository or imageRegistry",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), WITHOUT_REGISTRY)
+def test_no_image_is_asked_of_a_registry_that_nobody_named(helm, values, said):
+    sets = [part for value in values for part in ("--set", value)]
+    done = helm("template", "release", str(CHART), *sets)
+    assert done.returncode != 0
+    assert said in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.parametrize("registry", ["localhost/ullage", "127.0.0.1:5000", "r.example/a/b/"])
+def test_a_registry_is_a_host_with_or_without_a_folder(render, registry):
+    operator, router, engine = images(render, f"imageRegistry={registry}")
+    folder = registry.removesuffix("/")
+    assert operator == router
+    assert operator.startswith(f"{folder}/operator:") and engine.startswith(f"{folder}/engine:")
+
+
+def settings_of(render, *values):
+    (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return Settings.from_env({e["name"]: e.get("value", "") for e in container["env"]})
+
+
+def test_engines_with_gpus_have_the_image_with_cuda(render):
+    manifest = {
+        "apiVersion": "serving.ullage.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "a"},
+        "spec": {"model": {"source": "hf://a/b", "name": "m"}, "pools": {"single": {"gpus": 1}}},
+    }
+    on_gpus = parse(manifest).spec
+    on_cpus = parse(manifest | {"spec": {**manifest["spec"], "device": "CPU"}}).spec
+    usual = settings_of(render)
+    assert engine_image(on_gpus, usual).startswith("registry.example/ullage/engine-cuda:")
+    assert engine_image(on_cpus, usual).startswith("registry.example/ullage/engine:")
+    alone = settings_of(
+        render, "imageRegistry=", "image.repository=r.x/o", "engineImage.repository=r.x/e"
+    )
+    assert engine_image(on_gpus, alone).startswith("r.x/e:")
+    own = settings_of(render, "cudaEngineImage.repository=r.x/c", "cudaEngineImage.tag=v2")
+    assert engine_image(on_gpus, own) == "r.x/c:v2"
 
 
 def test_an_image_with_vllm_is_a_choice(render, helm):
-    def named(*values):
-        (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
-        (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        return Settings.from_env({e["name"]: e.get("value", "") for e in container["env"]})
-
-    assert named().vllm_engine_image == ""
-    assert (
-        named("vllmEngineImage.repository=r", "vllmEngineImage.tag=v2").vllm_engine_image == "r:v2"
-    )
-    alone = ("--set", "vllmEngineImage.tag=v2")
+    assert settings_of(render).vllm_engine_image == ""
+    named = settings_of(render, "vllmEngineImage.repository=r.x/v", "vllmEngineImage.tag=v2")
+    assert named.vllm_engine_image == "r.x/v:v2"
+    alone = ("--set", "imageRegistry=localhost", "--set", "vllmEngineImage.tag=v2")
     done = helm("template", "release", str(CHART), *alone)
     assert done.returncode != 0 and "set vllmEngineImage.repository" in done.stderr
 

@@ -13,6 +13,7 @@ from ullage_kubeapi.trial import CRDS, MERGE, read_crd
 
 from ullage_operator.api import naming
 
+REGISTRY = "imageRegistry=registry.example/ullage"
 CHART = Path(__file__).parents[2] / "charts" / "ullage"
 
 
@@ -21,7 +22,7 @@ def notes(helm):
     """notes("key=value", ...): what helm says with these values."""
 
     def printed(*values):
-        sets = [part for value in values for part in ("--set", value)]
+        sets = [part for value in (REGISTRY, *values) for part in ("--set", value)]
         done = helm("install", "release", str(CHART), "--dry-run=client", *sets)
         assert done.returncode == 0, done.stderr
         return done.stdout.split("NOTES:\n")[1]

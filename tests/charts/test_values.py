@@ -18,6 +18,7 @@ SAMPLES: dict[str, Any] = {
     "replicas": 2,
     "leaderElection.enabled": False,
     "leaderElection.leaseSeconds": 5,
+    "imageRegistry": "registry.example/all",
     "image.repository": "registry.example/operator",
     "image.tag": "v2",
     "image.digest": DIGEST,
@@ -25,6 +26,9 @@ SAMPLES: dict[str, Any] = {
     "engineImage.repository": "registry.example/engine",
     "engineImage.tag": "v2",
     "engineImage.digest": DIGEST,
+    "cudaEngineImage.repository": "registry.example/engine-cuda",
+    "cudaEngineImage.tag": "v2",
+    "cudaEngineImage.digest": DIGEST,
     "vllmEngineImage.repository": "registry.example/engine-vllm",
     "vllmEngineImage.tag": "v2",
     "vllmEngineImage.digest": DIGEST,
@@ -105,8 +109,8 @@ SAMPLES: dict[str, Any] = {
 
 NEEDED: dict[str, dict[str, Any]] = {
     "crds.keep": {"crds.enabled": True},
-    "vllmEngineImage.tag": {"vllmEngineImage.repository": "r"},
-    "vllmEngineImage.digest": {"vllmEngineImage.repository": "r"},
+    "vllmEngineImage.tag": {"vllmEngineImage.repository": "r.x/v"},
+    "vllmEngineImage.digest": {"vllmEngineImage.repository": "r.x/v"},
     "tracing.protocol": {"tracing.endpoint": "http://collector:4318"},
     "podDisruptionBudget.enabled": {"replicas": 2},
     "podDisruptionBudget.maxUnavailable": {"replicas": 2},
@@ -240,7 +244,9 @@ WRONG: list[tuple[str, Any]] = [
     ("image.tga", "x"),
     ("image.digest", "sha256:short"),
     ("image.pullPolicy", "Sometimes"),
-    ("image.repository", ""),
+    ("image.repository", "ullage/operator"),
+    ("imageRegistry", "ullage"),
+    ("imageRegistry", ""),
     ("replicas", 0),
     ("leaderElection.leaseSeconds", 0.5),
     ("logLevel", "loud"),
@@ -266,7 +272,7 @@ WRONG: list[tuple[str, Any]] = [
 def test_a_wrong_value_is_refused_by_its_name(helm, tmp_path, subtests):
     values = tmp_path / "values.yaml"
     for path, wrong in WRONG:
-        values.write_text(yaml.safe_dump(nested({path: wrong})))
+        values.write_text(yaml.safe_dump(nested({"imageRegistry": "r.example"} | {path: wrong})))
         done = helm("template", "release", str(CHART), "--values", str(values))
         with subtests.test(path, value=wrong):
             assert done.returncode != 0

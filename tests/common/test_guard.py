@@ -2,17 +2,26 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
-from ullage_common.wire.channels import MAX_REQUEST_BYTES, Health, new_server, open_channel
+from ullage_common.wire import channels
+from ullage_common.wire.channels import (
+    MAX_REQUEST_BYTES,
+    Health,
+    RequestGuard,
+    new_server,
+    open_channel,
+)
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 
+WAIT_S = 20.0
 SERVICE = "/ullage.inference.v1.InferenceService"
 BAD = {
     "garbage": (b"\xff" * 50, "MALFORMED_MESSAGE"),
@@ -37,8 +46,8 @@ class Parrot(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[grpc.aio.Channel]:
-    server = new_server()
+async def served(guard: RequestGuard | None = None) -> AsyncIterator[grpc.aio.Channel]:
+    server = new_server(guard=guard)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Parrot(), server)
     await Health().attach(server, ())
     port = server.add_insecure_port("127.0.0.1:0")
@@ -102,5 +111,136 @@ def test_what_can_be_read_passes() -> None:
                 break
             unknown = await refused(channel.unary_unary(f"{SERVICE}/Nothing")(b""))
             assert unknown.code is grpc.StatusCode.UNIMPLEMENTED
+
+    asyncio.run(scenario())
+
+
+CLOSED = ServiceError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", "send a key")
+
+
+def admit(method: str, metadata: Mapping[str, str]) -> str | None:
+    if metadata.get("key") == "none":
+        raise CLOSED
+    return metadata.get("key", "")
+
+
+async def begun(channel: grpc.aio.Channel, key: str) -> Any:
+    """A call that sends no request yet."""
+    call = channel.stream_unary(f"{SERVICE}/GetModel")(metadata=(("key", key),))
+    await call.wait_for_connection()
+    return call
+
+
+def test_a_call_without_a_key_ends_before_its_request_comes() -> None:
+    async def scenario() -> None:
+        async with served(RequestGuard(admit)) as channel:
+            for method in ("GetModel", "Generate", "Multiplex"):
+                call = channel.stream_stream(f"{SERVICE}/{method}")(metadata=(("key", "none"),))
+                async with asyncio.timeout(WAIT_S):
+                    error = await refused(call.read())
+                assert (error.code, error.reason) == (CLOSED.code, CLOSED.reason)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_does_not_come_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "RECEIVE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with served() as channel:
+            for method in ("GetModel", "Generate"):
+                call = channel.stream_stream(f"{SERVICE}/{method}")()
+                async with asyncio.timeout(WAIT_S):
+                    error = await refused(call.read())
+                assert (error.code, error.reason) == (
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                    "BODY_LATE",
+                )
+
+    asyncio.run(scenario())
+
+
+def test_a_call_without_a_request_is_refused() -> None:
+    async def scenario() -> None:
+        async with served() as channel:
+            call = channel.stream_unary(f"{SERVICE}/GetModel")()
+            await call.done_writing()
+            assert "the call has no GetModelRequest" in (await refused(call)).message
+
+    asyncio.run(scenario())
+
+
+def test_few_requests_arrive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_RECEIVED_AT_ONCE", 4)
+
+    async def scenario() -> None:
+        async with served(RequestGuard(admit)) as channel:
+            slow = [await begun(channel, "one") for _ in range(10)]
+            asked = inference_pb2.GetModelRequest(model="m").SerializeToString()
+            mine = await begun(channel, "two")
+            await mine.write(asked)
+            async with asyncio.timeout(WAIT_S):  # half of the places are not the slow ones'
+                assert await mine == inference_pb2.GetModelResponse(model="m").SerializeToString()
+            last = slow.pop()
+            await last.write(asked)
+            await asyncio.sleep(0)
+            assert not last.done()
+            for call in slow:
+                call.cancel()
+            async with asyncio.timeout(WAIT_S):
+                assert await last == inference_pb2.GetModelResponse(model="m").SerializeToString()
+
+    asyncio.run(scenario())
+
+
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+def for_everybody(method: str, metadata: Mapping[str, str]) -> str | None:
+    return None
+
+
+def test_streams_for_everybody_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_RECEIVED_PUBLIC", 2)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+
+    async def scenario() -> None:
+        async with served(RequestGuard(for_everybody)) as channel:
+            streams = [channel.stream_stream(REFLECTION)() for _ in range(2)]
+            for stream in streams:
+                await stream.write(asked)
+                assert b"ServerReflection" in await stream.read()
+            error = await refused(channel.stream_stream(REFLECTION)().read())
+            assert (error.code, error.reason) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "STREAMS_FULL",
+            )
+            for stream in streams:
+                stream.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_streams_for_everybody_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "STREAM_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with served(RequestGuard(for_everybody)) as channel:
+            async with asyncio.timeout(WAIT_S):
+                error = await refused(channel.stream_stream(REFLECTION)().read())
+            assert error.reason == "BODY_LATE"
+
+    asyncio.run(scenario())
+
+
+def test_many_parts_are_refused() -> None:
+    async def scenario() -> None:
+        async with served() as channel:
+            data = b"\x2a\x80\x89\x7a" + b"\x0a\x00" * 1_000_000
+            error = await refused(channel.unary_stream(f"{SERVICE}/Generate")(data).read())
+            assert (error.code, error.reason) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "BODY_TOO_LARGE",
+            )
 
     asyncio.run(scenario())

@@ -26,9 +26,44 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
+{{- /*
+An image of the values, by its name there; `usual` is its name in imageRegistry. Without a registry
+a node would ask Docker Hub, where anybody may publish an image of that name.
+*/ -}}
 {{- define "ullage.image" -}}
-{{- $tagged := printf "%s:%s" .image.repository (.image.tag | default .chart.AppVersion) -}}
+{{- $registry := .values.imageRegistry | trimSuffix "/" -}}
+{{- $usual := ternary (printf "%s/%s" $registry .usual) "" (ne $registry "") -}}
+{{- $repository := .image.repository | default $usual -}}
+{{- if not $repository }}
+{{- fail (printf "%s: no image is named; set imageRegistry to the registry and folder that have Ullage's images, such as --set imageRegistry=registry.example/ullage, or --set imageRegistry=localhost/ullage for those that make images made and that are loaded into the nodes; see docs/images.md" .name) }}
+{{- end }}
+{{- if not (regexMatch "^(localhost|[^/]*[.:][^/]*)/." $repository) }}
+{{- $field := ternary .name "imageRegistry" (ne .image.repository "") }}
+{{- fail (printf "%s: %s names no registry, so nodes would ask Docker Hub for it; write the registry, too, such as registry.example/%s" $field $repository $repository) }}
+{{- end }}
+{{- $tagged := printf "%s:%s" $repository (.image.tag | default .chart.AppVersion) -}}
 {{ ternary (printf "%s@%s" $tagged .image.digest) $tagged (ne .image.digest "") }}
+{{- end }}
+
+{{- define "ullage.operatorImage" -}}
+{{ include "ullage.image" (dict "image" .Values.image "name" "image.repository" "usual" "operator" "values" .Values "chart" .Chart) }}
+{{- end }}
+
+{{- define "ullage.engineImage" -}}
+{{ include "ullage.image" (dict "image" .Values.engineImage "name" "engineImage.repository" "usual" "engine" "values" .Values "chart" .Chart) }}
+{{- end }}
+
+{{- /* The image of engines with GPUs; empty where it is engineImage. */ -}}
+{{- define "ullage.cudaEngineImage" -}}
+{{- if or .Values.imageRegistry .Values.cudaEngineImage.repository -}}
+{{ include "ullage.image" (dict "image" .Values.cudaEngineImage "name" "cudaEngineImage.repository" "usual" "engine-cuda" "values" .Values "chart" .Chart) }}
+{{- end }}
+{{- end }}
+
+{{- define "ullage.vllmEngineImage" -}}
+{{- if .Values.vllmEngineImage.repository -}}
+{{ include "ullage.image" (dict "image" .Values.vllmEngineImage "name" "vllmEngineImage.repository" "usual" "" "values" .Values "chart" .Chart) }}
+{{- end }}
 {{- end }}
 
 {{- /* The routers' image: the operator's, unless anything of its own is named. */ -}}
@@ -36,7 +71,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $own := .Values.routerImage -}}
 {{- $whole := merge (dict "repository" ($own.repository | default .Values.image.repository)) $own -}}
 {{- $image := ternary $whole .Values.image (or $own.repository $own.tag $own.digest | empty | not) -}}
-{{ include "ullage.image" (dict "image" $image "chart" .Chart) }}
+{{ include "ullage.image" (dict "image" $image "name" "routerImage.repository" "usual" "operator" "values" .Values "chart" .Chart) }}
 {{- end }}
 
 {{- /* The names of a list of objects, with commas between them. */ -}}

@@ -9,23 +9,27 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage.kv.v1 import kv_pb2_grpc
+from ullage_common.chat.special_tokens import GuardedTokenizer, SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.config.engine import EngineConfig, default_host_tier
 from ullage_common.process.config_file import ConfigError
 from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import free_bytes, trim_heap
 from ullage_common.process.tracing import start_tracing
-from ullage_common.wire.channels import Health, bind, new_server
+from ullage_common.tickets.tickets import TICKET_KEY
+from ullage_common.wire.channels import Health, RequestGuard, bind, new_server
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates, Material
 from ullage_engine.gpu.monitor import GpuMonitor, MonitorTimes
@@ -54,6 +58,15 @@ _SERVICES = (
     headroom_pb2.DESCRIPTOR.services_by_name["HeadroomService"].full_name,
 )
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_GENERATE = f"/{_SERVICES[0]}/Generate"
+_FOR_EVERYBODY = frozenset(
+    {
+        _SERVICES[1],
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        reflection.SERVICE_NAME,
+    }
+)
+"""Services whose requests are small, and which probes and people use."""
 # Ended requests have this long to send their last message.
 _LAST_MESSAGES_S = 1.0
 
@@ -254,7 +267,7 @@ class EngineApp:
     async def _listening(self) -> AsyncIterator[None]:
         server = self._config.server
         _make_run_dir(Path(server.run_dir))
-        grpc_server = new_server()
+        grpc_server = new_server(guard=RequestGuard(self._admit))
         services = (*_SERVICES, _ADMIN) if self._has_admin else _SERVICES
         await self._health.attach(grpc_server, services)
         self._add_services(grpc_server)
@@ -314,6 +327,21 @@ class EngineApp:
             yield
         finally:
             await probes.stop(None)
+
+    def _admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
+        """Return that a call is nobody's, or for everybody (None), before its request is received.
+
+        Raises:
+            ServiceError: it generates and has no ticket where it needs one.
+        """
+        if method == _GENERATE:
+            try:
+                self._ticket_verifier.check(metadata.get(TICKET_KEY))
+            except ServiceError as error:
+                self._metrics.refused(error.reason)
+                raise
+        service = method.removeprefix("/").partition("/")[0]
+        return None if service in _FOR_EVERYBODY else ""
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         engine_status = self._engine_status
@@ -424,7 +452,14 @@ def _load_tokenizer(path: Path, generation_defaults: bool) -> TokenizerBundle:
         chat = ChatTemplate(
             tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_chat_template
         )
-    tokenizer_bundle = TokenizerBundle(tokenizer, TokenBytes(tokenizer.tokenizer), chat)
+    guard = SpecialTokenGuard(tokenizer.tokenizer, chat.literals if chat else ())
+    tokenizer_bundle = TokenizerBundle(
+        tokenizer=tokenizer,
+        token_bytes=TokenBytes(tokenizer.tokenizer),
+        chat=chat,
+        guard=guard,
+        guarded=GuardedTokenizer(tokenizer.tokenizer, guard.guarded),
+    )
     trim_heap()  # parsing took as much again
     return tokenizer_bundle
 

@@ -210,6 +210,7 @@ def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.
         message.token_ids.extend(update.token_ids)
     if update.logprobs:
         message.logprobs.extend(_logprobs(update, token_bytes))
+        message.logprobs[-1].is_end = _is_ended_by_token(update)
     if update.sample:
         message.sample = update.sample
     if update.embedding:
@@ -302,6 +303,12 @@ def _logprobs(update: Update, token_bytes: TokenBytes) -> Iterator[pb.TokenLogpr
                 for other, logprob in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
             ],
         )
+
+
+def _is_ended_by_token(update: Update) -> bool:
+    """Return whether the last token ended the answer, and no stop string in its text."""
+    end = update.finish
+    return end is not None and end.reason == "stop" and not end.stop_string
 
 
 def _alternative(token_id: int, logprob: float, token_bytes: TokenBytes) -> pb.Alternative:

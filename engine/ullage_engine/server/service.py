@@ -5,9 +5,10 @@ the engine's free memory, and AdminService drains the engine and injects real fa
 """
 
 import asyncio
+import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,11 @@ from ullage.admin.v1 import admin_pb2 as admin_pb
 from ullage.admin.v1 import admin_pb2_grpc as admin_rpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc as rpc
+from ullage_common.chat.special_tokens import (
+    GuardedTokenizer,
+    SpecialTokenError,
+    SpecialTokenGuard,
+)
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError, make_turns, read_arguments
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.tracing import Tracer
@@ -71,6 +77,10 @@ class TokenizerBundle:
     token_bytes: TokenBytes
     chat: ChatTemplate | None
     """The model's chat template; None where it has none."""
+    guard: SpecialTokenGuard
+    """Keeps texts of clients from becoming special tokens."""
+    guarded: GuardedTokenizer
+    """The tokenizer for such texts."""
 
 
 class InferenceService(rpc.InferenceServiceServicer):
@@ -360,28 +370,49 @@ async def _prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBu
     if request.WhichOneof("input") == "token_ids":
         return list(request.token_ids.ids)
     if request.WhichOneof("input") == "text":
-        tokenizer, text = tokenizer_bundle.tokenizer, request.text
-        encode = tokenizer.encode_whole if request.embed else tokenizer.encode_text
+        # A raw prompt is the whole of what the model reads: special tokens in it are such.
+        text = request.text
+        ids_of = _embedded_ids if request.embed else _text_ids
+        encode: Callable[[], list[int]] = functools.partial(ids_of, text, tokenizer_bundle)
     else:
-        encode, text = (
-            tokenizer_bundle.tokenizer.encode_rendered,
-            _render(request.messages, tokenizer_bundle),
-        )
-    if len(text) < LONG_TEXT_CHARACTERS:
-        return encode(text)
-    return await asyncio.to_thread(encode, text)
+        text, encode = _render(request.messages, tokenizer_bundle)
+    try:
+        if len(text) < LONG_TEXT_CHARACTERS:
+            return encode()
+        return await asyncio.to_thread(encode)
+    except SpecialTokenError as error:
+        raise invalid(request.WhichOneof("input") or "text", str(error)) from error
 
 
-def _render(messages: pb.Messages, tokenizer_bundle: TokenizerBundle) -> str:
-    if tokenizer_bundle.chat is None:
+def _text_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
+    return tokenizer_bundle.tokenizer.encode_text(text)
+
+
+def _embedded_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
+    affixes = tokenizer_bundle.tokenizer.affixes
+    return [*affixes.prefix, *tokenizer_bundle.guarded.encode(text), *affixes.suffix]
+
+
+def _render(
+    messages: pb.Messages, tokenizer_bundle: TokenizerBundle
+) -> tuple[str, Callable[[], list[int]]]:
+    """Return the text of a conversation, and the way to its token ids."""
+    chat, tokenizer = tokenizer_bundle.chat, tokenizer_bundle.tokenizer
+    if chat is None:
         raise invalid("messages", "the model has no chat template; send text or token_ids")
     try:
         field = "messages.template_arguments"
-        chat = tokenizer_bundle.chat
         arguments = read_arguments(messages.template_arguments, chat, field)
-        return chat.render(make_turns(messages.messages), arguments=arguments)
-    except ChatTemplateError as error:
+        turns = make_turns(messages.messages)
+        marked = tokenizer_bundle.guard.marked(turns, (), arguments)
+        if marked is None:
+            text = chat.render(turns, arguments=arguments)
+            return text, functools.partial(tokenizer.encode_rendered, text)
+        text = chat.render(marked.turns, arguments=marked.arguments)
+    except (ChatTemplateError, SpecialTokenError) as error:
         raise invalid("messages", str(error)) from error
+    guarded = tokenizer_bundle.guarded
+    return text, lambda: tokenizer.begin(guarded.encode(guarded.spell(marked.pieces(text))))
 
 
 def _not_taken_in_time() -> ServiceError:

@@ -66,6 +66,19 @@ class TicketVerifier:
         """Number of used tickets that are remembered."""
         return len(self._uses)
 
+    def check(self, ticket: str | None) -> None:
+        """Look at the ticket of a call before its request is received; `admit` takes it.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED.
+        """
+        if self._keys is None:
+            return
+        if ticket is not None:
+            self._claims(ticket)
+        elif self._is_required:
+            raise _refused("TICKET_REQUIRED", "requests come through a router, or with its ticket")
+
     def admit(
         self, request: pb.GenerateRequest, metadata: "grpc.aio.Metadata | tuple[()] | None"
     ) -> None:
@@ -83,18 +96,21 @@ class TicketVerifier:
             raise _refused("TICKET_REQUIRED", "requests come through a router, or with its ticket")
 
     def _take(self, request: pb.GenerateRequest, ticket: str) -> None:
-        assert self._keys
-        now = self._clock()
-        try:
-            claims = verify(ticket, self._keys.all, self._tag, now)
-        except TicketError as error:
-            raise _refused(error.reason, str(error)) from error
-        self._uses.forget(now)
+        claims = self._claims(ticket)
+        self._uses.forget(self._clock())
         self._count(claims)
         # Which adapters a tenant may use, its router knows.
         if claims.is_sessionless and request.model not in ("", self._model):
             raise _over("model", repr(request.model), repr(self._model))
         _hold(request, claims)
+
+    def _claims(self, ticket: str) -> Claims:
+        """Return what a ticket says that holds here and now."""
+        assert self._keys
+        try:
+            return verify(ticket, self._keys.all, self._tag, self._clock())
+        except TicketError as error:
+            raise _refused(error.reason, str(error)) from error
 
     def _count(self, claims: Claims) -> None:
         """Counts one more use of a ticket."""

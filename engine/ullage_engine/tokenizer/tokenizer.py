@@ -104,15 +104,12 @@ class ModelTokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         """Return the ids of a rendered chat template: exactly the text, special tokens in it
         recognised, behind a beginning of sequence where `chat_adds_bos`."""
-        ids = self._encode(text)
+        return self.begin(self._encode(text))
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """Return the ids of a conversation behind a beginning of sequence where `chat_adds_bos`."""
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
-
-    def encode_whole(self, text: str) -> list[int]:
-        """Return the ids of text with the special tokens that the tokenizer itself puts around it,
-        which models for embeddings are trained with."""
-        ids: list[int] = self.tokenizer.encode(text).ids
-        return ids
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of the tokens, special tokens left out."""

@@ -31,6 +31,7 @@ from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.server.worker_process import launch_env, vllm_env
 from ullage_engine.vllm_worker.arguments import Node
+from ullage_engine.vllm_worker.follower_health import FollowerHealth
 from ullage_engine.worker.loop import Report
 
 log = logging.getLogger("ullage.engine.group")
@@ -39,10 +40,15 @@ REVISION = "ULLAGE_GROUP_REVISION"
 """Variable with the revision of the pods: those of two form no group."""
 _LONGEST_MESSAGE = 4096
 _SEND_TIMEOUT_S = 5.0
+_NEWS_S = 5.0
+"""Seconds after which a follower that waits says that it lives."""
 _LOOK_S = 1.0
 """Seconds between two reports of a leader that waits."""
 _RETRY_S = 1.0
 """Seconds between a follower's attempts to join."""
+LOADED_FD = "ULLAGE_LOADED_FD"
+"""Variable with the descriptor to which a process that computes writes a byte once its ranks have
+loaded the model."""
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 4,
     socket.TCP_KEEPINTVL: 2,
@@ -318,13 +324,15 @@ class Follower:
         join: Join,
         command: Callable[[str, Start], Sequence[str]],
         environment: Mapping[str, str],
+        health: FollowerHealth,
     ) -> None:
         """`leader`: name and join port. `command`: what computes, for the leader's address
-        and its message."""
+        and its message. `health`: what the kubelet is told."""
         self._leader = leader
         self._message = join
         self._command = command
         self._environment = environment
+        self._health = health
         self._is_computing = False
         self._is_ending = False
         self._refusal = ""
@@ -353,7 +361,7 @@ class Follower:
         for connection in self._attempts():
             try:
                 connection.send(self._message)
-                answer = _wait_for_answer(connection)
+                answer = _wait_for_answer(connection, self._health)
             except (OSError, msgspec.MsgspecError):
                 connection.close()
                 continue
@@ -367,6 +375,7 @@ class Follower:
 
     def _attempts(self) -> Iterator[Connection]:
         while True:
+            self._health.on_look()
             try:
                 peer = socket.create_connection(self._leader, timeout=_SEND_TIMEOUT_S)
             except OSError:  # its name may not be known yet
@@ -379,26 +388,48 @@ class Follower:
         """Runs vLLM until it or the leader ends."""
         self._is_computing = True
         log.info("all nodes have joined; starting vLLM")
-        environment = {**os.environ, **self._environment}
         command = self._command(connection.peer_address, start)
-        process = subprocess.Popen(command, env=environment)
+        loaded, on_loaded = os.pipe()
+        environment = {**os.environ, **self._environment, LOADED_FD: str(on_loaded)}
+        process = subprocess.Popen(command, env=environment, pass_fds=(on_loaded,))
+        os.close(on_loaded)
         try:
             ended = os.pidfd_open(process.pid)
             try:
-                ready, _, _ = select.select([connection.fileno(), ended], [], [])
+                is_lost = self._watch(connection.fileno(), ended, loaded)
             finally:
                 os.close(ended)
-            if ended in ready:
-                log.error("vLLM has ended with status %s", process.wait())
-            else:
+            if is_lost:
                 log.warning("the connection to the leader is lost")
+            else:
+                log.error("vLLM has ended with status %s", process.wait())
         finally:
+            self._health.is_computing = False
+            os.close(loaded)
             process.kill()
             process.wait()
             self._is_computing = False
 
+    def _watch(self, connection: int, ended: int, loaded: int) -> bool:
+        """Wait until vLLM or the leader ends; return whether it is the leader."""
+        watched = [connection, ended, loaded]
+        while True:
+            self._health.on_look()
+            ready, _, _ = select.select(watched, [], [], _NEWS_S)
+            if ended in ready or connection in ready:
+                return ended not in ready
+            if loaded in ready:  # a byte, or the end of the last process that could write one
+                watched.remove(loaded)
+                self._health.is_computing = bool(os.read(loaded, 1))
 
-def _wait_for_answer(connection: Connection) -> Start | Refused:
+
+def announce_loaded() -> None:
+    """Tell the follower that started this process that the model is loaded here."""
+    if LOADED_FD in os.environ:
+        os.write(int(os.environ[LOADED_FD]), b"1")
+
+
+def _wait_for_answer(connection: Connection, health: FollowerHealth) -> Start | Refused:
     """Waits as long as the leader does.
 
     Raises:
@@ -406,7 +437,9 @@ def _wait_for_answer(connection: Connection) -> Start | Refused:
         msgspec.MsgspecError: what came is no answer.
     """
     while True:
-        select.select([connection], [], [])
+        health.on_look()
+        if not select.select([connection], [], [], _NEWS_S)[0]:
+            continue
         if (data := connection.receive()) is not None:
             return msgspec.json.decode(data, type=Start | Refused)
 
@@ -429,6 +462,9 @@ def follow(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     leader, rank = follower_place(options.index, config.group.nodes)
+    health = FollowerHealth()
+    if config.server.probe_port is not None:
+        health.serve(listen(config.server.probe_port))
     logs.configure(config.server.log_level, fields={"node": rank})
     host = options.leader.replace("{group}", str(leader))
     command = [sys.executable, "-m", "ullage_engine.vllm_worker", "--node", str(rank)]
@@ -441,5 +477,6 @@ def follow(arguments: Sequence[str]) -> int:
             *("--leader", address, "--rank-bytes", str(start.rank_bytes)),
         ],
         launch_env(config, vllm_env),
+        health,
     ).run()
     return 0

@@ -40,7 +40,7 @@ from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder, written_bytes
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.fingerprint import Backend, adapter_facts, engine_facts
-from ullage_engine.vllm_worker.group import lead
+from ullage_engine.vllm_worker.group import announce_loaded, lead
 from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput
 from ullage_engine.vllm_worker.memory import StartMemory
 from ullage_engine.vllm_worker.oom_backoff import OomBackoff, Taken
@@ -311,7 +311,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     memory.plan_adapters(folder, dtype, rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
     given = arguments.engine_args(config, folder, dtype, share, node, slots)
-    vllm_core.compute(vllm_core.make_config(given, headless=True))
+    vllm_core.compute(vllm_core.make_config(given, headless=True), announce_loaded)
 
 
 def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:

@@ -3,7 +3,6 @@
 OperatorError
 ├── Permanent             trying again cannot help until somebody changes something
 │   ├── InvalidManifest   an LLMService that the API would refuse; lists every problem
-│   │   └── OutdatedDefinition  the cluster's definition is older than the operator
 │   ├── LocalFailure      a local run that cannot go on
 │   └── ClusterRefused    the API server says that a request is wrong
 └── Temporary             worth another try after `delay_s`
@@ -54,10 +53,6 @@ class InvalidManifest(Permanent):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = tuple(problems)
-
-
-class OutdatedDefinition(InvalidManifest):
-    """A stored LLMService that lacks what the operator's definition defaults."""
 
 
 class LocalFailure(Permanent):

@@ -21,11 +21,14 @@ ROLLOUT = f"{GROUP}/rollout"
 REVISION = f"{GROUP}/revision"
 """Annotation of a StatefulSet: which revision its pods are to be of."""
 TEMPLATE_HASH = f"{GROUP}/template-hash"
-"""Annotation of a StatefulSet: a hash of the pod template that it was applied with, which the API
-server completes."""
+"""Annotation of a StatefulSet or a Deployment: a hash of the pod template that it was applied with,
+which the API server completes."""
 SHARED_HASH = f"{GROUP}/shared-hash"
 """Annotation of a StatefulSet: a hash of what the spec then said of engine pods outside their
 release."""
+CANARY_PLACES = f"{GROUP}/canary-places"
+"""Annotation of a StatefulSet: how many of its engines a canary has the place of. They are missing
+from its replicas and belong to the pool all the same."""
 GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of the templates of an engine's pods, of which only equals join."""
 POOL_LABEL = f"{GROUP}/pool"
@@ -60,6 +63,8 @@ ROUTER_CONFIG = "router.yaml"
 ROLLOUT_FILE = "rollout.yaml"
 """Beside the router's configuration; read again whenever it changes."""
 ROLLOUT_STATE = "state.json"
+KEPT_SPEC = "spec.json"
+"""Beside the rollout's state: the last spec that could be carried out."""
 
 _CANARY = "-next"
 """Short: with a hash behind it, a StatefulSet's name must fit into 63 characters."""
@@ -123,13 +128,14 @@ def engine_name(service: str) -> str:
     return f"{service}-engine"
 
 
+def service_selector(service: str) -> dict[str, str]:
+    """Labels that select the pods of a service; they never change."""
+    return {"app.kubernetes.io/name": "ullage", "app.kubernetes.io/instance": service}
+
+
 def selector(service: str, component: str, pool: str | None = None) -> dict[str, str]:
     """Labels that select the pods of a component; they never change."""
-    labels = {
-        "app.kubernetes.io/name": "ullage",
-        "app.kubernetes.io/instance": service,
-        "app.kubernetes.io/component": component,
-    }
+    labels = service_selector(service) | {"app.kubernetes.io/component": component}
     return labels | ({POOL_LABEL: pool} if pool else {})
 
 

@@ -119,20 +119,83 @@ def suggestion(word: str, allowed: Mapping[str, Any]) -> str:
     return f"the fields here are {', '.join(listed)}"
 
 
-def fill(schema: Schema, value: Any) -> None:
-    """Drops nulls and fills in defaults, in place."""
+def fill(schema: Schema, value: Any, path: str = "") -> list[str]:
+    """Drop nulls and fill in defaults, in place.
+
+    Returns:
+        The paths of the fields that were missing and have their default now.
+    """
+    filled = []
     if isinstance(value, list):
-        for item in value:
-            fill(schema.get("items", {}), item)
+        for index, item in enumerate(value):
+            filled += fill(schema.get("items", {}), item, f"{path}[{index}]")
     if not isinstance(value, dict):
-        return
+        return filled
     for name, field in fields(schema, value).items():
+        where = join(path, name)
         if name in value and value[name] is None:
             del value[name]
-        if name not in value and "default" in field:
-            value[name] = copy.deepcopy(field["default"])
         if name in value:
+            filled += fill(field, value[name], where)
+        elif "default" in field:
+            value[name] = copy.deepcopy(field["default"])
             fill(field, value[name])
+            filled.append(where)
+    return filled
+
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "array": list,
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "object": dict,
+    "string": str,
+}
+
+
+def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
+    """Yield the values that are of another type than the schema's, or outside its bounds.
+
+    An API server checks this and more. A definition that was stored before this operator's may
+    have let other values in, which must not stop what the operator does with the rest.
+    """
+    kind = schema.get("type", "")
+    is_amount = bool(schema.get("x-kubernetes-int-or-string"))
+    wanted = (int, str) if is_amount else _TYPES.get(kind, object)
+    is_bool = isinstance(value, bool) and kind != "boolean"  # which Python takes for a number
+    if kind or is_amount:
+        if is_bool or not isinstance(value, wanted):
+            form = expected_form(schema) or f"of type {kind}"
+            yield Problem(path, f"must be {form}, not {_short(value)}")
+            return
+        if isinstance(value, int | float):
+            yield from _out_of_bounds(schema, value, path)
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from misfits(schema.get("items", {}), item, f"{path}[{index}]")
+    if isinstance(value, dict):
+        for name, field in fields(schema, value).items():
+            if name in value:
+                yield from misfits(field, value[name], join(path, name))
+            elif name in schema.get("required", ()):
+                yield Problem(join(path, name), "required field is missing")
+
+
+def _out_of_bounds(schema: Schema, value: float, path: str) -> Iterator[Problem]:
+    if value < schema.get("minimum", value):
+        yield Problem(path, f"must be at least {schema['minimum']}, not {_short(value)}")
+    if value > schema.get("maximum", value):
+        yield Problem(path, f"must be at most {schema['maximum']}, not {_short(value)}")
+
+
+_SHOWN = 80
+"""Characters of a value that a message shows."""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def structure(schema: Schema, value: Any) -> Iterator[Problem]:
@@ -191,6 +254,8 @@ def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
 
 def expected_form(schema: Schema) -> str:
     """Returns how quantities and durations are written."""
+    if schema.get("pattern", "").endswith("%$"):
+        return "a number such as 2 or a percentage such as 25%"
     if schema.get("x-kubernetes-int-or-string"):
         return (
             "a quantity above 0 such as 512Mi or 2Gi"
@@ -210,8 +275,13 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     checked = [r for r in schema.get("x-kubernetes-validations", ()) if "oldSelf" not in r["rule"]]
     text = json.dumps(typed(schema, value)) if checked else ""
     for rule in checked:
-        if not holds(rule["rule"], text):
-            where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
+        where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
+        try:
+            is_kept = holds(rule["rule"], text)
+        except Exception as error:  # as an API server refuses a value for which a rule fails
+            yield Problem(where, f"{rule['message']} (the rule cannot be evaluated: {error!r})")
+            continue
+        if not is_kept:
             yield Problem(where, str(rule["message"]))
     if isinstance(value, list):
         for index, item in enumerate(value):

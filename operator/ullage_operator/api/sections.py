@@ -52,8 +52,12 @@ def scale(suffix: str) -> int:
     return int((1024 if suffix.endswith("i") else 1000) ** power)
 
 
+_MAX_SECONDS = 100 * 365 * 86400
+"""What longer durations are read as: the definition takes any, and times are computed with them."""
+
+
 def parse_seconds(value: str) -> float:
-    """Seconds of `10s`, `6ms` or `1m30s`.
+    """Return the seconds of `10s`, `6ms` or `1m30s`.
 
     Raises:
         ValueError: the text is not such a duration.
@@ -61,7 +65,8 @@ def parse_seconds(value: str) -> float:
     if not value or _DURATION.sub("", value):
         raise ValueError(f"{value!r} is not a duration; write 10s, 6ms or 1m30s")
     parts = _DURATION.findall(value)
-    return float(sum(Decimal(number) * _SECONDS[unit] for number, unit in parts))
+    total = sum(Decimal(number) * _SECONDS[unit] for number, unit in parts)
+    return float(min(total, _MAX_SECONDS))
 
 
 _POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
@@ -283,6 +288,16 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
     thresholds: Thresholds
     auto_rollback: bool
     paused: bool
+    surge: Literal["auto", "always", "never"] = "auto"
+    max_unavailable: int | str = "25%"
+
+    def most_unavailable(self, replicas: int) -> int:
+        """Return how many engines of a pool of that size a rollout may take away at once: the
+        number, or the percentage rounded down and at least one."""
+        if isinstance(self.max_unavailable, int):
+            return min(self.max_unavailable, replicas)
+        percent = int(self.max_unavailable.removesuffix("%"))
+        return min(max(1, replicas * percent // 100), replicas)
 
 
 SINGLE, LARGE = "single", "large"

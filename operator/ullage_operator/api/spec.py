@@ -4,6 +4,7 @@ the settings of the operator itself, which come from its environment.
 Every default comes from the CRD (`ullage_operator.api.schema`), so none is spelled here.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from ullage_common.config.router import (
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
-from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition, Problem
+from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.overlay import laid_over
 from ullage_operator.api.sections import (
     LARGE,
@@ -54,6 +55,7 @@ from ullage_operator.api.sections import (
     camel,
     field_names,
     parse_bytes,
+    parse_seconds,
     section_reader,
 )
 
@@ -250,33 +252,63 @@ def parse(manifest: Any, default_namespace: str = "default") -> Service:
 
 
 def parse_stored(manifest: Mapping[str, Any]) -> Service:
-    """The service that an API server stored, which it has checked and completed.
+    """Return the service that an API server stored, which it has checked and completed.
 
     What is unknown here comes from a definition newer than this operator, as while both are
     upgraded: it is left to the next one.
 
     Raises:
-        OutdatedDefinition: a field is missing to which the definition gives a default.
         InvalidManifest: a value cannot be read, or contradicts another.
     """
-    spec = to_spec(manifest["spec"])
-    if problems := contradictions(manifest["spec"]):
+    return parse_filled(manifest)[0]
+
+
+def parse_filled(manifest: Mapping[str, Any]) -> tuple[Service, list[str]]:
+    """Return a stored service, and the paths of the fields that got their default here.
+
+    An API server fills in what its own definition of LLMService knows; one that is older than this
+    operator's leaves fields out.
+
+    Raises:
+        InvalidManifest: a value cannot be read, or contradicts another.
+    """
+    definition = schema.load_schema()["properties"]["spec"]
+    spec: Any = copy.deepcopy(manifest.get("spec"))
+    filled = schema.fill(definition, spec, "spec")
+    if problems := [*schema.misfits(definition, spec, "spec")]:
         raise InvalidManifest(problems)
-    return service_of(manifest["metadata"], spec)
+    values = to_spec(spec)
+    if problems := contradictions(spec):
+        raise InvalidManifest(problems)
+    return service_of(manifest["metadata"], values), filled
 
 
 def to_spec(stored: Mapping[str, Any]) -> Spec:
-    """The values of a spec whose defaults are filled in.
+    """Return the values of a spec whose defaults are filled in.
 
     Raises:
-        OutdatedDefinition: a field is missing to which the definition gives a default.
-        InvalidManifest: a value cannot be read.
+        InvalidManifest: a value is missing or cannot be read.
     """
     complete = with_tenant_defaults(with_pool_defaults(stored))
     try:
-        return msgspec.convert(_read_spec(complete, ""), Spec)
+        return _with_time_to_start(msgspec.convert(_read_spec(complete, ""), Spec))
     except msgspec.ValidationError as error:
-        raise _refusal(error) from error
+        raise _refusal(error, stored) from error
+
+
+def _with_time_to_start(spec: Spec) -> Spec:
+    """Return a spec in which a canary has the time that a pool says its pods take to start.
+
+    A pool that says no more than the default leaves the deadline to the rollout, which may want
+    to give up sooner.
+    """
+    pools = schema.load_schema()["properties"]["spec"]["properties"]["pools"]
+    usual = pools["additionalProperties"]["properties"]["startTimeout"]["default"]
+    longest = max((pool.start_timeout for pool in spec.pools.values()), default=0.0)
+    if longest <= max(parse_seconds(usual), spec.rollout.start_deadline):
+        return spec
+    rollout = msgspec.structs.replace(spec.rollout, start_deadline=longest)
+    return msgspec.structs.replace(spec, rollout=rollout)
 
 
 def in_api_names(text: str) -> str:
@@ -287,17 +319,20 @@ def in_api_names(text: str) -> str:
     return _NAMES.sub(lambda match: _API_NAMES.get(match[0], match[0]), text)
 
 
-def _refusal(error: msgspec.ValidationError) -> InvalidManifest:
+_OF_A_POOL = re.compile(r"spec\.pools\.(\w+)\.memory\.(\w+)")
+
+
+def _refusal(error: msgspec.ValidationError, stored: Mapping[str, Any]) -> InvalidManifest:
     text, _, where = str(error).partition(" - at `$")
     text = in_api_names(text)
     path = "spec" + in_api_names(where.rstrip("`"))
+    # Pools are read with the service's memory below their own.
+    inherited = _OF_A_POOL.match(path)
+    if inherited and inherited[2] not in stored["pools"][inherited[1]].get("memory", {}):
+        path = path.replace(f"pools.{inherited[1]}.", "", 1)
     if missing := re.search("missing required field `(.+)`", text):
-        problem = Problem(
-            f"{path}.{camel(missing[1])}",
-            "is missing: the cluster's definition of LLMService is older than this operator; "
-            "apply its crds/",
-        )
-        return OutdatedDefinition([problem])
+        path = f"{path}.{camel(missing[1])}"
+        return InvalidManifest([Problem(path, "required field is missing")])
     return InvalidManifest([Problem(path, text)])
 
 
@@ -321,6 +356,8 @@ MAX_BYTES = 2**46
 
 def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     """Values of a complete spec that fit the definition and cannot hold together."""
+    if unreadable := [*unreadable_amounts(spec)]:
+        return unreadable
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
     in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
@@ -377,6 +414,25 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
                 f"{memory['deviceBytes']} leaves an engine nothing: of threshold {share} of it "
                 f"safetyReserve {reserve} is kept empty; raise it or lower safetyReserve",
             )
+
+
+def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the quantities that go into pods as they are written, and are none."""
+    places = {"spec.router": spec["router"]}
+    places |= {f"spec.pools.{name}": pool for name, pool in spec["pools"].items()}
+    for place, section in places.items():
+        amounts = {
+            f"resources.{kind}.{name}": value
+            for kind, each in section.get("resources", {}).items()
+            for name, value in each.items()
+        }
+        amounts["shmSize"] = section.get("shmSize", 0)
+        amounts["modelCache.sizeLimit"] = section.get("modelCache", {}).get("sizeLimit", 0)
+        for path, value in amounts.items():
+            try:
+                amount(value)
+            except ValueError as error:
+                yield Problem(f"{place}.{path}", str(error))
 
 
 _HOST_SIZE = "tiers.host.size"
@@ -499,8 +555,13 @@ MAX_ROLLOUTS = 3
 DNS_LAG_S = 30.0
 """CoreDNS's `cache`, as Kubernetes sets it up."""
 METRICS_NAMESPACE = "monitoring"
-ENGINE_IMAGE = f"ullage/engine:{VERSION}"
-"""The image without vLLM."""
+IMAGES = "localhost/ullage"
+"""Where images are called what `make images` calls them: no registry serves them, so a node that
+does not have them finds none of somebody else's."""
+ENGINE_IMAGE = f"{IMAGES}/engine:{VERSION}"
+"""The image for CPUs, without vLLM."""
+CUDA_ENGINE_IMAGE = f"{IMAGES}/engine-cuda:{VERSION}"
+"""The image for NVIDIA GPUs, without vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -509,9 +570,11 @@ class Settings:
 
     engine_image: str = ENGINE_IMAGE
     """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
+    cuda_engine_image: str = CUDA_ENGINE_IMAGE
+    """ULLAGE_CUDA_ENGINE_IMAGE: image of those of them that have GPUs; empty: `engine_image`."""
     vllm_engine_image: str = ""
     """ULLAGE_VLLM_ENGINE_IMAGE: image of those that are to be vLLM; empty: `engine_image`."""
-    router_image: str = f"ullage/operator:{VERSION}"
+    router_image: str = f"{IMAGES}/operator:{VERSION}"
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
     """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""
@@ -546,6 +609,7 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
         names = {
             "engine_image": "ULLAGE_ENGINE_IMAGE",
+            "cuda_engine_image": "ULLAGE_CUDA_ENGINE_IMAGE",
             "vllm_engine_image": "ULLAGE_VLLM_ENGINE_IMAGE",
             "router_image": "ULLAGE_ROUTER_IMAGE",
             "image_pull_policy": "ULLAGE_IMAGE_PULL_POLICY",
@@ -556,6 +620,8 @@ class Settings:
         given: dict[str, Any] = {
             field: environ[name] for field, name in names.items() if environ.get(name)
         }
+        if "engine_image" in given:  # which is for all engines where no other is named
+            given.setdefault("cuda_engine_image", "")
         secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
         return cls(
             **given,

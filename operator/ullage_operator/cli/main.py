@@ -16,7 +16,7 @@ from ullage_common.process.config_file import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure, OperatorError
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.cli import profile, top, trace, up
-from ullage_operator.cli.up import read_service
+from ullage_operator.cli.manifest_file import read_service
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Manifest, Observed, plan
 from ullage_operator.manifests.engine_choice import engine_image, expected_engine, image_has_vllm
@@ -69,9 +69,9 @@ PLAN_HELP = """examples:
   ullage plan -f service.yaml -o json | jq '.items[].kind'
   ullage plan -f service.yaml --pod-monitors | kubectl diff -f -
 
-Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and ULLAGE_ROUTER_IMAGE, as in the
-operator. Which engine each pool will have, and why, and where its engines keep
-KV, is printed on the standard error output.
+Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_CUDA_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and
+ULLAGE_ROUTER_IMAGE, as in the operator. Which engine each pool will have, and why, and where its
+engines keep KV, is printed on the standard error output.
 """
 
 

@@ -18,14 +18,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from ullage_common.process.tracing import TracingSection
-from ullage_operator.api.errors import InvalidManifest, LocalFailure
-from ullage_operator.api.spec import Service, parse
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.api.spec import Service
+from ullage_operator.cli.manifest_file import read_service
 from ullage_operator.local.plan import LOOPBACK, LocalPlan, plan_local
 from ullage_operator.local.runtime import (
     LocalRuntime,
@@ -77,36 +77,6 @@ class StartView:
         for name, doing in self._doing.items():
             table.add_row(name, doing, f"{self.seconds:.1f} s")
         return table
-
-
-def read_service(path: Path) -> Service:
-    """The one LLMService of a YAML or JSON file, checked as the API server would.
-
-    Raises:
-        LocalFailure: one line for each problem, each starting with the file's name.
-    """
-    try:
-        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise LocalFailure(f"{path}: {error.strerror}; -f takes an existing manifest") from error
-    except UnicodeDecodeError as error:
-        raise LocalFailure(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
-    except yaml.YAMLError as error:
-        raise LocalFailure(f"{path}: not YAML: {one_line(error)}") from error
-    services = [document for document in documents if document is not None]
-    if len(services) != 1:
-        raise LocalFailure(
-            f"{path}: {len(services)} documents; give one LLMService a file, "
-            "such as examples/smollm2.yaml"
-        )
-    try:
-        return parse(services[0])
-    except InvalidManifest as error:
-        raise LocalFailure("\n".join(f"{path}: {each}" for each in error.problems)) from error
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 HELP = """examples:

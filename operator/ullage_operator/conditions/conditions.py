@@ -12,8 +12,9 @@ One more says whether all engines give the same answers (`consistency`), once on
 
 EnginesConsistent    the fingerprints of all engines are the same
 
-Three more say what the cluster gives the operator; the first two are there only while they hold.
+Four more say what the cluster gives the operator; the first three are there only while they hold.
 
+DefinitionOutdated   the cluster's definition of LLMService is older than the operator
 MissingPermission    a right that the operator lacks, by name
 KindsUnlisted        a kind that the API server serves and cannot list
 MonitoringAvailable  whether the kinds exist by which a Prometheus operator finds the pods
@@ -195,6 +196,7 @@ def timestamp(now: datetime) -> str:
     return now.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+DEFINITION_OUTDATED = "DefinitionOutdated"
 MISSING_PERMISSION = "MissingPermission"
 KINDS_UNLISTED = "KindsUnlisted"
 MONITORING_AVAILABLE = "MonitoringAvailable"
@@ -230,6 +232,23 @@ def unlisted_kinds(unlisted: Sequence[str]) -> list[Condition]:
         return []
     message = f"nothing is made of kinds that cannot be listed: {'; '.join(unlisted)}"
     return [Condition(KINDS_UNLISTED, True, "ListFailed", message)]
+
+
+_MAX_FIELDS = 3
+"""Number of fields that a condition names."""
+
+
+def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
+    """Return the condition that names fields whose defaults the operator had to fill in."""
+    if not undefined:
+        return []
+    others = len(undefined) - _MAX_FIELDS
+    more = f" and {others} more" if others > 0 else ""
+    message = (
+        f"the cluster's definition of LLMService is older than the operator, which fills in the "
+        f"defaults of {', '.join(undefined[:_MAX_FIELDS])}{more}; apply the crds/ of its version"
+    )
+    return [Condition(DEFINITION_OUTDATED, True, "DefaultsMissing", message)]
 
 
 def missing_permissions(missing: Sequence[str]) -> list[Condition]:

@@ -8,11 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ullage_operator.conditions.conditions import ENGINES_CONSISTENT
+from ullage_operator.conditions.conditions import DEFINITION_OUTDATED, ENGINES_CONSISTENT
 from ullage_operator.conditions.consistency import DIFFER
 
 MAX_NOTE_BYTES = 1024
 """Longest message of an Event that Kubernetes takes."""
+
+
+_FAULTS = ("Degraded", "MissingPermission", "KindsUnlisted", DEFINITION_OUTDATED)
+"""Types of conditions that hold while something is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def _is_news(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
 
 
 def _is_bad(condition: Mapping[str, Any]) -> bool:
-    is_fault = condition["type"] in ("Degraded", "MissingPermission", "KindsUnlisted")
+    is_fault = condition["type"] in _FAULTS
     if condition["type"] in ("Progressing", "MonitoringAvailable"):
         return False
     if condition["type"] == ENGINES_CONSISTENT:

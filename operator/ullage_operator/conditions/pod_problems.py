@@ -9,10 +9,12 @@ refuses them, are problems too.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ullage_operator.api import naming
+from ullage_operator.api.sections import amount
 
 Pod = Mapping[str, Any]
 
@@ -186,18 +188,51 @@ def _unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
     return _problem(pod, "Unschedulable", f"{problem}: {message}; {_placing_remedy(pod, message)}")
 
 
+def roomless_s(pod: Pod, now: datetime) -> float | None:
+    """Return the seconds for which no node has had room for a pod; None where one has, or where
+    something other than room is missing."""
+    placed = _condition(pod, "PodScheduled")
+    if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
+        return None
+    if "Insufficient" not in placed.get("message", ""):
+        return None
+    since = parse_time(placed.get("lastTransitionTime"))
+    return (now - since).total_seconds() if since else age_s(pod, now)
+
+
+def fits_place_of(pod: Pod, other: Pod) -> bool:
+    """Whether a pod asks for nothing of which another leaves less when it ends."""
+    try:
+        asked = _requests(pod)
+        left = _requests(other)
+    except ValueError:  # a quantity in a form that nobody here writes, such as 1e3
+        return False
+    return all(size <= left.get(name, 0) for name, size in asked.items())
+
+
+def _requests(pod: Pod) -> dict[str, Decimal]:
+    """Return the resources that the scheduler finds a node by."""
+    sums: dict[str, Decimal] = {}
+    for container in pod.get("spec", {}).get("containers", ()):
+        resources = container.get("resources", {})
+        asked = {**resources.get("limits", {}), **resources.get("requests", {})}
+        for name, size in asked.items():
+            sums[name] = sums.get(name, Decimal(0)) + amount(size)
+    return sums
+
+
 def _asks(pod: Pod) -> str:
     """Its GPUs and the like, as `4 nvidia.com/gpu`."""
     limits = _limits(pod)
-    return ", ".join(f"{amount} {name}" for name, amount in sorted(limits.items()))
+    return ", ".join(f"{size} {name}" for name, size in sorted(limits.items()))
 
 
 def _limits(pod: Pod) -> dict[str, str]:
     limits: dict[str, str] = {}
     for container in pod.get("spec", {}).get("containers", ()):
-        for name, amount in container.get("resources", {}).get("limits", {}).items():
+        for name, size in container.get("resources", {}).get("limits", {}).items():
             if not name.startswith(_ORDINARY):
-                limits[name] = str(amount)
+                limits[name] = str(size)
     return limits
 
 

@@ -8,7 +8,7 @@ service that cannot be served as it is declared.
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +20,7 @@ from ullage_operator.api.errors import (
     ClusterPostponed,
     ClusterRefused,
     ClusterUnavailable,
+    Problem,
 )
 from ullage_operator.api.naming import CONFIG_MAP, OWNED, kind_of
 from ullage_operator.api.overlay import merge_key
@@ -27,7 +28,7 @@ from ullage_operator.autoscaling import scaling_notes
 from ullage_operator.conditions.conditions import DEGRADED, READY, Condition, render
 from ullage_operator.conditions.events import EventNote, clipped, transitions
 from ullage_operator.conditions.pod_problems import PodProblem
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of
+from ullage_operator.controller.plan import INVALID_SPEC, Observed, ServicePlan, key_of
 from ullage_operator.healing import boost_notes, worker_restart_notes
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey, is_created
 from ullage_operator.kube.client import Cluster
@@ -79,9 +80,13 @@ def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
     return any(owner["kind"] == kind and owner["name"] == name for owner in owners)
 
 
-def failed_status(observed: Observed, generation: int, reason: str, message: str) -> Object:
-    """Returns the status of a service that cannot be served as declared; measures stay."""
-    findings = [Condition(kind, kind == DEGRADED, reason, message) for kind in (READY, DEGRADED)]
+def failed_status(manifest: Object, observed: Observed, problems: Iterable[Problem]) -> Object:
+    """Return the status of a service that never was what is declared; measures stay."""
+    generation = manifest["metadata"]["generation"]
+    message = "; ".join(map(str, problems))
+    findings = [
+        Condition(kind, kind == DEGRADED, INVALID_SPEC, message) for kind in (READY, DEGRADED)
+    ]
     previous = observed.status.get("conditions", ())
     conditions = render(findings, previous, generation, observed.now)
     types = {condition["type"] for condition in conditions}
@@ -252,10 +257,13 @@ class ApplyResult:
             self._unwritten_config_maps.add(obj["metadata"]["name"])
 
     def on_failed(
-        self, obj: Object, error: ClusterDenied | ClusterRefused | ClusterPostponed
+        self,
+        obj: Object,
+        error: ClusterDenied | ClusterRefused | ClusterPostponed,
+        live: Object | None = None,
     ) -> None:
-        """Records an object that could not be written or deleted."""
-        if obj["kind"] == "ConfigMap":
+        """Record an object that could not be written or deleted."""
+        if obj["kind"] == "ConfigMap" and _is_awaited(obj, live):
             self._unwritten_config_maps.add(obj["metadata"]["name"])
         if isinstance(error, ClusterDenied):
             resource = kind_of(obj["apiVersion"], obj["kind"]).qualified
@@ -328,7 +336,7 @@ class Applier:
                     else:
                         await self._apply(key, manifest, obj, live, result.changes)
                 except (ClusterDenied, ClusterRefused, ClusterPostponed) as error:
-                    result.on_failed(obj, error)
+                    result.on_failed(obj, error, live)
         finally:
             is_new = "conditions" not in manifest.get("status", {})
             self._recorder.record(manifest, result.changes.notes(is_new))
@@ -406,6 +414,15 @@ def _remedy(obj: Object) -> str:
         return ""
     pool = naming.stable_pool(obj["metadata"]["labels"].get(naming.POOL_LABEL, ""))
     return f"; its pods are made of {f'spec.pools.{pool}' if pool else 'spec.router'}: correct it"
+
+
+def _is_awaited(config_map: Object, live: Object | None) -> bool:
+    """Whether pods must wait until a ConfigMap is written: its spec is kept for later edits."""
+    if live is None:
+        return True
+    before = live.get("data") or {}
+    data = config_map.get("data") or {}
+    return any(before.get(name) != data[name] for name in data if name != naming.KEPT_SPEC)
 
 
 def _config_hash(obj: Object) -> Any:

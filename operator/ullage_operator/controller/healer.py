@@ -25,6 +25,7 @@ from ullage_operator.api.spec import Service
 from ullage_operator.controller.plan import Observed
 from ullage_operator.healing import (
     HOUR,
+    SILENT_S,
     EngineHealth,
     EngineTarget,
     PressureLevels,
@@ -134,7 +135,7 @@ class Healer:
                 self._events.setdefault(key, []).append(event)
             meta = {"name": restart.pod.name, "namespace": key.namespace, "uid": restart.pod.uid}
             pod = {"apiVersion": POD.api_version, "kind": POD.name, "metadata": meta}
-            await self._cluster.delete(pod, grace_s=0 if restart.by_force else None)
+            await self._cluster.delete(pod, grace_s=restart.grace_s)
             _logger.warning(
                 "%s: pod %s: %s: %s", key, restart.pod.name, restart.reason, restart.message
             )
@@ -143,9 +144,6 @@ class Healer:
 
 Key = TypeVar("Key", bound=Hashable)
 
-REPORT_INTERVAL_MS = 10_000
-SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
-"""A stream that is silent for so long is worth a look at its service."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
 
 
@@ -238,7 +236,7 @@ class HeadroomStreams(Generic[Key]):
             try:
                 async with open_channel(target.address) as channel:
                     stub = headroom_pb2_grpc.HeadroomServiceStub(channel)
-                    request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=REPORT_INTERVAL_MS)
+                    request = headroom_pb2.WatchHeadroomRequest(min_interval_ms=target.interval_ms)
                     async for push in stub.WatchHeadroom(request):
                         self._on_report(key, uid, push.headroom)
                         backoff_s = FIRST_BACKOFF_S

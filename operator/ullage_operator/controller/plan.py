@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from ullage_common.config.engine import follower_place
 from ullage_common.wire.fingerprint import Fingerprint
 from ullage_operator.api import naming
-from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.errors import InvalidManifest, Problem
+from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import (
     NO_DECISIONS,
     ScalingDecisions,
+    canary_places,
     left_to_others,
     live_replicas,
     may_sleep,
@@ -29,6 +31,7 @@ from ullage_operator.conditions.conditions import (
     Condition,
     Workload,
     cluster_conditions,
+    outdated_definition,
     render,
     service_conditions,
     workload_of,
@@ -40,6 +43,7 @@ from ullage_operator.conditions.pod_problems import (
     Warnings,
     WorkloadPods,
     diagnose,
+    fits_place_of,
     is_counted,
     is_follower,
     is_unmounted,
@@ -48,10 +52,13 @@ from ullage_operator.conditions.pod_problems import (
     missing_pods_due_s,
     pool_of,
     restart_count,
+    roomless_s,
     stable_in_s,
     unmounted_recheck_s,
 )
 from ullage_operator.healing import (
+    FRESH_S,
+    SILENT_S,
     EngineHealth,
     PressureLevels,
     RestartDecision,
@@ -85,15 +92,24 @@ from ullage_operator.rollout.canary import (
     router_file,
     with_revision,
 )
+from ullage_operator.rollout.falls import EngineReport
+from ullage_operator.rollout.rolls import RouterRoll, pods_to_replace, roll_routers
 from ullage_operator.rollout.stages import PAUSED, QUEUED, RENEWALS, WAITING, RolloutStage
+from ullage_operator.rollout.state import initial, load, release_of
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
 
 
+ROUTER_WAITS = "the operator's new routers wait until fewer services are being rolled out"
 _OF_PODS = ("ConfigMap", "StatefulSet")
 """Kinds of a pool's objects that its pods are made of: each reads the configuration it was made
 for."""
+
+
+INVALID_SPEC = "InvalidSpec"
+"""Reason of conditions of a service whose declared spec cannot be carried out."""
+_GOES_ON = ". Until that is corrected, the spec before it goes on"
 
 
 class ObjectKey(NamedTuple):
@@ -133,6 +149,10 @@ class Observed:
     """Rights that the operator lacks, each as `verb resource in namespace`."""
     unapplied: tuple[PodProblem, ...] = ()
     """Problems with objects that could not be written."""
+    refused: tuple[Problem, ...] = ()
+    """Why the declared spec is not carried out, so that an earlier one still is."""
+    undefined: tuple[str, ...] = ()
+    """Fields that the cluster's definition of LLMService has no default of."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
     is_rollout_readable: bool = True
@@ -172,8 +192,10 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
         raise InvalidManifest(problems)
     service = with_replicas(service, observed.objects, observed.scaling)
     rollout = plan_rollout(service, observe_rollout(observed), settings)
-    desired = wanted_objects(service, rollout, observed, settings)
-    keys = {key_of(item) for item in desired} | held_keys(service, rollout)
+    routers = router_roll(service, rollout, observed, settings)
+    rollout = replace(rollout, router_waits=routers.is_waiting, router_rolls=routers.is_rolling)
+    desired = wanted_objects(service, rollout, routers, observed, settings)
+    keys = {key_of(item) for item in [*desired, *routers.held]} | held_keys(service, rollout)
     # What lost its owner, or copies another's labels, is taken over where it is wanted, and else
     # is nobody's to delete.
     obsolete = [
@@ -183,6 +205,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     ]
     obsolete = obsolete if rollout.is_known else []
     obsolete += outdated_followers(service, desired, observed.pods)
+    obsolete += outdated_engines(service, rollout, desired, observed)
     healing = restart_decision(service, observed)
     status = status_of(service, rollout, observed, healing)
     waits = _recheck_times_s(service, healing, observed)
@@ -190,6 +213,28 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
         waits.append(rollout.look_again_s)
     recheck_s = min(waits, default=None)
     return ServicePlan(tuple(desired), tuple(obsolete), status, rollout, healing, recheck_s)
+
+
+def plan_sizes(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
+    """Return the plan of a service of which only the sizes of its pools are known: all else stays
+    as it is."""
+    service = with_replicas(service, observed.objects, observed.scaling)
+    target = release_of(service, settings)
+    seen = observe_rollout(observed)
+    state = load(seen.stored_state, target) or initial(target, observed.now)
+    tried = [pool for pool in service.spec.pools if _has_canary(service, pool, observed)]
+    weight = observed.status.get("rollout", {}).get("weight", 0)
+    rollout = RolloutPlan(state, service, service, tuple(tried), weight, is_known=False)
+    healing = restart_decision(service, observed)
+    status = status_of(service, rollout, observed, healing)
+    sizes = resized_engines(service, service.spec.pools, observed)
+    recheck_s = min(_recheck_times_s(service, healing, observed), default=None)
+    return ServicePlan(tuple(sizes), (), status, rollout, healing, recheck_s)
+
+
+def _has_canary(service: Service, pool: str, observed: Observed) -> bool:
+    name = naming.pool_name(service.name, naming.canary_pool(pool))
+    return ObjectKey("StatefulSet", name) in observed.objects
 
 
 def is_owned_by(item: LiveObject, uid: str) -> bool:
@@ -227,8 +272,24 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 
-def wanted_objects(
+def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
+) -> RouterRoll:
+    """Returns the router's objects, in which a template of the operator waits for its turn."""
+    return roll_routers(
+        router_objects(service, settings, _router_file(service, rollout, observed)),
+        observed.objects,
+        observed.status.get("observedGeneration") != service.generation,
+        observed.may_begin_rollout,
+    )
+
+
+def wanted_objects(
+    service: Service,
+    rollout: RolloutPlan,
+    routers: RouterRoll,
+    observed: Observed,
+    settings: Settings,
 ) -> list[Manifest]:
     """Returns the rollout's state first, for nothing may happen that it lacks; then engines, so
     that a router finds its targets' names when it starts."""
@@ -237,7 +298,7 @@ def wanted_objects(
     else:
         objects = engine_objects(service, settings)
         objects += resized_engines(service, service.spec.pools, observed)
-    objects += router_objects(service, settings, _router_file(service, rollout, observed))
+    objects += routers.objects
     return objects + monitoring_objects(service, observed.serves, settings)
 
 
@@ -252,13 +313,23 @@ def all_engines(
         if left_to_others(pool, observed.objects.get(key)):
             manifests = without_replicas(manifests)
         manifests = with_revision(service, manifests, rollout.progress.stable)
+        places = rollout.places.get(name, 0)
+        manifests = [without_places(item, pool, places) for item in manifests]
         if name in rollout.held:
             held = held_keys(service, rollout) & observed.objects.keys()
             manifests = [item for item in manifests if key_of(item) not in held]
-            manifests += resized_engines(service, (name,), observed)
+            manifests += resized_engines(service, (name,), observed, places)
         objects += manifests
         objects += scaler_objects(service, name, pool, observed.serves)
     return objects
+
+
+def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
+    """Return an object of a pool without the engines whose place a canary has."""
+    if not places or item["kind"] != "StatefulSet":
+        return item
+    missing = places * (pool.nodes - 1) if is_follower(item) else places
+    return resized(item, item["spec"]["replicas"], missing)
 
 
 def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
@@ -268,18 +339,28 @@ def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
     return {ObjectKey(kind, name) for kind in _OF_PODS for name in names}
 
 
-def resized_engines(service: Service, pools: Iterable[str], observed: Observed) -> list[Manifest]:
-    """Returns StatefulSets as they are, where only the number of their pods may change."""
+def resized_engines(
+    service: Service, pools: Iterable[str], observed: Observed, places: int = 0
+) -> list[Manifest]:
+    """Returns StatefulSets as they are, where only the number of their pods may change.
+
+    Args:
+        places: how many engines of each pool a canary has the place of.
+    """
     resized_sets = []
     for name in pools:
         pool = service.spec.pools[name]
-        sizes = {name: pool.replicas, naming.group_pool(name): followers(pool)}
-        for part, size in sizes.items():
+        sizes = {
+            name: (pool.replicas, places),
+            naming.group_pool(name): (followers(pool), places * (pool.nodes - 1)),
+        }
+        for part, (size, missing) in sizes.items():
             key = ObjectKey("StatefulSet", naming.pool_name(service.name, part))
             live = observed.objects.get(key)
-            if live is None or left_to_others(pool, live) or live_replicas(live) == size:
+            if live is None or left_to_others(pool, live):
                 continue
-            resized_sets.append(resized(live, size))
+            if (live_replicas(live), canary_places(live)) != (size, missing):
+                resized_sets.append(resized(live, size, missing))
     return resized_sets
 
 
@@ -298,7 +379,7 @@ def outdated_followers(
         for pod in pods
         if "deletionTimestamp" not in pod["metadata"]
     }
-    outdated = []
+    outdated: list[LiveObject] = []
     for pod in filter(is_follower, pods):
         workload, _, index = pod["metadata"]["name"].rpartition("-")
         pool = service.spec.pools.get(naming.stable_pool(pool_of(pod)))
@@ -310,11 +391,37 @@ def outdated_followers(
         leader = f"{naming.leaders_name(workload)}-{group}"
         revision = wanted.get(workload)
         if revision and revisions.get(leader) == revision and group_revision(pod) != revision:
-            identity = ("name", "namespace", "uid", "labels")
-            meta = {name: pod["metadata"][name] for name in identity}
-            kind = naming.POD
-            outdated.append({"apiVersion": kind.api_version, "kind": kind.name, "metadata": meta})
+            outdated.append(_pod_to_delete(pod))
     return outdated
+
+
+def outdated_engines(
+    service: Service, rollout: RolloutPlan, desired: Iterable[Manifest], observed: Observed
+) -> list[LiveObject]:
+    """Returns the engines of an older template that a rollout replaces now, beside the one that
+    Kubernetes replaces by itself."""
+    wanted = {key_of(item): item for item in desired}
+    outdated: list[LiveObject] = []
+    for name, pool in service.spec.pools.items():
+        key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
+        live = observed.objects.get(key)
+        # What is to be applied yet has no revision that pods could be of.
+        if live is None or _template_of(wanted.get(key, live)) != _template_of(live):
+            continue
+        pods = [pod for pod in observed.pods if pool_of(pod) == name and not is_follower(pod)]
+        most = service.spec.rollout.most_unavailable(pool.replicas)
+        outdated += map(_pod_to_delete, pods_to_replace(live, pods, most))
+    return outdated
+
+
+def _template_of(stateful_set: Manifest) -> Any:
+    return (stateful_set["metadata"].get("annotations") or {}).get(naming.TEMPLATE_HASH)
+
+
+def _pod_to_delete(pod: Mapping[str, Any]) -> LiveObject:
+    identity = ("name", "namespace", "uid", "labels")
+    meta = {name: pod["metadata"][name] for name in identity}
+    return {"apiVersion": naming.POD.api_version, "kind": naming.POD.name, "metadata": meta}
 
 
 def group_revision(pod: Manifest) -> str:
@@ -335,10 +442,6 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
     kept = next((obj for key, obj in observed.objects.items() if _is_rollout_state(key)), {})
     pods = canary_pods(observed)
     wrong = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
-    counts: dict[str, int] = {}
-    for pod in pods:
-        if "deletionTimestamp" not in pod["metadata"]:
-            counts[pool_of(pod)] = counts.get(pool_of(pod), 0) + restart_count(pod)
     return RolloutObservation(
         now=observed.now,
         stateful_sets={
@@ -350,7 +453,54 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         annotation=observed.rollout_annotation,
         samples=observed.canary_samples,
         problem=str(wrong[0]) if wrong else "",
-        restarts=counts,
+        roomless_s=roomless_pools(observed),
+        engines=engine_reports(observed),
+    )
+
+
+def roomless_pools(observed: Observed) -> dict[str, float]:
+    """Return the seconds for which a canary's pods found no room that an engine of their pool would
+    leave to them, by pool."""
+    waits: dict[str, float] = {}
+    for pod in canary_pods(observed):
+        wait_s = roomless_s(pod, observed.now)
+        if wait_s is None:
+            continue
+        pool = naming.stable_pool(pool_of(pod))
+        of_its_kind = naming.group_pool(pool) if is_follower(pod) else pool
+        peers = [each for each in observed.pods if pool_of(each) == of_its_kind]
+        if any(fits_place_of(pod, peer) for peer in peers):
+            waits[pool] = max(wait_s, waits.get(pool, 0.0))
+    return waits
+
+
+def engine_reports(observed: Observed) -> list[EngineReport]:
+    """Returns what engines and their containers say of their falls."""
+    engines = [pod for pod in observed.pods if pool_of(pod)]
+    present = [pod for pod in engines if "deletionTimestamp" not in pod["metadata"]]
+    return [_engine_report(pod, observed) for pod in present]
+
+
+def _engine_report(pod: LiveObject, observed: Observed) -> EngineReport:
+    meta = pod["metadata"]
+    uid = str(meta.get("uid", meta["name"]))
+    counts = EngineReport(
+        uid=uid,
+        pool=pool_of(pod),
+        pod_revision=str(meta["labels"].get(naming.STATEFUL_SET_REVISION, "")),
+        restarts=restart_count(pod),
+    )
+    if is_follower(pod):  # the server that counts workers is its leader's
+        return counts
+
+    health = observed.engine_health.get(uid)
+    if health is None or health.report is None:
+        return replace(counts, is_fresh=False)
+    return replace(
+        counts,
+        epoch=health.report.epoch,
+        workers_lost=health.report.worker_restarts,
+        is_fresh=health.silent_s <= (FRESH_S if is_canary(pod) else SILENT_S),
     )
 
 
@@ -384,7 +534,7 @@ def status_of(
     router_live = live.get(ObjectKey("Deployment", name))
     router = workload_of("router", service.spec.router.replicas, router_live)
     pools = workloads(service, observed)
-    wrong = [*observed.unapplied]
+    wrong = [*refused_edit(observed.refused), *observed.unapplied]
     about_pods = (observed.now, observed.lost_nodes, observed.warnings)
     wrong += diagnose(stable_pods(observed), *about_pods)
     wrong += deferred_problems(healing.deferred)
@@ -403,6 +553,7 @@ def status_of(
     conditions.append(rollout_condition(rollout))
     conditions += consistency_condition(engine_numerics(observed))
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
+    conditions += outdated_definition(observed.undefined)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
     restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
     host = f"{name}.{service.namespace}.svc"
@@ -422,6 +573,14 @@ def status_of(
             conditions, observed.status.get("conditions", ()), service.generation, observed.now
         ),
     }
+
+
+def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
+    """Return what is wrong with a declared spec in whose place an earlier one is carried out."""
+    if not problems:
+        return []
+    message = "; ".join(map(str, problems))
+    return [PodProblem("", INVALID_SPEC, f"{message}{_GOES_ON}", blocks=False)]
 
 
 def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
@@ -488,7 +647,7 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
         and not waits_for_people
         and progress.reason not in (WAITING, QUEUED)
     ):
-        return None
+        return Condition(PROGRESSING, True, QUEUED, ROUTER_WAITS) if rollout.router_waits else None
     moves = progress.stage is not RolloutStage.ROLLED_BACK and not waits_for_people
     return Condition(PROGRESSING, moves, progress.reason, progress.message)
 

@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 from ullage_operator.api.errors import (
     ClusterDenied,
-    InvalidManifest,
     OperatorError,
-    OutdatedDefinition,
     Permanent,
     Temporary,
 )
 from ullage_operator.api.naming import EVENT
-from ullage_operator.api.spec import Service, Settings, parse_stored
+from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import own_policies, with_replicas
 from ullage_operator.conditions.pod_problems import ObjectWarning
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
@@ -26,12 +24,18 @@ from ullage_operator.controller.plan import (
     Observed,
     ServicePlan,
     observe_rollout,
-    plan,
     status_after,
     warned_objects,
 )
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.controller.router_client import RouterClient, router_addresses
+from ullage_operator.controller.standing import (
+    Declared,
+    Standing,
+    plan_standing,
+    read,
+    standing,
+)
 from ullage_operator.healing import silent_pools
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey
 from ullage_operator.kube.client import Cluster
@@ -93,7 +97,7 @@ class Reconciler:
         self._router_client = RouterClient()
         self._failures: dict[ServiceKey, int] = {}
         """Number of tries in a row after which something is to be tried again, by service."""
-        self._parsed: dict[ServiceKey, tuple[str, int, Service]] = {}
+        self._read: dict[ServiceKey, tuple[str, int, Declared]] = {}
 
     async def reconcile(self, key: ServiceKey) -> tuple[str, float | None]:
         """Brings one service a step nearer to its spec.
@@ -128,7 +132,7 @@ class Reconciler:
 
     def drop(self) -> None:
         """Forgets all services: another operator leads, and its work is not seen here."""
-        self._parsed.clear()
+        self._read.clear()
         self._failures.clear()
         self._healer.drop()
         self._router_client.drop()
@@ -137,7 +141,7 @@ class Reconciler:
 
     def _forget(self, key: ServiceKey) -> None:
         """Forgets a service that is gone."""
-        self._parsed.pop(key, None)
+        self._read.pop(key, None)
         self._failures.pop(key, None)
         self._healer.forget(key)
         self._router_client.forget(key)
@@ -202,37 +206,48 @@ class Reconciler:
         self, key: ServiceKey, manifest: Object, observed: Observed
     ) -> ReconcileResult:
         """Plans and applies; returns how that went and the status to report."""
-        generation = manifest["metadata"]["generation"]
-        try:
-            service = self._service(key, manifest)
-            observed = await self._healer.observe(key, service, observed)
-            observed = await self._with_router_view(service, observed)
-            observed = await self._with_warnings(key, service, observed)
-            observed = self._with_replicas(key, service, observed)
-            planned = self._plan(key, service, observed)
-            applied = await self._applier.apply(key, manifest, planned, observed)
-        except InvalidManifest as error:
-            _logger.error("%s: invalid: %s", key, error)
+        declared = self._declared(key, manifest)
+        stands = standing(manifest, declared, observed, self._settings)
+        if stands is None:
             self._rollout_queue.forget(key)  # nothing goes on before somebody corrects it
-            message = "; ".join(map(str, error.problems))
-            is_outdated = isinstance(error, OutdatedDefinition)
-            reason = "OutdatedDefinition" if is_outdated else "InvalidSpec"
-            return ReconcileResult("invalid", failed_status(observed, generation, reason, message))
+            return ReconcileResult("invalid", failed_status(manifest, observed, declared.problems))
+        service = stands.service
+        observed = dataclasses.replace(
+            observed, refused=declared.problems, undefined=declared.filled
+        )
+        observed = await self._healer.observe(key, service, observed)
+        observed = await self._with_router_view(service, observed)
+        observed = await self._with_warnings(key, service, observed)
+        observed = self._with_replicas(key, service, observed)
+        planned = self._plan(key, stands, observed)
+        applied = await self._applier.apply(key, manifest, planned, observed)
         after = self._with_result(manifest, observed, applied)
         status = planned.status if after == observed else status_after(service, planned, after)
         recheck_s = planned.recheck_s
         if applied.delayed:
             wait_s = self._backoff_s(key, applied.delay_s)
             recheck_s = min(wait_s, recheck_s or wait_s)
-        return ReconcileResult(applied.result, status, planned, recheck_s)
+        is_refused = declared.problems and applied.result == "ok"
+        return ReconcileResult(
+            "invalid" if is_refused else applied.result, status, planned, recheck_s
+        )
 
-    def _plan(self, key: ServiceKey, service: Service, observed: Observed) -> ServicePlan:
-        """Plans, with no other service's plan between what the queue allows and what comes of
+    def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
+        """Plan, with no other service's plan between what the queue allows and what comes of
         it."""
         may_begin = self._rollout_queue.may_begin(key, self._statuses)
         observed = dataclasses.replace(observed, may_begin_rollout=may_begin)
-        planned = plan(service, observed, self._settings)
-        self._rollout_queue.on_planned(key, planned.rollout.progress)
+        planned = plan_standing(stands, observed, self._settings)
+        if stands.is_partial:
+            self._rollout_queue.forget(key)
+        else:
+            rollout = planned.rollout
+            self._rollout_queue.on_planned(
+                key,
+                rollout.progress,
+                router_waits=rollout.router_waits,
+                router_rolls=rollout.router_rolls,
+            )
         return planned
 
     def _statuses(self) -> Iterator[tuple[ServiceKey, Object]]:
@@ -258,11 +273,14 @@ class Reconciler:
         decisions = self._autoscaler.follow(key, scaled, current)
         return dataclasses.replace(observed, scaling=decisions)
 
-    def _service(self, key: ServiceKey, manifest: Object) -> Service:
-        """Returns the service as values, which are parsed once a generation."""
+    def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
+        """Return how the declared service reads, which is found out once a generation."""
         meta = manifest["metadata"]
-        cached = self._parsed.get(key)
+        cached = self._read.get(key)
         if cached is None or cached[:2] != (meta["uid"], meta["generation"]):
-            cached = (meta["uid"], meta["generation"], parse_stored(manifest))
-            self._parsed[key] = cached
+            declared = read(manifest, self._settings)
+            for problem in declared.problems:
+                _logger.error("%s: invalid: %s", key, problem)
+            cached = (meta["uid"], meta["generation"], declared)
+            self._read[key] = cached
         return cached[2]

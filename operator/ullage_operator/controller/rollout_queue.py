@@ -1,7 +1,8 @@
 """Bounds how many services roll out what the operator, and nobody's edit, asks of them.
 
 A new default image is another revision of every service that names none. If all tried it in the
-same moment, each would want GPUs beside the others', and a bad image would reach all of them.
+same moment, each would want GPUs beside the others', and a bad image would reach all of them. The
+same holds for a new router image, which would break the streams of all services at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +37,8 @@ class RolloutQueue:
         self._wake = wake
         self._rolling: set[ServiceKey] | None = None
         """None until the rollouts that another operator began have been counted."""
+        self._only_routers: set[ServiceKey] = set()
+        """Those of them of which only routers are being replaced."""
         self._waiting: set[ServiceKey] = set()
 
     def may_begin(self, key: ServiceKey, statuses: Callable[[], Statuses]) -> bool:
@@ -46,22 +49,43 @@ class RolloutQueue:
         """
         if self._rolling is None:
             self._rolling = {each for each, status in statuses() if _is_rolling(status)}
-        return key in self._rolling or len(self._rolling) < self._max_rollouts
+        if key in self._rolling and key not in self._only_routers:
+            return True
+        return len(self._rolling - {key}) < self._max_rollouts
 
-    def on_planned(self, key: ServiceKey, progress: RolloutProgress) -> None:
-        """Notes how far a service's rollout is; what waits for people or for pods is not in it."""
+    def on_planned(
+        self,
+        key: ServiceKey,
+        progress: RolloutProgress,
+        *,
+        router_waits: bool = False,
+        router_rolls: bool = False,
+    ) -> None:
+        """Notes how far a service's rollout is; what waits for people or for pods is not in it.
+
+        Args:
+            router_waits: whether the operator's new routers wait for the service's turn.
+            router_rolls: whether routers are being replaced.
+        """
         waits = progress.is_held or progress.is_asleep or progress.reason == PAUSED
         is_renewing = progress.renewal == ROLLING_OUT
         is_rolling = is_renewing or (progress.stage.value in _ROLLING and not waits)
-        self._place(key, is_rolling, QUEUED in (progress.reason, progress.renewal))
+        if router_rolls and not is_rolling:
+            self._only_routers.add(key)
+        else:
+            self._only_routers.discard(key)
+        is_waiting = router_waits or QUEUED in (progress.reason, progress.renewal)
+        self._place(key, is_rolling or router_rolls, is_waiting)
 
     def forget(self, key: ServiceKey) -> None:
         """The service is gone, or is no service that could be rolled out."""
+        self._only_routers.discard(key)
         self._place(key, is_rolling=False, is_waiting=False)
 
     def drop(self) -> None:
         """Another operator leads."""
         self._rolling = None
+        self._only_routers.clear()
         self._waiting.clear()
 
     def _place(self, key: ServiceKey, is_rolling: bool, is_waiting: bool) -> None:

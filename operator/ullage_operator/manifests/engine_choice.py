@@ -8,20 +8,22 @@ from itertools import product
 
 from ullage_common.config.engine import choose_engine, refusal_by_vllm
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import ENGINE_IMAGE, Settings, Spec, in_api_names
+from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, Spec, in_api_names
 
 _NO_ADAPTERS = "it serves no adapters"
 _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
 
 
 def engine_image(spec: Spec, settings: Settings) -> str:
-    """Returns the image of engine pods: the service's own, else the operator's with vLLM where the
-    pods of a pool are to be vLLM and there is one, else its engine image."""
+    """Return the image of engine pods: the service's own, else the operator's with vLLM where the
+    pods of a pool are to be vLLM and there is one, else the one for their device."""
     if spec.image:
         return spec.image
     has_vllm = bool(settings.vllm_engine_image)
     is_any_vllm = any(_is_vllm(spec, pool, has_vllm) for pool in spec.pools.values())
-    return (settings.vllm_engine_image if is_any_vllm else "") or settings.engine_image
+    for_vllm = settings.vllm_engine_image if is_any_vllm else ""
+    for_gpus = settings.cuda_engine_image if spec.device != "cpu" else ""
+    return for_vllm or for_gpus or settings.engine_image
 
 
 def is_vllm(spec: Spec, pool: PoolSpec, settings: Settings) -> bool:
@@ -50,7 +52,7 @@ def image_has_vllm(image: str, settings: Settings) -> bool | None:
     """Returns whether an image has vLLM; None where nobody says so."""
     if image == settings.vllm_engine_image:
         return True
-    return False if image == ENGINE_IMAGE else None
+    return False if image in (ENGINE_IMAGE, CUDA_ENGINE_IMAGE) else None
 
 
 def may_be_vllm(spec: Spec) -> bool:

@@ -66,7 +66,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
         build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
         build.object("v1", "Service", name, {"selector": match, "ports": ports}),
         build.network_policy(name, match, policy),
-        *build.disruption_budget(name, match, service.spec.router.replicas),
+        *build.disruption_budget(name, {"matchLabels": match}, service.spec.router.replicas),
         build.object("apps/v1", "Deployment", name, deployment),
     ]
 
@@ -126,10 +126,25 @@ def pool_objects(
     return [
         build.config_map(name, naming.ENGINE_CONFIG, config),
         build.object("v1", "Service", name, headless),
-        *build.disruption_budget(name, match, max_engines(pool)),
+        *build.disruption_budget(
+            name, budget_selector(service, pool_name, pool), max_engines(pool)
+        ),
         build.object("apps/v1", "StatefulSet", name, stateful_set),
         *group,
     ]
+
+
+def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
+    """Returns the selector of a pool's disruption budget, which takes in all pods of its engines.
+
+    One pod that is away leaves no member of its group ready. So a budget of one pod protects all
+    other groups, and lets the rest of this one go, since pods that are not ready may be evicted.
+    """
+    if pool.nodes == 1:
+        return {"matchLabels": naming.selector(service.name, naming.ENGINE, pool_name)}
+    names = [pool_name, naming.group_pool(pool_name)]
+    members = {"key": naming.POOL_LABEL, "operator": "In", "values": names}
+    return {"matchLabels": naming.service_selector(service.name), "matchExpressions": [members]}
 
 
 def of_group(template: Manifest, revision: str) -> Manifest:
@@ -175,7 +190,6 @@ def group_objects(
         build.object("v1", "Service", name, rendezvous),
         build.network_policy(f"{name}-leaders", leaders, policy),
         build.network_policy(name, match, policy),
-        *build.disruption_budget(name, match, max_engines(pool)),
         build.object("apps/v1", "StatefulSet", name, stateful_set),
     ]
 
@@ -234,18 +248,20 @@ class Builder:
             "automountServiceAccountToken": False,
         }
 
-    def disruption_budget(self, name: str, match: dict[str, str], most: int) -> list[Manifest]:
-        """Keeps drains of nodes from ending several pods at once; nothing where there are none.
+    def disruption_budget(self, name: str, selector: Manifest, most: int) -> list[Manifest]:
+        """Keeps drains of nodes from ending several engines or routers at once; nothing where there
+        are none.
 
         Args:
-            most: pods that there may be.
+            selector: of their pods.
+            most: engines or routers that there may be.
         """
         if most < 2:
             return []
         # maxUnavailable and not minAvailable: a last replica must not block a node's drain.
         spec = {
             "maxUnavailable": 1,
-            "selector": {"matchLabels": match},
+            "selector": selector,
             # A pod that does not serve is no loss, and must not hold up a drain either.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         }

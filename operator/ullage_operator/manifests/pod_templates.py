@@ -13,9 +13,11 @@ from typing import Any
 from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.overlay import conflicts, lies_in, over_template, overlap
+from ullage_operator.api.pod_rules import template_problems
 from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
+from ullage_operator.healing import HUNG_GRACE_S
 from ullage_operator.manifests.config_files import digest
 from ullage_operator.manifests.engine_choice import engine_image, may_be_vllm
 from ullage_operator.manifests.resources import engine_resources, router_resources
@@ -218,6 +220,8 @@ ENGINE_ENV: tuple[Manifest, ...] = (
     {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
 )
 START_PERIOD_S = 5
+FOLLOWER_START_S = 120
+"""Seconds until a follower's process answers; it imports nothing that is large."""
 SHM_BYTES = 1 << 30
 VLLM_SHM_BYTES = 256 << 20
 """Shared memory for each GPU's rank, above the ring buffer of ten 24 MiB chunks by which it answers
@@ -231,8 +235,18 @@ DEFAULT_SPREAD = {
 
 
 def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem]:
-    """Yields what the pod templates of a spec say that the operator says itself."""
+    """Yield what the pod templates of a spec may not say, or say that the operator says itself."""
     router = service.spec.router.pod_template
+    places = {"spec.router": router}
+    places |= {f"spec.pools.{n}": pool.pod_template for n, pool in service.spec.pools.items()}
+    problems = [
+        problem
+        for place, template in places.items()
+        for problem in template_problems(template, f"{place}.podTemplate")
+    ]
+    if problems:
+        yield from problems
+        return
     if router:
         yield from conflicts(router, own_router(service, "", settings), "spec.router.podTemplate")
     for name, pool in service.spec.pools.items():
@@ -324,10 +338,10 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
         ],
         "resources": engine_resources(service, pool, settings),
         "securityContext": container_security(),
-        "startupProbe": grpc_probe("readiness", START_PERIOD_S, failures, is_secure),
+        "startupProbe": killing(grpc_probe("readiness", START_PERIOD_S, failures, is_secure)),
         "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
         # Lenient: a busy engine is not a dead one.
-        "livenessProbe": grpc_probe("liveness", 10, 10, is_secure),
+        "livenessProbe": killing(grpc_probe("liveness", 10, 10, is_secure)),
         "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
         "volumeMounts": engine_mounts(service, pool),
     }
@@ -349,8 +363,8 @@ def follower_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
     """Returns the template of pods that compute a part of an engine with vLLM: the engine's, with
-    the worker that follows in the place of the server, so without ports, probes, Secrets and
-    the KV in files."""
+    the worker that follows in the place of the server, so without its ports, Secrets and the KV
+    in files, and with probes of its own."""
     leader = own_engine(service, pool_name, pool, config, settings)
     [container] = leader["spec"]["containers"]
     of_server = ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
@@ -376,6 +390,7 @@ def follower_template(
             *container["env"],
         ],
         "volumeMounts": [m for m in container["volumeMounts"] if m["name"] not in of_leaders],
+        **follower_probes(),
     }
     match = naming.selector(service.name, naming.FOLLOWER, naming.group_pool(pool_name))
     volumes = [v for v in leader["spec"]["volumes"] if v["name"] not in of_leaders]
@@ -521,15 +536,32 @@ def router_probes(is_secure: bool) -> Manifest:
     certificate."""
     if is_secure:
         return {
-            "startupProbe": grpc_probe("liveness", 1, 60, is_secure),
+            "startupProbe": killing(grpc_probe("liveness", 1, 60, is_secure)),
             "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
-            "livenessProbe": grpc_probe("liveness", 10, 6, is_secure),
+            "livenessProbe": killing(grpc_probe("liveness", 10, 6, is_secure)),
         }
     return {
-        "startupProbe": http_probe("/healthz", 1, 60),
+        "startupProbe": killing(http_probe("/healthz", 1, 60)),
         "readinessProbe": http_probe("/readyz", 2, 2),
-        "livenessProbe": http_probe("/healthz", 10, 6),
+        "livenessProbe": killing(http_probe("/healthz", 10, 6)),
     }
+
+
+def follower_probes() -> Manifest:
+    """Returns the port and probes of a pod that computes a part of an engine: it is ready while its
+    group is complete and computes, and is killed when it hangs."""
+    failures = math.ceil(FOLLOWER_START_S / START_PERIOD_S)
+    return {
+        "ports": [port("probe", naming.PROBE_PORT)],
+        "startupProbe": killing(http_probe("/healthz", START_PERIOD_S, failures, "probe")),
+        "readinessProbe": http_probe("/readyz", 2, 2, "probe"),
+        "livenessProbe": killing(http_probe("/healthz", 10, 6, "probe")),
+    }
+
+
+def killing(probe: Manifest) -> Manifest:
+    """Returns a probe whose failure kills a container, which it does soon."""
+    return {**probe, "terminationGracePeriodSeconds": HUNG_GRACE_S}
 
 
 def grpc_probe(service: str, period_s: int, failures: int, is_secure: bool) -> Manifest:
@@ -542,9 +574,9 @@ def grpc_probe(service: str, period_s: int, failures: int, is_secure: bool) -> M
     }
 
 
-def http_probe(path: str, period_s: int, failures: int) -> Manifest:
+def http_probe(path: str, period_s: int, failures: int, port_name: str = "http") -> Manifest:
     return {
-        "httpGet": {"path": path, "port": "http"},
+        "httpGet": {"path": path, "port": port_name},
         "periodSeconds": period_s,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

@@ -13,7 +13,7 @@ import msgspec
 from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.spec import Service, Settings
-from ullage_operator.autoscaling import may_sleep
+from ullage_operator.autoscaling import left_to_others, may_sleep
 from ullage_operator.conditions.conditions import Condition, timestamp, workload_of
 from ullage_operator.manifests.config_files import to_yaml
 from ullage_operator.manifests.engine_choice import may_be_vllm
@@ -22,10 +22,12 @@ from ullage_operator.rollout.analysis import (
     Analysis,
     CanarySample,
     Outcome,
+    Variant,
     analyze,
     sample_name,
     sum_samples,
 )
+from ullage_operator.rollout.falls import EngineReport, Falls, counted, total
 from ullage_operator.rollout.stages import (
     PAUSED,
     RENEWALS,
@@ -61,6 +63,8 @@ Manifest = dict[str, Any]
 ROLLOUT_HEALTHY = "RolloutHealthy"
 LOOK_AGAIN_S = 10.0
 """While a rollout goes on."""
+ROOM_WAIT_S = 60.0
+"""Time for which a canary waits for room beside the stable engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,11 @@ class RolloutObservation:
     """Routers' counts of both sides."""
     problem: str = ""
     """Problem of the canary's pods; empty when there is none."""
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    """Container restarts in the canary's pods, by pool."""
+    roomless_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which a canary's pods have found no room that an engine of their pool would leave
+    to them, by pool."""
+    engines: Sequence[EngineReport] = ()
+    """What engines of both sides and their containers say of their falls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,12 @@ class RolloutPlan:
     """Requests of a hundred for the canary."""
     held: tuple[str, ...] = ()
     """Pools whose stable engines stay as they are, though this operator makes other pods."""
+    places: Mapping[str, int] = field(default_factory=dict)
+    """Stable engines whose place the canary has, by pool."""
+    router_waits: bool = False
+    """Whether the operator's new routers wait until fewer services are being rolled out."""
+    router_rolls: bool = False
+    """Whether routers are being replaced."""
     is_known: bool = True
     """Whether the decided state is known; otherwise only the number of engines may change."""
 
@@ -126,6 +139,7 @@ def plan_rollout(
     if state is None and (held := _held_progress(service, observation, target)):
         return RolloutPlan(RolloutState(held, target), service, service, (), 0, is_known=False)
     state = state or initial(target, observation.now)
+    state = _with_falls(service, observation, state)
     outdated = outdated_pools(service, observation, state, settings)
     facts = rollout_facts(service, observation, state, target, settings, outdated)
     after = advance(state.progress, facts, service.spec.rollout)
@@ -168,11 +182,43 @@ def _plan_of(
     else:
         pools = ()
     canary = service if progress.stage in TRYING else stable
-    most = service.spec.rollout.canary_replicas
-    tried = sum(min(most, sizes[name]) for name in pools)
-    share = tried / (tried + sum(sizes[name] for name in pools)) if tried else 0.0
+    places = places_of(service, progress, pools)
+    tried = sum(canary_size(service, name, places) for name in pools)
+    share = tried / (tried + sum(sizes[n] - places.get(n, 0) for n in pools)) if tried else 0.0
     weight = weight_of(progress, service.spec.rollout.weight_steps, share) if pools else 0
-    return RolloutPlan(state, stable, canary, pools, weight)
+    return RolloutPlan(state, stable, canary, pools, weight, places=places)
+
+
+def places_of(service: Service, progress: RolloutProgress, pools: Iterable[str]) -> dict[str, int]:
+    """Return how many stable engines each pool lacks, because a canary has their place."""
+    rollout = service.spec.rollout
+    sizes = {name: service.spec.pools[name].replicas for name in pools if name in progress.replaces}
+    return {
+        name: min(rollout.canary_replicas, rollout.most_unavailable(size))
+        for name, size in sizes.items()
+    }
+
+
+def canary_size(service: Service, pool: str, places: Mapping[str, int]) -> int:
+    """Return the number of a canary's engines in a pool."""
+    wanted = min(service.spec.rollout.canary_replicas, service.spec.pools[pool].replicas)
+    return places.get(pool, wanted)
+
+
+def crowded_pools(
+    service: Service, observation: RolloutObservation, tried: Iterable[str]
+) -> tuple[str, ...]:
+    """Return the pools whose canary is to have the place of stable engines."""
+    surge = service.spec.rollout.surge
+    if surge == "always":
+        return ()
+    return tuple(
+        name
+        for name in tried
+        # Nobody may make a pool smaller whose size another controller writes.
+        if not left_to_others(service.spec.pools[name], {})
+        and (surge == "never" or observation.roomless_s.get(name, 0.0) >= ROOM_WAIT_S)
+    )
 
 
 def rollout_facts(
@@ -190,6 +236,8 @@ def rollout_facts(
     revision = state.revision(target)
     analyses = [analysis_of(service, observation, progress, is_last) for is_last in (False, True)]
     is_serving = any(_ready(observation, naming.pool_name(service.name, name)) for name in sizes)
+    with_canary = [n for n in sizes if _canary_name(service, n) in observation.stateful_sets]
+    places = places_of(service, progress, with_canary)
     return RolloutFacts(
         now=observation.now,
         target=revision,
@@ -207,13 +255,19 @@ def rollout_facts(
         is_canary_ready=all(
             _is_canary_ready(observation, _canary_name(service, n), revision) for n in tried
         ),
-        restarts=canary_restarts(service, observation, revision),
+        restarts=total(progress.falls, is_canary=True),
         problem=observation.problem,
+        crowded=crowded_pools(service, observation, tried),
         is_outdated=bool(outdated),
         may_renew=observation.may_begin or not is_serving,
         is_settled=not outdated
         and all(
-            _is_settled(observation, naming.pool_name(service.name, name), size, progress.stable)
+            _is_settled(
+                observation,
+                naming.pool_name(service.name, name),
+                size - places.get(name, 0),
+                progress.stable,
+            )
             for name, size in sizes.items()
         ),
         analysis=analyses[0],
@@ -249,11 +303,12 @@ def outdated_pools(
 
 def _pool_template_hash(service: Service, name: str, pool: PoolSpec, settings: Settings) -> str:
     objects = pool_objects(service, name, pool, settings)
-    return next(_template_hash(item) for item in objects if item["kind"] == "StatefulSet")
+    return next(template_hash(item) for item in objects if item["kind"] == "StatefulSet")
 
 
-def _template_hash(stateful_set: Manifest) -> str:
-    text = json.dumps(stateful_set["spec"]["template"], sort_keys=True, separators=(",", ":"))
+def template_hash(workload: Manifest) -> str:
+    """Return a hash of the pod template of a workload, as the operator makes it."""
+    text = json.dumps(workload["spec"]["template"], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -267,13 +322,32 @@ def analysis_of(
     canary, stable, routers = sum_samples(
         observation.samples, sample_name(progress.canary, progress.step)
     )
-    restarts = canary_restarts(service, observation, progress.canary)
-    canary = dataclasses.replace(canary, restarts=max(canary.restarts, restarts))
-    if not routers and not restarts:
+    engines = canary_engines(service, observation, progress.canary)
+    has_silent = any(not engine.is_fresh for engine in engines)
+    canary = _with_restarts(canary, progress.falls, is_canary=True, engines=engines)
+    stable = _with_restarts(
+        stable, progress.falls, is_canary=False, engines=stable_engines(observation)
+    )
+    if not routers and not canary.restarts:
         outcome = Outcome.FAIL if is_last else Outcome.WAIT
         message = "no router has reported what it counted"
         return Analysis(outcome, "NotMeasured", message, "routers to take up its weight")
-    return analyze(canary, stable, service.spec.rollout, is_last)
+
+    analysis = analyze(canary, stable, service.spec.rollout, is_last)
+    if analysis.outcome is Outcome.PASS and has_silent and not is_last:
+        waits_for = "the canary's engines to tell the operator how often they fell"
+        return Analysis(Outcome.WAIT, "NotMeasured", analysis.message, waits_for)
+    return analysis
+
+
+def _with_restarts(
+    counts: Variant, falls: Falls, *, is_canary: bool, engines: Sequence[EngineReport]
+) -> Variant:
+    """Returns a side's counts with the restarts that its engines tell; where one is silent, such as
+    in a mesh that keeps the operator out, with the routers' count if that is higher."""
+    own = total(falls, is_canary)
+    is_told = bool(engines) and all(engine.is_fresh for engine in engines)
+    return dataclasses.replace(counts, restarts=own if is_told else max(own, counts.restarts))
 
 
 def command_of(annotation: str, progress: RolloutProgress, revision: str) -> RolloutCommand:
@@ -301,10 +375,10 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
     text = dump(plan.state)
     kept = Builder(service, naming.ENGINE).config_map(name, naming.ROLLOUT_STATE, text)
     objects = [kept]
-    most = service.spec.rollout.canary_replicas
     for pool_name in plan.pools:
         pool = plan.canary.spec.pools[pool_name]
-        few = msgspec.structs.replace(pool, replicas=min(most, pool.replicas))
+        size = canary_size(service, pool_name, plan.places)
+        few = msgspec.structs.replace(pool, replicas=size)
         canary_objects = pool_objects(plan.canary, naming.canary_pool(pool_name), few, settings)
         objects += with_revision(plan.canary, canary_objects, plan.progress.canary)
     return objects
@@ -319,7 +393,7 @@ def with_revision(service: Service, objects: Iterable[Manifest], revision: str) 
 
 
 def _with_hashes(item: Manifest, hashes: Mapping[str, str]) -> Manifest:
-    own = {**hashes, naming.TEMPLATE_HASH: _template_hash(item)}
+    own = {**hashes, naming.TEMPLATE_HASH: template_hash(item)}
     annotations = item["metadata"].get("annotations", {}) | own
     return {**item, "metadata": {**item["metadata"], "annotations": annotations}}
 
@@ -407,10 +481,37 @@ def _is_made_of(observation: RolloutObservation, name: str, revision: str) -> bo
     return made_of == revision and workload_of(name, live["spec"].get("replicas", 1), live).settled
 
 
-def canary_restarts(service: Service, observation: RolloutObservation, revision: str) -> int:
-    """Returns the container restarts of the canary's pods of that revision."""
-    return sum(
-        count
-        for pool, count in observation.restarts.items()
-        if _is_made_of(observation, naming.pool_name(service.name, pool), revision)
+def _with_falls(
+    service: Service, observation: RolloutObservation, state: RolloutState
+) -> RolloutState:
+    """Returns the state with the falls that engines tell, while a revision is tried."""
+    progress = state.progress
+    if progress.stage not in TRYING:
+        return state
+    falls = counted(
+        progress.falls,
+        canary_engines(service, observation, progress.canary),
+        stable_engines(observation),
     )
+    return dataclasses.replace(state, progress=dataclasses.replace(progress, falls=falls))
+
+
+def canary_engines(
+    service: Service, observation: RolloutObservation, revision: str
+) -> list[EngineReport]:
+    """Returns the engines of a canary that are of that revision."""
+    engines = []
+    for engine in observation.engines:
+        name = naming.pool_name(service.name, engine.pool)
+        if not naming.is_canary_pool(engine.pool) or not _is_made_of(observation, name, revision):
+            continue
+        # Pods and StatefulSets are watched apart: a pod of the canary before may still be seen.
+        made_of = observation.stateful_sets[name].get("status", {}).get("updateRevision", "")
+        if not made_of or engine.pod_revision in ("", made_of):
+            engines.append(engine)
+    return engines
+
+
+def stable_engines(observation: RolloutObservation) -> list[EngineReport]:
+    """Returns the engines beside a canary."""
+    return [each for each in observation.engines if not naming.is_canary_pool(each.pool)]

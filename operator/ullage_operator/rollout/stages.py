@@ -8,12 +8,14 @@ tried on a canary first. Whatever is decided is in `RolloutProgress`, which is k
 the operator may end at any point.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
 from ullage_operator.api.sections import RolloutSpec
 from ullage_operator.rollout.analysis import NO_TRAFFIC, Analysis, Outcome
+from ullage_operator.rollout.falls import FallCount
 
 UNSERVED = timedelta(seconds=60)
 """Without a ready stable engine for so long, a revision is rolled out without a canary. Readiness
@@ -79,8 +81,10 @@ class RolloutFacts:
     needs_canary: bool = True
     """The change may change answers, or the spec asks for a canary of every change."""
     is_canary_ready: bool = False
+    crowded: tuple[str, ...] = ()
+    """Pools beside whose engines there is no room for a canary, which may have the place of one."""
     restarts: int = 0
-    """Number of restarts of the canary's pods."""
+    """Number of workers and containers that the canary's pods lost."""
     problem: str = ""
     """Why the canary is not ready."""
     is_outdated: bool = False
@@ -130,6 +134,10 @@ class RolloutProgress:
     message: str = _NOTHING
     seen: str = ""
     """The annotation as it was last acted on."""
+    replaces: tuple[str, ...] = ()
+    """Pools in which the canary has the place of stable engines."""
+    falls: Mapping[str, FallCount] = field(default_factory=dict)
+    """While a revision is tried: falls of the engines of both sides."""
 
 
 def initial_progress(revision: str, now: datetime) -> RolloutProgress:
@@ -292,9 +300,20 @@ def _advance_canary(
         return _wait_for_pods(state, facts)
     if state.is_asleep:
         state = _start(state, facts)
+    state = _with_places(state, facts)
     if state.stage is RolloutStage.STARTING:
         return _starting(state, facts, policy)
     return _analyze(state, facts, policy)
+
+
+def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
+    """Give the canary the places of stable engines where it found no room beside them."""
+    pools = tuple(sorted({*state.replaces, *facts.crowded}))
+    if pools == state.replaces:
+        return state
+    # Its pods can start only now, and have the whole deadline for it.
+    since = facts.now if state.stage is RolloutStage.STARTING else state.since
+    return replace(state, replaces=pools, since=since)
 
 
 def _wait_for_pods(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
@@ -317,6 +336,8 @@ def _starting(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
         return _failed(state, facts, policy, "CanaryNotReady", message)
     until = _clock(state.since, policy.start_deadline)
     message = f"waiting for the canary of {state.canary} until {until} at the latest: {why}"
+    if state.replaces:
+        message += f"; it has the place of an engine of {' and '.join(state.replaces)}"
     return _with_reason(state, "CanaryStarting", message)
 
 
@@ -388,6 +409,7 @@ def _promoted(state: RolloutProgress, facts: RolloutFacts, why: str) -> RolloutP
         facts.now,
         RolloutStage.PROMOTING,
         facts.target,
+        replaces=state.replaces,
         reason="Promoting",
         message=message,
     )

@@ -247,6 +247,8 @@ def dump(state: RolloutState) -> str:
     fields = dataclasses.asdict(progress)
     if progress.stage in TRYING and not progress.is_held:
         del fields["reason"], fields["message"]
+    if not progress.falls:
+        del fields["falls"]
     fields |= {name: fields[name].isoformat() for name in _TIMES if fields[name]}
     document = {"state": fields, "release": _sealed(state.release)}
     if state.tried is not None:
@@ -263,6 +265,24 @@ people's own, such as arguments of vLLM."""
 def _sealed(release: Mapping[str, Any]) -> Release:
     """Returns a release with hashes for the values of environment variables."""
     return _with_pools(release, lambda pools: _with_lists(pools, _sealed_variable))
+
+
+def sealed_section(section: Any) -> Any:
+    """Return a section of a spec with hashes for the values of environment variables."""
+    return _with_lists(section, _sealed_variable)
+
+
+def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
+    """Return a section as it was before it was sealed.
+
+    Args:
+        sources: where the values of its environment variables may still be.
+
+    Raises:
+        KeyError: nobody has a value any more.
+    """
+    values = dict(_hashed_values(list(sources)))
+    return _with_maps(section, partial(_unsealed_variable, values))
 
 
 def _sealed_widely(release: Mapping[str, Any]) -> Release:

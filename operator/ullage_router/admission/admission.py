@@ -17,7 +17,6 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from ullage_common.chat.template import weight
 from ullage_common.config.router import PrefillSection, RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.wire.errors import ServiceError
@@ -50,8 +49,9 @@ from ullage_router.policy.decision import (
     TimeLimits,
 )
 from ullage_router.prompts.prompts import Prompt
+from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
-from ullage_router.tokenizer import PromptError, TokenizerThreads
+from ullage_router.tokenizer import PromptError
 
 log = logging.getLogger(__name__)
 
@@ -389,8 +389,9 @@ class Admission:
         request.prompt = replace(prompt, is_spent=True)
         try:
             result = await self._threads.run(
-                weight(prompt.turns),
+                prompt.weight,
                 lambda: truncate(prompt.turns, most, prompt.render, keep),
+                call.tenant.name,
             )
         except PromptError:  # the template refuses the turns that remain
             return

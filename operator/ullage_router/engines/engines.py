@@ -64,6 +64,7 @@ class Engines:
         on_change: Callable[[], None],
         breaker: BreakerSection = BreakerSection(),  # noqa: B008 - immutable
         dialer: Dialer | None = None,
+        trusts_special_tokens: bool = False,
     ) -> None:
         self._pools = tuple(pools)
         self._canary: tuple[PoolSection, ...] = ()
@@ -73,6 +74,7 @@ class Engines:
         self._on_change = on_change
         self._breaker = breaker
         self._dialer = dialer
+        self._trusts_special_tokens = trusts_special_tokens
         self.on_forgotten: Callable[[str], None] = lambda _: None
         self._engines: dict[str, Engine] = {}
         """Engines by key."""
@@ -316,7 +318,12 @@ class Engines:
 
     def workers_lost(self, side: Side) -> int:
         """Returns the number of workers and servers of that side that ended unexpectedly."""
-        return self._lost[side] + sum(e.order.workers_lost for e in self.all() if e.side is side)
+        present = (e.order.workers_lost for e in self.all() if e.side is side)
+        return self.workers_lost_before(side) + sum(present)
+
+    def workers_lost_before(self, side: Side) -> int:
+        """Returns the same count of engines of that side that are gone."""
+        return self._lost[side]
 
     @property
     def max_model_len(self) -> int:
@@ -569,7 +576,7 @@ class Engines:
         async with self._loading:
             model = self._models.pop(key, None)
             if model is None:
-                model = await asyncio.to_thread(load_model, response)
+                model = await asyncio.to_thread(load_model, response, self._trusts_special_tokens)
             self._models[key] = model  # the newest is last
             self._drop_models()
         return model

@@ -44,6 +44,8 @@ STARTED_PER_TURN = 16
 others and the engines' reports, for as long as all of them take."""
 FRAMING_BYTES_PER_BYTE = 8
 """A chunk of one byte needs five others around it."""
+EVENTS_PER_TURN = 1024
+"""Headers and pieces of bodies that are taken from one connection before others have their turn."""
 _UPGRADE = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 log = logging.getLogger(__name__)
@@ -217,6 +219,8 @@ class Connection(HttpToolsProtocol):
         """Begins anew with the reply to the request before."""
         self._budget = self._limits.max_head_bytes
         """Bytes that may come before the head ends, or before more of the body does."""
+        self._num_events = 0
+        """Number of headers and pieces of bodies in this turn of the event loop."""
         self._is_closing = False
         self._written_bytes = 0
         self._sent_bytes = 0
@@ -341,12 +345,17 @@ class Connection(HttpToolsProtocol):
             self._parse(self.flow.unparsed)
 
     def _parse(self, data: bytes) -> None:
-        """Parses until too many requests wait; the rest is kept, and nothing more is read."""
+        """Parses until too many requests wait or the turn has had its share; the rest is kept, and
+        nothing more is read."""
         start = 0
         step = min(PARSED_BYTES, self._limits.max_head_bytes)
+        self._num_events = 0
         while start < len(data) and len(self.pipeline) < MAX_PIPELINED:
             if self._phase is Phase.CLOSED:
                 return
+            if self._num_events >= EVENTS_PER_TURN:
+                self.loop.call_soon(self._parse_on)
+                break
             start += self._feed(data[start : start + step])
         self.flow.unparsed = data[start:]
         if self.flow.unparsed:
@@ -398,6 +407,16 @@ class Connection(HttpToolsProtocol):
             super().on_message_begin()
             self._enter(Phase.HEAD)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header of a head, and drop one that follows a body's last chunk.
+
+        A trailer has passed none of the checks of a head, neither here nor in proxies. One header
+        too many is kept, by which the head is refused.
+        """
+        self._num_events += 1
+        if self._phase is Phase.HEAD and len(self.headers) <= self._limits.max_headers:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         if self._phase is Phase.CLOSED:
             return
@@ -441,8 +460,12 @@ class Connection(HttpToolsProtocol):
         return head_error(version, headers)
 
     def on_body(self, body: bytes) -> None:
+        self._num_events += 1
         if self._phase is Phase.BODY:
-            self._budget += FRAMING_BYTES_PER_BYTE * len(body)
+            # Framing is paid by the piece before it, and trailers, which are kept until they end,
+            # by none.
+            budget = self._budget + FRAMING_BYTES_PER_BYTE * len(body)
+            self._budget = min(budget, self._limits.max_head_bytes)
             super().on_body(body)
 
     def on_message_complete(self) -> None:

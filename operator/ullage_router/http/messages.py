@@ -13,6 +13,7 @@ from ullage_router.errors import (
     length_required,
     malformed,
 )
+from ullage_router.http.long_bodies import LONG_BODY_BYTES, LongBodies
 
 Headers = list[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
@@ -36,7 +37,7 @@ class Limits:
     max_headers: int = 100
     max_body_bytes: int = 8 << 20
     max_held_bytes: int = 256 << 20
-    """Bytes of bodies that arrive, on all connections of a server together."""
+    """Bytes of bodies that arrive or wait to become prompts, on all connections together."""
     max_connections: int = 20_000
     max_age_s: float = 600.0
     """Age at which a connection ends with its reply, so that the client comes to another process.
@@ -56,13 +57,14 @@ class Limits:
 
 @dataclass(slots=True)
 class BodyRoom:
-    """Memory for bodies that arrive, on all connections of a server.
+    """Memory for bodies that arrive and have not become prompts, on all connections of a server.
 
     limit: bytes for all; one tenant gets at most half of them.
     """
 
     limit: int
     taken: int = 0
+    long_bodies: LongBodies = field(default_factory=LongBodies)
     _of_tenants: dict[str, int] = field(default_factory=dict)
 
     def take(self, size: int, tenant: str) -> bool:
@@ -104,6 +106,10 @@ class Request:
         self.headers: Mapping[str, str] = _merged(scope["headers"])
         self._is_read = False
         self._has_failed = False
+        self._taken_bytes = 0
+        self._turn_bytes = 0
+        """Bytes of its turn among long bodies; 0: it has none."""
+        self._tenant = ""
 
     @property
     def refusal(self) -> ServiceError | None:
@@ -125,11 +131,19 @@ class Request:
             or int(headers.get("content-length", 0)) > MAX_DISCARDED_BYTES
         )
 
+    def release(self) -> None:
+        """Give back the room for the body, which whoever reads it does not need any more."""
+        self._room.give_back(self._taken_bytes, self._tenant)
+        self._taken_bytes = 0
+        if self._turn_bytes:
+            self._room.long_bodies.give_back(self._turn_bytes, self._tenant)
+            self._turn_bytes = 0
+
     async def read(self, tenant: str = "") -> bytes:
         """The body.
 
         Args:
-            tenant: in whose share of the room for bodies it is kept while it arrives.
+            tenant: in whose share of the room for bodies it is until it is released.
 
         Raises:
             ServiceError: there is none, it is too large, malformed or late, or there is no room.
@@ -150,28 +164,37 @@ class Request:
 
     async def _read(self, tenant: str) -> bytes:
         limit = self._limits.max_body_bytes
-        parts: list[bytes] = []
-        taken, has_more = 0, True
+        body = bytearray()  # a list of pieces could have one for each byte
+        has_more = True
+        self._tenant = tenant
+        while has_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise asyncio.CancelledError
+            if self.refusal:
+                raise self.refusal
+            part: bytes = message["body"]
+            has_more = message["more_body"]
+            if len(body) + len(part) > limit:
+                raise body_too_large(f"more than {limit} bytes", limit)
+            if not self._room.take(len(part), tenant):
+                raise bodies_full()
+            self._taken_bytes += len(part)
+            if len(body) + len(part) > LONG_BODY_BYTES and not self._turn_bytes:
+                await self._wait_for_turn()
+            if not (has_more or body):
+                return part
+            body += part
+        return bytes(body)
+
+    async def _wait_for_turn(self) -> None:
+        """Receive nothing until few other long bodies are here."""
+        size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
-            while has_more:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise asyncio.CancelledError
-                if self.refusal:
-                    raise self.refusal
-                part: bytes = message["body"]
-                has_more = message["more_body"]
-                if taken + len(part) > limit:
-                    raise body_too_large(f"more than {limit} bytes", limit)
-                if not (has_more or parts):  # it came as a whole and waits for nothing
-                    return part
-                if not self._room.take(len(part), tenant):
-                    raise bodies_full()
-                taken += len(part)
-                parts.append(part)
-            return b"".join(parts)
-        finally:
-            self._room.give_back(taken, tenant)
+            await self._room.long_bodies.take(size, self._tenant)
+        except TimeoutError as error:
+            raise bodies_full() from error
+        self._turn_bytes = size
 
 
 class Reply:
@@ -248,16 +271,19 @@ def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
             await serve(request, Reply(request, send))
         except asyncio.CancelledError:
             return  # the client has gone, or the server ends: nobody would read an error
+        finally:
+            request.release()
 
     return app
 
 
 def _merged(headers: Headers) -> dict[str, str]:
-    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-    merged = dict(pairs)
-    if len(merged) < len(pairs):
-        for name in merged:
-            merged[name] = ", ".join(value for other, value in pairs if other == name)
+    """Return values by name; those of one name are joined by commas."""
+    merged: dict[str, str] = {}
+    for raw_name, raw_value in headers:
+        name = raw_name.decode("latin-1")
+        value = raw_value.decode("latin-1")
+        merged[name] = f"{merged[name]}, {value}" if name in merged else value
     return merged
 
 

@@ -253,6 +253,7 @@ class CommonStages:
         check_task(call.request, model.description.task, name)
         began = time.monotonic()
         call.prompt = await self._prompts.build(model, call.request, call.tenant.name, call.path)
+        call.release_body()
         num_tokens = len(call.prompt.token_ids)
         call.record.note("tokenised", time.monotonic() - began, prompt_tokens=num_tokens)
         call.decision = replace(call.decision, degraded=call.prompt.degraded)

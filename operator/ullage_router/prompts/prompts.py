@@ -11,20 +11,27 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.template import TURN_CHARACTERS, make_turns, read_arguments, weight
 from ullage_common.chat.tool_formats import Turn
 from ullage_common.config.router import CleanseSection
-from ullage_common.wire.errors import invalid
+from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.validation import check_prompt_tokens
 from ullage_router.engines.engines import Engines
+from ullage_router.intake import IntakeThread
 from ullage_router.prompts.cleanse import cleanse_turns
 from ullage_router.prompts.summarize import HistorySummarizer
+from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.tool_use import ToolUse, tool_use
 from ullage_router.prompts.truncate import droppable
-from ullage_router.tokenizer import Model, PromptError, TokenizerThreads
+from ullage_router.tokenizer import Model, PromptError, TooManyTokens
 
 TOKEN_BYTES = 44
 CHARACTER_BYTES = 8
 """Bytes of one character of the turns, which the request has as well: at most 4 each."""
 MAX_CHARACTERS_PER_TOKEN = 64
-"""Sixteen times the usual: what a conversation may have for each token of the context."""
+"""Sixteen times the usual: the characters that an input may have for each token of the context."""
+MAX_CONTEXTS = 16
+"""Contexts that a conversation may fill before turns are dropped."""
+COUNTED_CONTEXTS = 4
+"""Contexts up to which the tokens of a text that does not fit are counted, to name their number."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -41,11 +48,13 @@ class Prompt(msgspec.Struct, frozen=True):
     tool_use: ToolUse = msgspec.field(default_factory=ToolUse)
     arguments: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
+    weight: int = 0
+    """Characters of the turns as they came (`template.weight`); shorter ones keep the number."""
 
     @property
     def memory_bytes(self) -> int:
         """About what this process keeps for it, from above: tokens, turns and the request."""
-        return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * weight(self.turns)
+        return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
         """Turns other than the newest may be dropped, and that was not tried before."""
@@ -65,6 +74,7 @@ class PromptBuilder:
         summarizer: sums up long ones; None: they stay as they are.
         engines: where the longest context is known.
         threads: where long texts are tokenised.
+        intake: where conversations with many or long turns are read.
         is_cascade: other models may answer as well, so that each takes what it knows.
     """
 
@@ -74,6 +84,7 @@ class PromptBuilder:
         summarizer: HistorySummarizer | None,
         engines: Engines,
         threads: TokenizerThreads,
+        intake: IntakeThread,
         is_cascade: bool,
     ) -> None:
         self._is_cascade = is_cascade
@@ -81,6 +92,7 @@ class PromptBuilder:
         self._summarizer = summarizer
         self._engines = engines
         self._threads = threads
+        self._intake = intake
 
     async def build(
         self,
@@ -100,19 +112,44 @@ class PromptBuilder:
         """
         kind = request.WhichOneof("input")
         if kind == "token_ids":
+            self._check_count(len(request.token_ids.ids))
             ids = list(request.token_ids.ids)
             check_prompt_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
         if kind == "text":
-            self._check_size(model, request.text, "prompt")
-            encode = model.encode_whole if request.embed else model.encode
-            ids = await self._threads.run(len(request.text), lambda: encode(request.text))
-            check_prompt_tokens(ids, model.vocab_size)
-            return Prompt(model, ids)
+            return await self._text(model, request, tenant)
         arguments = _arguments(
             model, request.messages.template_arguments, self._is_cascade or bool(path)
         )
         return await self._conversation(model, request, tenant, arguments)
+
+    async def _text(
+        self, model: Model, request: inference_pb2.GenerateRequest, tenant: str
+    ) -> Prompt:
+        size = len(request.text)
+        self._check_whole(size, "prompt")
+        encode = model.encode_whole if request.embed else model.encode
+        most = COUNTED_CONTEXTS * self._engines.max_model_len
+
+        def checked() -> list[int] | ServiceError:
+            # A copy each time, which need not wait for a thread; nor does an error that is not
+            # raised here keep it.
+            text = request.text
+            fewest = model.fewest_tokens(text)
+            if fewest > self._engines.max_model_len:
+                return self._too_long("prompt", fewest)
+            try:
+                return encode(text, most)
+            except PromptError as error:
+                return invalid("prompt", f"prompt: {error}")
+            except TooManyTokens:
+                return self._too_long("prompt", most)
+
+        ids = await self._threads.run(size, checked, tenant)
+        if isinstance(ids, ServiceError):
+            raise ids
+        check_prompt_tokens(ids, model.vocab_size)
+        return Prompt(model, ids)
 
     async def _conversation(
         self,
@@ -121,21 +158,37 @@ class PromptBuilder:
         tenant: str,
         arguments: Mapping[str, Any],
     ) -> Prompt:
-        turns = tuple(make_turns(request.messages.messages))
-        use = tool_use(request, model.tool_format)
-        # The last turn stays whatever else is dropped.
-        self._check_size(model, turns[-1]["content"], "messages")
-        size = weight(turns) + use.num_characters + len(request.messages.template_arguments)
-        self._check_whole(size)
-        turns, degraded = await self._cleansed(turns, size)
-        render = functools.partial(model.render, turns, use.tools, use.opening, arguments)
+        num_bytes = request.messages.ByteSize() + TURN_CHARACTERS * len(request.messages.messages)
+        read = functools.partial(self._read, model, request)
+        turns, use, size = await self._intake.run(num_bytes, tenant, read)
+        turns, degraded = await self._cleansed(turns, size, tenant)
+        most = MAX_CONTEXTS * self._engines.max_model_len
+        render = functools.partial(model.render, turns, use.tools, use.opening, arguments, most)
         try:
-            ids = await self._threads.run(size, render)
+            ids = await self._threads.run(size, render, tenant)
         except PromptError as error:
             raise invalid("messages", f"messages: {error}") from error
+        except TooManyTokens as error:
+            raise self._too_long("messages", most) from error
         check_prompt_tokens(ids, model.vocab_size, "messages")
-        prompt = Prompt(model, ids, turns, degraded, tool_use=use, arguments=arguments)
+        prompt = Prompt(model, ids, turns, degraded, tool_use=use, arguments=arguments, weight=size)
         return await self._summarized(prompt, tenant) if self._summarizer else prompt
+
+    def _read(
+        self, model: Model, request: inference_pb2.GenerateRequest
+    ) -> tuple[tuple[Turn, ...], ToolUse, int]:
+        """Make turns of the messages, whose sizes are looked at first; returns also how the tools
+        are used, and how many characters all of it has."""
+        messages = request.messages
+        # The last turn stays whatever else is dropped.
+        self._check_size(model, messages.messages[-1].content, "messages")
+        self._check_whole(_num_characters(messages))
+        _check_calls(messages)
+        turns = tuple(make_turns(messages.messages))
+        use = tool_use(request, model.tool_format)
+        size = weight(turns) + use.num_characters + len(messages.template_arguments)
+        self._check_whole(size)
+        return turns, use, size
 
     async def _summarized(self, prompt: Prompt, tenant: str) -> Prompt:
         assert self._summarizer
@@ -152,34 +205,66 @@ class PromptBuilder:
         return replace(prompt, token_ids=history.token_ids, turns=history.turns, degraded=degraded)
 
     async def _cleansed(
-        self, turns: tuple[Turn, ...], size: int
+        self, turns: tuple[Turn, ...], size: int, tenant: str
     ) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
         """The turns as the service wants them, and what was done."""
         if not self._rules.is_any:
             return turns, ()
-        cleansed, saved = await self._threads.run(size, lambda: cleanse_turns(turns, self._rules))
+        cleansed, saved = await self._threads.run(
+            size, lambda: cleanse_turns(turns, self._rules), tenant
+        )
         return tuple(cleansed), (f"cleansed_chars={saved}",) if saved else ()
 
-    def _check_whole(self, size: int) -> None:
-        """Refuses a conversation many times the context, or of more turns than it has tokens:
-        finding what to drop would take long."""
+    def _check_whole(self, size: int, field: str = "messages") -> None:
+        """Refuse an input many times the context, or of more turns than it has tokens: tokenising
+        it, or finding what to drop, would take long."""
         most = self._engines.max_model_len * MAX_CHARACTERS_PER_TOKEN
         if size > most:
-            message = (
-                f"messages have {size} characters, {TURN_CHARACTERS} counted for each message, and "
-                f"the context is {self._engines.max_model_len} tokens; send at most {most}"
+            counted = (
+                f", {TURN_CHARACTERS} counted for each message," if field == "messages" else ""
             )
-            raise invalid("messages", message, "CONTEXT_TOO_LONG")
-
-    def _check_size(self, model: Model, text: str, field: str) -> None:
-        """Refuses a text that cannot fit however its tokens fall: tokenising megabytes is slow."""
-        fewest, context = model.fewest_tokens(text), self._engines.max_model_len
-        if fewest > context:
             message = (
-                f"{field} has more than {fewest} tokens and the context is {context} tokens; "
-                "shorten it"
+                f"{field}: {size} characters{counted} and the context is "
+                f"{self._engines.max_model_len} tokens; send at most {most}"
             )
             raise invalid(field, message, "CONTEXT_TOO_LONG")
+
+    def _check_count(self, num_tokens: int) -> None:
+        """Refuses more tokens than any engine takes before they become a list."""
+        context = self._engines.max_model_len
+        if num_tokens > context:
+            message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
+            raise invalid("prompt", message, "CONTEXT_TOO_LONG")
+
+    def _check_size(self, model: Model, text: str, field: str) -> None:
+        """Refuse a text that cannot fit however its tokens fall: tokenising megabytes is slow."""
+        fewest = model.fewest_tokens(text)
+        if fewest > self._engines.max_model_len:
+            raise self._too_long(field, fewest)
+
+    def _too_long(self, field: str, fewest: int) -> ServiceError:
+        context = self._engines.max_model_len
+        message = (
+            f"{field} has more than {fewest} tokens and the context is {context} tokens; shorten it"
+        )
+        return invalid(field, message, "CONTEXT_TOO_LONG")
+
+
+def _num_characters(messages: inference_pb2.Messages) -> int:
+    """Count the characters of a conversation, and those that each of its messages counts for."""
+    size = TURN_CHARACTERS * len(messages.messages) + len(messages.template_arguments)
+    for message in messages.messages:
+        size += len(message.content) + len(message.reasoning)
+        size += sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return size
+
+
+def _check_calls(messages: inference_pb2.Messages) -> None:
+    """Refuse arguments of calls that would become very many values."""
+    counter = JsonCounter("messages", VALUE_LIMITS, "messages: the arguments of all calls: JSON")
+    for message in messages.messages:
+        for call in message.tool_calls:
+            counter.add(call.arguments.encode())
 
 
 def _arguments(model: Model, text: str, is_cascade: bool) -> Mapping[str, Any]:

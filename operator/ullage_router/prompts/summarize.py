@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from ullage_common.chat.template import num_characters, weight
 from ullage_common.chat.tool_formats import Turn
 from ullage_common.config.router import CompressSection
+from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import KEPT_ROLES, droppable
-from ullage_router.tokenizer import PromptError, TokenizerThreads
+from ullage_router.tokenizer import PromptError
 
 MAX_FACTS = 20_000
 """Number of facts of one text; what comes after them is not looked at."""
@@ -291,11 +292,13 @@ class HistorySummarizer:
         """
         if num_tokens <= self._section.threshold * context:
             return None
-        places, oldest_turns = await self._threads.run(weight(turns), lambda: self._oldest(turns))
+        places, oldest_turns = await self._threads.run(
+            weight(turns), lambda: self._oldest(turns), tenant
+        )
         if not places:
             return None
         summary = await self._summary(oldest_turns, tenant)
-        result = await self._rendered(turns, places, summary, render) if summary else None
+        result = await self._rendered(turns, places, summary, render, tenant) if summary else None
         if result is None or len(result[1]) >= num_tokens:
             self._count("refused", 0)
             return None
@@ -313,11 +316,16 @@ class HistorySummarizer:
         self._on_done(outcome, saved_tokens)
 
     async def _rendered(
-        self, turns: Sequence[Turn], places: Sequence[int], summary: str, render: Render
+        self,
+        turns: Sequence[Turn],
+        places: Sequence[int],
+        summary: str,
+        render: Render,
+        tenant: str,
     ) -> tuple[tuple[Turn, ...], list[int]] | None:
         shorter = with_summary(turns, places, summary)
         try:
-            ids = await self._threads.run(weight(shorter), lambda: render(shorter))
+            ids = await self._threads.run(weight(shorter), lambda: render(shorter), tenant)
         except PromptError:  # the template refuses it; the conversation itself was fine
             return None
         return shorter, ids
@@ -329,7 +337,9 @@ class HistorySummarizer:
         summary = self._cache.get(key)
         if summary is None:
             fact_share = self._section.fact_share
-            summary = await self._threads.run(weight(turns), lambda: extract(turns, fact_share))
+            summary = await self._threads.run(
+                weight(turns), lambda: extract(turns, fact_share), tenant
+            )
             self._cache.put(key, summary)
         return summary
 

@@ -115,8 +115,10 @@ class Trimmer:
 
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
-# What a header begins with; an answer that begins otherwise has none and is text.
-_HEADS = ("<|channel|>", "<|start|>", "<|message|>", "assistant", " to=")
+_ROLE = "assistant"
+_HEADS = ("<|channel|>", "<|start|>", "<|message|>", " to=")
+"""What a header begins with, perhaps behind the role; an answer that begins otherwise has none and
+is text."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _ADDRESSED = re.compile(r"to=\S")
@@ -145,8 +147,10 @@ class HarmonyReader:
         return pieces
 
     def close(self) -> list[Piece]:
-        """A header that was cut off says nothing."""
+        """A header that was cut off says nothing; the word `assistant` alone is none."""
         rest, self._buffer = self._buffer, ""
+        if self._make is None and not any(head in rest for head in _HEADS):
+            self._make = Text
         return [self._make(rest)] if rest and self._make else []
 
     def _step(self, pieces: list[Piece]) -> bool:
@@ -154,7 +158,7 @@ class HarmonyReader:
         return self._header(pieces) if self._make is None else self._body(pieces, self._make)
 
     def _header(self, pieces: list[Piece]) -> bool:
-        if not any(h.startswith(self._buffer) or self._buffer.startswith(h) for h in _HEADS):
+        if not _may_be_header(self._buffer):
             self._make = Text
             return True
         match = find_mark(self._buffer, [_MESSAGE])
@@ -184,6 +188,14 @@ class HarmonyReader:
         self._buffer = (match.mark if opens else "") + match.after
         self._make = None
         return True
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a text begins as a header does, or may once more of it has come."""
+    if _ROLE.startswith(text):
+        return True
+    rest = text.removeprefix(_ROLE)
+    return any(head.startswith(rest) or rest.startswith(head) for head in _HEADS)
 
 
 @dataclass(frozen=True, slots=True)

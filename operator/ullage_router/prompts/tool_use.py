@@ -17,6 +17,7 @@ from typing import Any
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.tool_formats import ToolFormat
 from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from ullage_common.wire.validation import invalid_value
 from ullage_router.prompts.tool_parsers import (
@@ -72,6 +73,7 @@ def _parse(text: str) -> list[Any]:
     size = len(text.encode())
     if size > MAX_TOOLS_BYTES:
         raise invalid_value("tools", f"{size} bytes", f"at most {MAX_TOOLS_BYTES} bytes")
+    JsonCounter("tools", VALUE_LIMITS).add(text.encode())
     try:
         listed = json.loads(text)
         json.dumps(listed, ensure_ascii=False).encode()

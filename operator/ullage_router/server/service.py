@@ -21,6 +21,7 @@ from ullage_router.call import Handler, Stage
 from ullage_router.cascade import Cascade
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
+from ullage_router.intake import IntakeThread
 from ullage_router.pipeline.coalesce import Coalescer
 from ullage_router.pipeline.generate import EngineStages
 from ullage_router.pipeline.idempotency import IdempotencyKeys
@@ -31,6 +32,7 @@ from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.summarize import HistorySummarizer
+from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.rollout import Rollout, TrialCollector
 from ullage_router.server.load_report import LoadReporter
 from ullage_router.server.processes import ProcessSlot, RouterTLS
@@ -40,7 +42,6 @@ from ullage_router.telemetry.record import RequestRecord, Stats
 from ullage_router.tenants import ANONYMOUS, Tenants
 from ullage_router.tickets.picker import TicketIssuer
 from ullage_router.tickets.signing import TicketSigner
-from ullage_router.tokenizer import TokenizerThreads
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,10 @@ class RouterService:
             self._on_engines_change,
             routing.placement.breaker,
             self.tls.dialer,
+            trusts_special_tokens=config.prompts.special_tokens == "trusted",
         )
         self.balancer = LoadBalancer(routing.placement, self.engines)
+        self.intake = IntakeThread()
         self._threads = TokenizerThreads()
         self.summarizer = self._summarizer()
         self._prompts = PromptBuilder(
@@ -78,6 +81,7 @@ class RouterService:
             self.summarizer,
             self.engines,
             self._threads,
+            self.intake,
             config.cascade is not None,
         )
         self.rollout = Rollout(config.rollout_file, self.engines, self._prompts)
@@ -181,6 +185,7 @@ class RouterService:
         await self.tenants.close()
         await self.tls.close()
         self._threads.close()
+        self.intake.close()
         if self.tracer:
             await asyncio.to_thread(self.tracer.close)
 

@@ -5,9 +5,10 @@ Python's internals nor change what it is given. Messages of the wire become the 
 expect, and a client may set those variables that the model's template reads, no others.
 """
 
+import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -23,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ullage.inference.v1 import inference_pb2
+from ullage_common.chat.client_text import ascii_json, escaped, joined
 from ullage_common.chat.tool_formats import (
     Turn,
     described,
@@ -88,6 +91,11 @@ class ChatTemplate:
         self.variables = names - environment.globals.keys() - self._given.keys() - _OURS
         """Names that the template reads and a client may set."""
 
+        self.literals = (
+            self._plain.literals | self._with_tools.literals | {*special_tokens.values()}
+        )
+        """Texts that the template writes or looks for."""
+
     def render(
         self,
         messages: Sequence[Turn],
@@ -123,7 +131,7 @@ class ChatTemplate:
                 messages = with_results_as_text(messages)
 
         try:
-            return compiled.render(
+            text = compiled.render(
                 **arguments,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
@@ -131,6 +139,7 @@ class ChatTemplate:
                 tools=described(tools, self.tool_format) or None,
                 **self._given,
             )
+            return str.__str__(text)  # not as text of a client
         except Exception as error:  # a stranger's code may raise anything
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
 
@@ -142,6 +151,7 @@ class _Compiled:
     render: Callable[..., str]
     names: frozenset[str]
     """Variables that it reads."""
+    literals: frozenset[str]
     knows_calls: bool
     checks_ids: bool
     """Whether it refuses calls whose ids are longer than nine characters."""
@@ -154,7 +164,8 @@ class _Compiled:
 def _compiled(environment: jinja2.Environment, source: str) -> _Compiled:
     try:
         template = environment.from_string(source)
-        names = meta.find_undeclared_variables(environment.parse(source))
+        parsed = environment.parse(source)
+        names = meta.find_undeclared_variables(parsed)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
     except (SyntaxError, RecursionError) as error:  # of the Python that Jinja makes of it
@@ -164,9 +175,18 @@ def _compiled(environment: jinja2.Environment, source: str) -> _Compiled:
     return _Compiled(
         render=template.render,
         names=frozenset(names),
+        literals=frozenset(_literals(parsed)),
         knows_calls="tool_calls" in source,
         checks_ids=_CHECKS_IDS.search(source) is not None,
     )
+
+
+def _literals(parsed: nodes.Template) -> Iterator[str]:
+    for data in parsed.find_all(nodes.TemplateData):
+        yield data.data
+    for constant in parsed.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value
 
 
 class _GenerationTag(Extension):
@@ -186,9 +206,23 @@ class _GenerationTag(Extension):
         return caller()
 
 
+class _Generator(CodeGenerator):
+    """Makes `~` join texts as the environment does."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox without its checks of a loop's own attributes, which cost as much as any
-    other's."""
+    other's, and with texts of clients that stay such when they are joined."""
+
+    code_generator_class = _Generator
+    concat = staticmethod(joined)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is LoopContext and attribute in _LOOP_VALUES:
@@ -232,6 +266,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["escape"] = environment.filters["e"] = escaped
+    # It turns entities into characters, which would then be the template's own words.
+    del environment.filters["striptags"]
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     environment.globals["dict"] = _Dictionaries()
@@ -247,13 +284,14 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Render plain JSON; jinja2's own filter escapes for HTML, which no model was trained on."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
+    dump = functools.partial(
+        json.dumps,
+        ensure_ascii=False,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return ascii_json(value, dump) if ensure_ascii else dump(value)
 
 
 def _now(form: str) -> str:

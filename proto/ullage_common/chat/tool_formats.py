@@ -8,6 +8,8 @@ from enum import Enum
 from hashlib import blake2b
 from typing import Any
 
+from ullage_common.chat.client_text import plain_text
+
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ALPHANUMERICS = string.digits + string.ascii_letters
 
@@ -87,9 +89,10 @@ def _with_short_ids(turn: Turn) -> Turn:
 
 
 def _short_id(call_id: str) -> str:
-    if _SHORT_ID.fullmatch(call_id):
+    plain = plain_text(call_id)
+    if _SHORT_ID.fullmatch(plain):
         return call_id
-    number = int.from_bytes(blake2b(call_id.encode(), digest_size=16).digest(), "big")
+    number = int.from_bytes(blake2b(plain.encode(), digest_size=16).digest(), "big")
     characters = []
     for _ in range(9):
         number, place = divmod(number, len(_ALPHANUMERICS))

@@ -385,7 +385,12 @@ class CompressSection(Strict, frozen=True, kw_only=True):
     """Without effect: no model writes summaries any more; read so that older files are accepted."""
 
 
+SpecialTokens = Literal["template", "trusted"]
+"""Whose special tokens are such: the chat template's alone, or all that a text spells."""
+
+
 class PromptsSection(Strict, frozen=True, kw_only=True):
+    special_tokens: SpecialTokens = "template"
     cleanse: CleanseSection = CleanseSection()
     compress: CompressSection = CompressSection()
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, start_http_server
 
+from ullage_common.process.log_writer import new_handler
 from ullage_common.process.metrics import exposition
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -91,13 +92,16 @@ def configure(
     stream: TextIO = sys.stderr,
     fields: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Sends every log record of this process to `stream` as JSON, with `fields` in each line."""
+    """Sends every log record of this process to `stream` as JSON, with `fields` in each line.
+
+    Whoever reads the stream slowly delays nobody (`log_writer`).
+    """
     # What no line here shows is not looked up for each (logging's own advice).
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     vars(logging)["logAsyncioTasks"] = False  # from Python 3.12 on
     logging.setLogRecordFactory(_LeanRecord)
-    handler = logging.StreamHandler(stream)
+    handler = new_handler(stream)
     handler.setFormatter(JsonFormatter(fields))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 

@@ -141,6 +141,11 @@ class OomKills:
 YOUNG_OBJECTS = 50_000
 
 
+_M_MMAP_THRESHOLD = -3
+"""Number of the parameter of glibc."""
+_LARGE_BYTES = 1 << 20
+
+
 def trim_heap() -> None:
     """Returns freed heap pages to the kernel; worth it once, after loading something large.
 
@@ -149,6 +154,17 @@ def trim_heap() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def return_large_blocks() -> None:
+    """Have blocks of a megabyte and more returned to the kernel as soon as they are freed.
+
+    glibc learns to keep blocks of such sizes, up to 32 MiB each in the heap of each thread, once
+    some were freed; a server whose requests may be megabytes would keep all of them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def freeze_gc() -> None:

@@ -7,11 +7,21 @@ be parsed with UNKNOWN and says no more. Health is grpc.health.v1 with the servi
 `readiness`.
 """
 
+import asyncio
 import contextlib
 import inspect
 import ipaddress
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,23 +31,74 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from ullage_common.wire.errors import ServiceError, abort, invalid
+from ullage_common.wire.message_size import check_message
 
 if TYPE_CHECKING:  # generic in its type stubs alone
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 MAX_REQUEST_BYTES = 8 << 20
 """Longest serialized request that is parsed."""
+SMALL_REQUEST_BYTES = 16 << 10
+"""Longest serialized request whose parts are not counted."""
+MAX_RECEIVED_AT_ONCE = 32
+"""Requests that arrive at one time on a server: what they may take is MAX_RECEIVED_BYTES each."""
+MAX_RECEIVED_PUBLIC = 8
+"""Requests of methods for everybody that arrive at one time."""
+RECEIVE_TIMEOUT_S = 30.0
+"""Seconds within which a request must have its turn and arrive; as long as over HTTP."""
+PUBLIC_TIMEOUT_S = 5.0
+"""The same for methods for everybody, whose requests are small."""
+STREAM_TIMEOUT_S = 30.0
+"""Longest stream of requests to a method for everybody: reflection."""
+MAX_CALLS = 4096
+"""Calls that a server has at one time."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+Admit = Callable[[str, Mapping[str, str]], str | None]
+"""Return the tenant whose call it is, by method and metadata; None: a method for everybody. Raise
+ServiceError where the call is refused."""
+Run = Callable[[int, str, Callable[[], Any]], Awaitable[Any]]
+"""Run a function that handles so many bytes of a tenant, away from the event loop if they are many.
+"""
+
+
+def admit_all(method: str, metadata: Mapping[str, str]) -> str | None:
+    """Let every call in, as one of nobody."""
+    return ""
+
+
+async def run_apart(num_bytes: int, tenant: str, work: Callable[[], Any]) -> Any:
+    """Run a function, in a thread if it has many bytes."""
+    if num_bytes <= SMALL_REQUEST_BYTES:
+        return work()
+    return await asyncio.to_thread(work)
+
+
 class RequestGuard(grpc.aio.ServerInterceptor):
-    """Aborts with INVALID_ARGUMENT before the service sees a request it cannot read.
+    """Refuses calls before their request is received, and requests before the service sees them.
+
+    A server that knows nothing of its clients receives whatever they send before it calls anything.
+    So a call that is not admitted ends with its metadata, the requests that arrive at one time are
+    few, none may take long, and one is parsed only when its parts were counted.
 
     reasons
-        BODY_TOO_LARGE     more than MAX_REQUEST_BYTES
+        BODIES_FULL        too many requests arrive
+        BODY_LATE          it does not arrive in time
+        BODY_TOO_LARGE     more than MAX_REQUEST_BYTES, or too many parts
         MALFORMED_MESSAGE  not the wire format of the message, or a string that is not UTF-8
+
+    Args:
+        admit: who may call what.
+        run: parses what is long.
     """
+
+    def __init__(self, admit: Admit = admit_all, run: Run = run_apart) -> None:
+        self._admit = admit
+        self._run = run
+        self._room = _ReceiveRoom()
+        self._streams = asyncio.Semaphore(MAX_RECEIVED_PUBLIC)
 
     async def intercept_service(
         self,
@@ -45,43 +106,150 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        if handler is None:
             return handler
-        behavior: Any = handler.unary_stream or handler.unary_unary
-        is_generator = inspect.isasyncgenfunction(behavior)
-        rebuild: Any = (
-            grpc.unary_stream_rpc_method_handler
-            if handler.response_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        guarded: Handler = rebuild(
-            _guarded_generator(behavior) if is_generator else _guarded_coroutine(behavior),
-            _guarded_reader(handler.request_deserializer),
-            handler.response_serializer,
-        )
-        return guarded
-
-
-def _guarded_reader(parse: Any) -> Callable[[bytes], Any]:
-    """Returns what is wrong instead of raising it: only a handler can say it to the client."""
-    # A generated message's FromString is a method of its class.
-    name = getattr(getattr(parse, "__self__", None), "__name__", "request")
-
-    def read(data: bytes) -> Any:
-        if len(data) > MAX_REQUEST_BYTES:
-            return _too_large(name, len(data))
+        metadata = text_metadata(handler_call_details.invocation_metadata)
         try:
-            return parse(data) if parse else data
-        except DecodeError as error:
-            return _malformed(name, error)
+            tenant = self._admit(handler_call_details.method or "", metadata)
+        except ServiceError as error:
+            return _refusing(error)
+        if handler.request_streaming:
+            return self._public_stream(handler) if tenant is None else handler
+        behavior: Any = handler.unary_stream or handler.unary_unary
+        read = partial(self._read, handler.request_deserializer, tenant)
+        # Handlers of streams are called before anything is received.
+        if inspect.isasyncgenfunction(behavior):
+            return _streaming(_guarded_generator(read, behavior), handler)
+        guarded = _guarded_coroutine(read, behavior)
+        if handler.response_streaming:
+            return _streaming(guarded, handler)
+        return _handler(
+            grpc.stream_unary_rpc_method_handler(guarded, None, handler.response_serializer)
+        )
 
-    return read
+    def _public_stream(self, handler: "Handler") -> "Handler":
+        """Return a handler of few streams at a time, each of which ends soon: a message that
+        arrives takes memory, and nobody knows whose it is."""
+        behavior: Any = handler.stream_stream
+        if behavior is None or not inspect.isasyncgenfunction(behavior):
+            return handler
+
+        async def respond(requests: Any, context: Context) -> AsyncGenerator[Any]:
+            if self._streams.locked():
+                await abort(context, _too_many_streams())
+            try:
+                async with (
+                    self._streams,
+                    asyncio.timeout(STREAM_TIMEOUT_S),
+                    contextlib.aclosing(behavior(requests, context)) as responses,
+                ):
+                    async for response in responses:
+                        yield response
+            except TimeoutError:
+                await abort(context, _late("the stream's end", STREAM_TIMEOUT_S))
+
+        made = grpc.stream_stream_rpc_method_handler(
+            respond, handler.request_deserializer, handler.response_serializer
+        )
+        return _handler(made)
+
+    async def _read(self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes]) -> Any:
+        """Receive the one request of a call.
+
+        Raises:
+            ServiceError: it is not there in time, too large, or cannot be read.
+        """
+        # A generated message's FromString is a method of its class.
+        kind = getattr(parse, "__self__", None)
+        name = getattr(kind, "__name__", "request")
+        limit_s = PUBLIC_TIMEOUT_S if tenant is None else RECEIVE_TIMEOUT_S
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await stack.enter_async_context(self._room.place(tenant))
+                    data = await anext(requests)
+            except TimeoutError as error:
+                raise _late(name, limit_s) from error
+            except StopAsyncIteration as error:
+                raise invalid(name, f"the call has no {name}; send one") from error
+            if len(data) > MAX_REQUEST_BYTES:
+                raise _too_large(name, len(data))
+            if parse is None:
+                return data
+            work = partial(_parse, parse, kind, name, data)
+            return await self._run(len(data), tenant or "", work)
 
 
-def _guarded_generator(behavior: Any) -> Callable[[Any, Context], AsyncGenerator[Any]]:
-    async def respond(request: Any, context: Context) -> AsyncGenerator[Any]:
-        if isinstance(request, ServiceError):
-            await abort(context, request)
+def _parse(parse: Any, kind: Any, name: str, data: bytes) -> Any:
+    if len(data) > SMALL_REQUEST_BYTES and kind is not None:
+        check_message(data, kind.DESCRIPTOR)
+    try:
+        return parse(data)
+    except DecodeError as error:
+        raise _malformed(name, error) from error
+
+
+class _ReceiveRoom:
+    """Places for requests that arrive or are parsed; one tenant gets at most half of them, and
+    methods for everybody have places of their own."""
+
+    def __init__(self) -> None:
+        self._public = asyncio.Semaphore(MAX_RECEIVED_PUBLIC)
+        self._all = asyncio.Semaphore(MAX_RECEIVED_AT_ONCE)
+        self._of_tenants: dict[str, asyncio.Semaphore] = {}
+
+    @contextlib.asynccontextmanager
+    async def place(self, tenant: str | None) -> AsyncIterator[None]:
+        """Wait for a place and hold it within the block."""
+        if tenant is None:
+            async with self._public:
+                yield
+        elif not tenant:
+            async with self._all:
+                yield
+        else:
+            own = self._of_tenants.get(tenant)
+            if own is None:
+                own = self._of_tenants[tenant] = asyncio.Semaphore(MAX_RECEIVED_AT_ONCE // 2)
+            async with own, self._all:
+                yield
+
+
+def text_metadata(metadata: Any) -> dict[str, str]:
+    """Return metadata without its binary values."""
+    return {key: value for key, value in metadata or () if isinstance(value, str)}
+
+
+def _handler(handler: Any) -> "Handler":
+    """Return what gRPC made, whose stubs know no handlers of asyncio."""
+    made: Handler = handler
+    return made
+
+
+def _streaming(behavior: Any, handler: "Handler") -> "Handler":
+    return _handler(
+        grpc.stream_stream_rpc_method_handler(behavior, None, handler.response_serializer)
+    )
+
+
+def _refusing(error: ServiceError) -> "Handler":
+    """Return a handler that ends its call before anything of it is received."""
+
+    async def refuse(requests: Any, context: Context) -> None:
+        await abort(context, error)
+
+    return _handler(grpc.stream_stream_rpc_method_handler(refuse))
+
+
+Read = Callable[[AsyncIterator[bytes]], Awaitable[Any]]
+
+
+def _guarded_generator(read: Read, behavior: Any) -> Callable[[Any, Context], AsyncGenerator[Any]]:
+    async def respond(requests: Any, context: Context) -> AsyncGenerator[Any]:
+        try:
+            request = await read(requests)
+        except ServiceError as error:
+            await abort(context, error)
         async with contextlib.aclosing(behavior(request, context)) as responses:
             async for response in responses:
                 yield response
@@ -89,13 +257,32 @@ def _guarded_generator(behavior: Any) -> Callable[[Any, Context], AsyncGenerator
     return respond
 
 
-def _guarded_coroutine(behavior: Any) -> Callable[[Any, Context], Awaitable[Any]]:
-    async def respond(request: Any, context: Context) -> Any:
-        if isinstance(request, ServiceError):
-            await abort(context, request)
+def _guarded_coroutine(read: Read, behavior: Any) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def respond(requests: Any, context: Context) -> Any:
+        try:
+            request = await read(requests)
+        except ServiceError as error:
+            await abort(context, error)
         return await behavior(request, context)
 
     return respond
+
+
+def _too_many_streams() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "STREAMS_FULL",
+        f"{MAX_RECEIVED_PUBLIC} such streams are open; retry",
+        retry_after_s=1,
+    )
+
+
+def _late(name: str, limit_s: float) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "BODY_LATE",
+        f"{name} did not arrive within {limit_s:g} s; send it at once",
+    )
 
 
 def _too_large(name: str, size: int) -> ServiceError:
@@ -110,8 +297,7 @@ def _malformed(name: str, error: DecodeError) -> ServiceError:
 
 # A tokenizer.json with a 200k vocabulary is about 30 MB; prompts and tokens are far smaller.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-# gRPC reads as much before anybody looks at a key. Its own refusal has no details; RequestGuard's
-# has, so what is a little too long must reach it.
+# gRPC's own refusal has no details; RequestGuard's has, so what is a little too long must reach it.
 MAX_RECEIVED_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 20_000
 
@@ -136,7 +322,17 @@ SERVER_OPTIONS = (
     # Without this a server answers keepalive pings more frequent than 5 minutes with GOAWAY.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Peers that vanished, and those that connect and say nothing.
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
+
+
+NARROW_WINDOWS = (("grpc.http2.bdp_probe", 0),)
+"""Options of a server that takes calls from anybody: windows that grow with a connection's speed
+let in megabytes of calls that nobody reads yet. A message that is read has its own length's window.
+"""
 
 
 def open_channel(
@@ -207,14 +403,23 @@ def bind(
     return server.add_secure_port(address, credentials)
 
 
-def new_server(is_shared: bool = False) -> grpc.aio.Server:
+def new_server(
+    is_shared: bool = False,
+    guard: RequestGuard | None = None,
+    options: Sequence[tuple[str, int]] = (),
+) -> grpc.aio.Server:
     """Creates a server without services and ports; it refuses requests that it cannot read.
 
     Args:
         is_shared: other processes of the same user may listen on its port too.
+        guard: who may call what; None: everybody everything.
+        options: beside those of all servers.
     """
-    options = (*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)))
-    return grpc.aio.server(options=options, interceptors=(RequestGuard(),))
+    return grpc.aio.server(
+        options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)), *options),
+        interceptors=(guard or RequestGuard(),),
+        maximum_concurrent_rpcs=MAX_CALLS,
+    )
 
 
 LIVENESS = "liveness"

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import grpc
 import msgspec
@@ -25,6 +25,7 @@ from ullage_engine.protocol.messages import (
     TokenLogprobs,
     TokenOutput,
 )
+from ullage_engine.server import responses
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Finish, Journal
 from ullage_engine.server.metrics import EngineMetrics
@@ -305,16 +306,44 @@ def test_samples_asked_for_during_a_restart_go_together(serve: Serve, run_dir: P
     assert submit[2] == "False"
 
 
-def make_group(n: int, best_of: int, stops: tuple[str, ...] = ()) -> SampleGroup:
+def make_group(
+    n: int, best_of: int, stops: tuple[str, ...] = (), top_logprobs: int | None = None
+) -> SampleGroup:
     request = EngineRequest(
         request_id="e-1",
         token_ids=[1, 2],
         num_prompt_tokens=2,
         max_tokens=9,
-        sampling=SamplingParams(seed=(1 << 64) - 1),
+        sampling=SamplingParams(seed=(1 << 64) - 1, top_logprobs=top_logprobs),
     )
     job = ValidatedRequest("mine", request, stops, True, False, samples=SamplePlan(n, best_of))
     return SampleGroup(job, TokenBytes(TOKENIZER.tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("reason", "stops", "ends"),
+    [
+        ("stop", (), [False, False, True]),
+        ("length", (), [False, False, False]),
+        ("", (" three",), [False, False, False]),
+    ],
+)
+def test_the_token_that_ends_an_answer_is_marked(
+    reason: Literal["stop", "length", ""], stops: tuple[str, ...], ends: list[bool]
+) -> None:
+    """It is no part of the text, other than one that completes a stop string."""
+
+    async def scenario() -> None:
+        group = make_group(1, 1, stops, top_logprobs=0)
+        [entry] = group.entries
+        tokens = TOKENIZER.tokenizer.encode("one two three").ids
+        logprobs = [TokenLogprobs(-0.5, [], [])] * len(tokens)
+        entry.append_output(TokenOutput(entry.key, tokens, reason, logprobs))
+        (update,) = await group.next_updates()
+        message = responses.delta(update, group.job, TokenBytes(TOKENIZER.tokenizer)).delta
+        assert [each.is_end for each in message.logprobs] == ends
+
+    asyncio.run(scenario())
 
 
 def test_the_mean_and_not_the_sum_ranks() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from ullage_testing.ports import free_port
@@ -26,6 +27,7 @@ from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.server.worker_process import launch_env, vllm_env
 from ullage_engine.vllm_worker.__main__ import main
+from ullage_engine.vllm_worker.follower_health import HUNG_AFTER_S, FollowerHealth
 from ullage_engine.vllm_worker.group import Connection, Leader, Roster, Start, lead, listen
 
 PATIENCE_S = 60.0
@@ -41,21 +43,29 @@ time.sleep(3600)
 """
 FOLLOWER = """
 import sys
-from ullage_engine.vllm_worker.group import Follower, Join
+from ullage_engine.vllm_worker.follower_health import FollowerHealth
+from ullage_engine.vllm_worker.group import Follower, Join, listen
 assert "torch" not in sys.modules  # seconds, and memory that each follower would hold
-port, revision, rank, *compute = sys.argv[1:]
+port, health_port, revision, rank, *compute = sys.argv[1:]
+health = FollowerHealth()
+health.serve(listen(int(health_port)))
 Follower(
     ("127.0.0.1", int(port)),
     Join(revision, int(rank)),
     lambda at, start: [*compute, at, str(start.rank_bytes)],
     {"SET": "1"},
+    health,
 ).run()
 """
 COMPUTE = """
 import os, pathlib, sys, time
+from ullage_engine.vllm_worker.group import announce_loaded
 folder, rank, leader, rank_bytes = sys.argv[1:]
 assert os.environ["SET"] == "1"
 (pathlib.Path(folder) / f"{os.getpid()}.computes").write_text(f"{rank} {leader} {rank_bytes}")
+while not (pathlib.Path(folder) / "loaded").exists():
+    time.sleep(0.01)
+announce_loaded()
 time.sleep(3600)
 """
 
@@ -73,6 +83,7 @@ class Group:
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
+        self.health_ports: dict[int, int] = {}
         self._folder = folder
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -81,7 +92,21 @@ class Group:
 
     def follow(self, rank: int, revision: str = "r1") -> subprocess.Popen[str]:
         compute = (sys.executable, "-c", COMPUTE, str(self._folder), str(rank))
-        return self._run(FOLLOWER, str(self.port), revision, str(rank), *compute)
+        self.health_ports[rank] = free_port()
+        ports = (str(self.port), str(self.health_ports[rank]))
+        return self._run(FOLLOWER, *ports, revision, str(rank), *compute)
+
+    def load(self) -> None:
+        """Let the processes that compute load the model."""
+        (self._folder / "loaded").touch()
+
+    def health(self, rank: int, path: str) -> int:
+        """The status that a follower's kubelet gets; 0 where nothing answers."""
+        url = f"http://127.0.0.1:{self.health_ports[rank]}{path}"
+        try:
+            return httpx.get(url, timeout=5).status_code
+        except httpx.TransportError:
+            return 0
 
     def computing(self) -> dict[int, int]:
         """The processes that compute, by their ranks."""
@@ -144,6 +169,34 @@ def test_nodes_compute_when_all_are_there_and_end_with_their_leader(group: Group
     again = group.wait_computing(1, 2)
     assert not set(again.values()) & set(former.values())
     assert all(follower.poll() is None for follower in followers)
+
+
+def test_a_follower_is_ready_while_its_group_computes_and_live_while_it_waits(group: Group) -> None:
+    leader = group.lead(2)
+    follower = group.follow(1)
+    group.wait_computing(1)
+    wait_for(lambda: group.health(1, "/healthz") == 200)
+    assert group.health(1, "/readyz") == 503, "the model is not loaded yet"
+    group.load()
+    wait_for(lambda: group.health(1, "/readyz") == 200)
+    leader.kill()
+    wait_for(lambda: group.health(1, "/readyz") == 503)
+    assert group.health(1, "/healthz") == 200, "it waits for the next leader"
+    assert group.health(1, "/other") == 404
+    group.lead(2)
+    wait_for(lambda: group.health(1, "/readyz") == 200)
+    follower.send_signal(signal.SIGSTOP)
+    assert group.health(1, "/healthz") == 0
+
+
+def test_a_follower_that_hangs_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    health, now = FollowerHealth(), time.monotonic()
+    health.is_computing = True
+    assert (health.status("/healthz"), health.status("/readyz")) == (200, 200)
+    monkeypatch.setattr(time, "monotonic", lambda: now + HUNG_AFTER_S + 1)
+    assert (health.status("/healthz"), health.status("/readyz")) == (503, 503)
+    health.on_look()
+    assert health.status("/readyz") == 200
 
 
 @pytest.mark.parametrize("ends", ["follower", "vllm"])

@@ -119,6 +119,10 @@ FORMS = [
     form("pools.single.resources.requests.cpu", "two", "must be a quantity"),
     form("pools.single.podTemplate.spec.containers", {}, "must be of type array, not {}"),
     form("pools.single.shmSize", "0", "must be a quantity above 0"),
+    form("rollout.surge", "Maybe", "must be one of Auto, Always, Never, not 'Maybe'"),
+    form("rollout.maxUnavailable", 0, "must be at least 1, not 0"),
+    form("rollout.maxUnavailable", "0%", "must be a number such as 2 or a percentage such as 25%"),
+    form("rollout.maxUnavailable", "2", "must be a number such as 2 or a percentage such as 25%"),
     Wrong(
         {"pools.single.autoscaling": {"maxReplicas": 4, "provider": "hpa"}},
         "spec.pools.single.autoscaling.provider",

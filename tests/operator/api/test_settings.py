@@ -21,6 +21,7 @@ def test_every_setting_can_be_given():
     given = Settings.from_env(
         {
             "ULLAGE_ENGINE_IMAGE": "e",
+            "ULLAGE_CUDA_ENGINE_IMAGE": "c",
             "ULLAGE_VLLM_ENGINE_IMAGE": "v",
             "ULLAGE_ROUTER_IMAGE": "r",
             "ULLAGE_IMAGE_PULL_POLICY": "Always",
@@ -36,6 +37,7 @@ def test_every_setting_can_be_given():
     )
     assert given == Settings(
         engine_image="e",
+        cuda_engine_image="c",
         vllm_engine_image="v",
         router_image="r",
         image_pull_policy="Always",

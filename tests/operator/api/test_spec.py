@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 from ullage_operator.api import naming, schema
-from ullage_operator.api.errors import InvalidManifest, OutdatedDefinition
+from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.sections import camel
-from ullage_operator.api.spec import Settings, in_api_names, parse, parse_stored, with_pod_template
+from ullage_operator.api.spec import (
+    Settings,
+    in_api_names,
+    parse,
+    parse_filled,
+    parse_stored,
+    with_pod_template,
+)
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
 from ullage_operator.rollout.state import release_of, revision_of
 
@@ -102,16 +109,17 @@ def test_fields_of_a_newer_definition_are_left_to_the_next_operator(manifest: Ma
     assert refusals(newer)[0].startswith("spec.pools.single.levitation: unknown field")
 
 
-def test_a_stored_service_without_a_default_tells_of_an_old_definition(manifest: Make) -> None:
+def test_a_stored_service_without_a_default_is_what_its_definition_would_make_of_it(
+    manifest: Make,
+) -> None:
     stored, _ = schema.complete(schema.load_schema(), manifest())
     for section, field in (("memory", "hostKV"), ("healing", "minHealth"), ("slo", "ttftP95")):
         older = copy.deepcopy(stored)
         del older["spec"][section][field]
-        with pytest.raises(OutdatedDefinition) as caught:
-            parse_stored(older)
-        [problem] = caught.value.problems
-        assert problem.path.endswith(f"{section}.{field}")
-        assert "older than this operator" in problem.message
+        service, filled = parse_filled(older)
+        assert filled == [f"spec.{section}.{field}"]
+        assert service == parse_stored(stored)
+        assert field not in older["spec"][section]
 
 
 def test_what_the_operator_imports_brings_no_validators() -> None:
@@ -592,7 +600,7 @@ def test_messages_call_fields_as_the_api_does_and_values_as_they_are(stored: Mak
         parse_stored(with_spec(stored(), device="my_device"))
     with pytest.raises(InvalidManifest, match=r"^spec\.vllm: args\.my-max_kv is no argument"):
         parse_stored(stored(vllm={"args": {"my-max_kv": 1}}))
-    with pytest.raises(InvalidManifest, match=r"^spec\.pools\.single\.memory\.maxKV: "):
+    with pytest.raises(InvalidManifest, match=r"^spec\.memory\.maxKV: "):
         parse_stored(with_spec(stored(), memory=stored()["spec"]["memory"] | {"maxKV": "few"}))
     line = "the engine's memory.host_kv is for 'host_kv', not the pool's safety_reserve"
     named = "the engine's memory.hostKV is for 'host_kv', not the pool's safetyReserve"

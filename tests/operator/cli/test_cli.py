@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.spec import parse
@@ -173,6 +175,91 @@ def test_a_file_that_is_no_service(
     lines = errors(capsys, "up", "-f", str(path))
     assert all(line.startswith(f"error: {path}: ") for line in lines)
     assert said in lines[-1]
+
+
+HEAD = "apiVersion: serving.ullage.dev/v1alpha1\nkind: LLMService\nmetadata: {name: a}\n"
+MODEL = "spec:\n  model: {source: 'hf://a/b', name: m}\n"
+LEVELS = "".join(f"  l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]\n" for i in range(1, 12))
+WRONG_FILES = [
+    ("  device: CPU\n  device: CUDA\n", "key 'device' is there twice, first in line 6"),
+    ("  memory: {maxKV: 1Gi, 'maxKV': 2Gi}\n", "key 'maxKV' is there twice"),
+    ("  image: 2026-01-02\n  x: 1\n", "spec.x: unknown field"),
+    ("  device: 2026-01-02\n", "must be one of Auto, CUDA, CPU, not '2026-01-02'"),
+    ("  l0: &l0 [a, a]\n" + LEVELS, "with its aliases it has more than 100000 values"),
+    ("  pools: &p {single: *p}\n", "an anchor holds itself"),
+    ("  pools: " + "[" * 2000, "nested more than 100 deep"),
+    ("  pools: " + "{a: " * 2000, "nested more than 100 deep"),
+    ("  vllm: {args: {1: .inf}}\n", "inf is no number that JSON has"),
+    ("  vllm: {args: {seed: " + "9" * 5000 + "}}\n", "cannot be read"),
+    ("  vllm: {args: {seed: " + "9" * 30 + "}}\n", "is no number of 64 bits"),
+    ("  image: !!binary aGk=\n", "is of YAML's type bytes"),
+    ("  image: !!set {a, b}\n", "is of YAML's type set"),
+    ("  image: !!timestamp 2026-13-45\n", "cannot be read"),
+    ("  image: !!python/name:os.system\n", "could not determine a constructor"),
+    ("  image: !!int x\n", "cannot be read"),
+    ("  null: 1\n", "a key must be text"),
+    ("  [a]: 1\n", "a key must be text"),
+    ("  ? {a: b}\n  : 1\n", "a key must be text"),
+    ('  image: "\\ud800"\n', "is no text that UTF-8 has"),
+    ("  image: *nowhere\n", "found undefined alias"),
+    ("#" * (1 << 20), "longer than 1048576 bytes"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG_FILES, ids=[said for _, said in WRONG_FILES])
+def test_a_file_that_no_api_server_could_be_sent_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], write: Write, text: str, said: str
+) -> None:
+    path = write(HEAD + MODEL + text)
+    lines = errors(capsys, "plan", "-f", str(path))
+    assert all(line.startswith(f"error: {path}: ") for line in lines)
+    assert said in lines[0]
+
+
+def test_dates_keys_and_anchors_are_what_kubectl_makes_of_them(
+    capsys: pytest.CaptureFixture[str], write: Write
+) -> None:
+    shared = """\
+  image: 2026-01-02
+  router: {podTemplate: {metadata: {labels: &labels {"1": one}}}}
+  pools:
+    single:
+      podTemplate:
+        metadata:
+          labels: {<<: *labels, on: "2026"}
+          annotations: *labels
+"""
+    assert main(["plan", "-o", "json", "-f", str(write(HEAD + MODEL + shared))]) == 0
+    items = json.loads(capsys.readouterr().out)["items"]
+    [pods] = [item["spec"]["template"] for item in items if item["kind"] == "StatefulSet"]
+    assert pods["spec"]["containers"][0]["image"] == "2026-01-02"
+    assert pods["metadata"]["labels"].items() >= {"1": "one", "on": "2026"}.items()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_no_manifest_ends_in_a_traceback(
+    capsys: pytest.CaptureFixture[str], write: Write, stored: Make, data: st.DataObject
+) -> None:
+    pod = {"containers": [{"name": "engine", "env": [{"name": "A", "value": "b"}]}]}
+    pool = {"podTemplate": {"metadata": {"labels": {"a": "b"}}, "spec": pod}, "shmSize": "1Gi"}
+    made: Any = stored(pools={"single": pool, "large": {"memory": {"maxKV": "1Gi"}}})
+    section, last = made, "spec"
+    while isinstance(section[last], dict | list) and section[last] and data.draw(st.integers(0, 5)):
+        section = section[last]
+        last = data.draw(st.sampled_from(sorted(section) if isinstance(section, dict) else [0]))
+    section[last] = data.draw(JSON)
+    status = main(["plan", "-f", str(write(yaml.safe_dump(made, allow_unicode=True)))])
+    said = capsys.readouterr()
+    assert status in (0, 2)
+    assert status == 0 or said.err.startswith("error: ")
 
 
 def test_missing_and_binary_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -233,18 +233,51 @@ def test_one_operator_serves_all_namespaces_and_a_definition_that_comes_later(wo
     assert not any(path.startswith("/api/v1/namespaces?") for _, path, _ in played.requests)
 
 
-def test_an_invalid_edit_keeps_what_runs_and_a_valid_one_goes_on(world, operator, played):
-    world.create()
-    before = converged(world)
+def loosen(world, section: str, field: str, what: str) -> None:
+    """Put a definition in place that says less of a field than the operator's own."""
     crd = read_crd()
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    del schema["properties"]["memory"]["properties"]["maxKV"]["pattern"]
+    del schema["properties"][section]["properties"][field][what]
     world.patch(f"{CRDS}/{crd['metadata']['name']}", {"spec": crd["spec"]})
+
+
+def test_an_invalid_edit_keeps_what_runs_and_a_valid_one_goes_on(world, start, played):
+    first = start()
+    world.create()
+    before = converged(world)
+    loosen(world, "memory", "maxKV", "pattern")
     world.patch(f"{world.services}/s", {"spec": {"memory": {"maxKV": "plenty"}}})
-    until(lambda: world.condition("Ready").get("reason") == "InvalidSpec", "InvalidSpec")
+    until(lambda: world.condition("Degraded").get("reason") == "InvalidSpec", "InvalidSpec")
+    assert world.condition("Degraded")["message"].startswith("spec.memory.maxKV: 'plenty' is not")
     assert world.owned().keys() == before.keys()
+    path = f"{world.path('statefulsets')}/s-single"
+    lost = world.get(path)
+    world.client.delete(path)
+    until(lambda: world.get(path).get("metadata", {}).get("uid") not in
+          (None, lost["metadata"]["uid"]), "the StatefulSet is made anew", 30)  # fmt: skip
+    assert world.get(path)["spec"]["template"] == lost["spec"]["template"]
+    # Another operator knows the spec from before, too.
+    assert first.stop() == 0
+    world.client.delete(f"{world.path('deployments')}/s-router")
+    start()
+    until(lambda: ("deployments", "s-router") in world.owned(), "the router is made anew", 30)
+    assert world.condition("Degraded")["reason"] == "InvalidSpec"
     world.patch(f"{world.services}/s", {"spec": {"memory": {"maxKV": "1Gi"}}})
-    until(lambda: world.condition("Ready").get("reason") != "InvalidSpec", "valid again")
+    until(lambda: world.condition("Degraded").get("reason") != "InvalidSpec", "valid again")
+
+
+def test_a_definition_older_than_the_operator_is_filled_and_told_of(world, start, played):
+    loosen(world, "memory", "hostKV", "default")
+    assert world.create().status_code == 201
+    assert "hostKV" not in world.service()["spec"]["memory"]
+    start()
+    assert ("statefulsets", "s-single") in converged(world)
+    until(lambda: world.condition("DefinitionOutdated"), "it says so")
+    found = world.condition("DefinitionOutdated")
+    assert found["status"] == "True" and "spec.memory.hostKV; apply the crds/" in found["message"]
+    loosen(world, "memory", "maxKV", "description")
+    world.patch(f"{world.services}/s", {"spec": {"routing": {"largeRequestTokens": 9}}})
+    until(lambda: not world.condition("DefinitionOutdated"), "the definition is the operator's")
 
 
 def test_a_watch_whose_history_is_gone_starts_anew(world, operator, played):

@@ -278,7 +278,9 @@ def test_a_reconciliation_lists_nothing(world, operator, played):
     patched = [path for method, path, _ in asked if method == "PATCH" and "/events/" not in path]
     assert [path.split("?")[0].rpartition("/")[2] for path in patched] == [
         "s",
-        "s-single",  # once: what was created is from now on applied
+        "s-rollout",  # once: what was created is from now on applied
+        "s-rollout",
+        "s-single",
         "s-single",
         "status",
     ]

@@ -152,6 +152,16 @@ def test_what_was_not_remembered_is_not_done() -> None:
     assert str(problem) == "ConfigMap demo-rollout: never; Service demo-single: later"
 
 
+def test_pods_do_not_wait_for_a_spec_that_is_only_kept() -> None:
+    before = obj("ConfigMap", "demo-rollout") | {"data": {"state.json": "a", "spec.json": "a"}}
+    engines = obj("StatefulSet", "demo-single", "apps/v1")
+    for data, must_wait in (({"spec.json": "b"}, False), ({"state.json": "b"}, True)):
+        result = ApplyResult("demo")
+        wanted = before | {"data": before["data"] | data}
+        result.on_failed(wanted, ClusterDenied("no", "patch", 30.0), before)
+        assert result.must_wait(engines, None) == must_wait
+
+
 def test_few_of_many_are_named() -> None:
     result = ApplyResult("demo")
     for number in range(5):

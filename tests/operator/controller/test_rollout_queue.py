@@ -24,7 +24,7 @@ class Services:
 
     def __init__(self, manifest: Callable[..., dict[str, Any]]) -> None:
         self._manifest = manifest
-        self.settings = Settings(engine_image="one")
+        self.settings = Settings(engine_image="one", cuda_engine_image="")
         self.woken: list[str] = []
         self.spec: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
         self.objects: dict[str, dict[ObjectKey, dict[str, Any]]] = {name: {} for name in NAMES}
@@ -110,7 +110,7 @@ class Services:
 @pytest.fixture
 def services(manifest: Callable[..., dict[str, Any]]) -> Services:
     services = Services(manifest)
-    services.settings = Settings(engine_image="two")
+    services.settings = Settings(engine_image="two", cuda_engine_image="")
     return services
 
 
@@ -158,10 +158,10 @@ def test_a_successor_counts_what_is_under_way(services: Services) -> None:
 def test_an_image_that_is_taken_back_keeps_nobody_waiting(services: Services) -> None:
     for name in "abc":
         services.step(name)
-    services.settings = Settings(engine_image="one")
+    services.settings = Settings(engine_image="one", cuda_engine_image="")
     assert services.step("c") == "Stable"
     assert services.woken == [] and services.image("c") == "one"
-    services.settings = Settings(engine_image="two")
+    services.settings = Settings(engine_image="two", cuda_engine_image="")
     services.step("a")
     assert services.woken == [], "nobody waits"
 
@@ -204,7 +204,7 @@ OLD, NEW = "250m", "750m"
 @pytest.fixture
 def renewed(services: Services, monkeypatch: pytest.MonkeyPatch) -> Services:
     """The operator's image is the same, and it requests more CPU for engines."""
-    services.settings = Settings(engine_image="one")
+    services.settings = Settings(engine_image="one", cuda_engine_image="")
     assert services.cpus() == [OLD] * len(NAMES)
     monkeypatch.setattr("ullage_operator.manifests.resources._WORKER_MILLICPU", 750)
     return services
@@ -304,7 +304,7 @@ def test_an_edit_that_could_not_be_written_does_not_wait_either(renewed: Service
 def test_services_that_were_rolled_back_are_renewed_in_turn(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    services.settings = Settings(engine_image="one")
+    services.settings = Settings(engine_image="one", cuda_engine_image="")
     for name in NAMES:
         services.edit(name, image="bad", rollout={"strategy": "Canary"})
         assert services.step(name) == "CanaryStarting"

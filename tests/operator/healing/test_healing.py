@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ullage_operator.api.spec import BackoffSpec, HealingSpec
 from ullage_operator.healing import (
     HOUR,
+    HUNG_GRACE_S,
     EnginePod,
     Restart,
     RestartDecision,
@@ -163,6 +164,21 @@ def test_a_pod_of_a_lost_node_is_forgotten_once_kubernetes_gave_it_up() -> None:
         [restart] = decide_restarts(policy, [late], spent, NOW, frozenset()).restarts
         assert (restart.reason, restart.by_force) == ("NodeLost", True)
     assert verdict(replace(late, is_on_lost_node=False)) == RestartDecision()
+
+
+def test_what_ends_no_request_has_seconds_to_end_and_what_serves_its_whole_drain() -> None:
+    others = (pod("b"), pod("c"))
+    hung = (stuck(), pod(silent_s=60))
+    ill = pod(unhealthy_s=300)
+    assert [verdict(each, *others).restarts[0].grace_s for each in hung] == [HUNG_GRACE_S] * 2
+    assert verdict(ill, *others).restarts[0].grace_s is None
+
+
+def test_followers_are_left_to_their_probes_and_forgotten_with_their_node() -> None:
+    follower = replace(stuck(), is_follower=True, has_reported=False)
+    assert verdict(follower).restarts == () and verdict(follower).recheck_s is None
+    lost = replace(follower, is_terminating=True, is_on_lost_node=True, overdue_s=61)
+    assert reasons(verdict(lost)) == ["NodeLost"]
 
 
 def test_disabled_nothing_is_made_anew() -> None:

@@ -111,6 +111,8 @@ def test_a_node_is_asked_for_when_its_pod_is_overdue_or_no_longer_ready() -> Non
     assert node_wait_s(pod(), NOW) is None
     assert node_wait_s(pod(ready=False, since=5), NOW) == 15
     assert doubtful_nodes([pod(ready=False, since=20)], NOW) == {"node-a"}
+    loading = pod(ready=False, since=20, component="follower")
+    assert doubtful_nodes([loading], NOW) == frozenset(), "its group may still load"
     ending = pod()
     ending["metadata"]["deletionTimestamp"] = ago(-30)
     assert (doubtful_nodes([ending], NOW), node_wait_s(ending, NOW)) == (frozenset(), 30)

@@ -1,7 +1,9 @@
 """Which engine computes in a pool's pods, and what pods with vLLM have beside the others."""
 
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +12,7 @@ import yaml
 
 from ullage_common.config.engine import OWNED_VLLM_ARGS, AdapterSection, EngineConfig
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.spec import ENGINE_IMAGE, Settings, parse, parse_stored
+from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, parse, parse_stored
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
 from ullage_operator.manifests.engine_choice import expected_engine
 
@@ -148,14 +150,43 @@ LORA = {"adapters": ADAPTERS[:1]}
 def test_pods_run_the_image_that_has_their_engine(
     manifest: Make, spec: dict[str, Any], image: str
 ) -> None:
-    settings = Settings(engine_image="native", vllm_engine_image="vllm")
+    settings = Settings(engine_image="native", cuda_engine_image="", vllm_engine_image="vllm")
     made = plan(parse(manifest(**spec)), Observed(now=datetime.now(UTC)), settings)
     assert pod_spec(made)["containers"][0]["image"] == image
 
 
 @pytest.mark.parametrize("engine", ["Auto", "Native", "VLLM"])
-def test_where_there_is_one_image_all_run_it(make_plan: MakePlan, engine: str) -> None:
-    assert pod_spec(make_plan(engine=engine))["containers"][0]["image"] == ENGINE_IMAGE
+def test_without_an_image_for_vllm_the_device_decides(make_plan: MakePlan, engine: str) -> None:
+    for device, image in (
+        ("CPU", ENGINE_IMAGE),
+        ("CUDA", CUDA_ENGINE_IMAGE),
+        ("Auto", CUDA_ENGINE_IMAGE),
+    ):
+        made = make_plan(engine=engine, device=device)
+        assert pod_spec(made)["containers"][0]["image"] == image
+
+
+def test_an_operator_with_one_engine_image_gives_it_to_all(manifest: Make) -> None:
+    settings = Settings.from_env({"ULLAGE_ENGINE_IMAGE": "r.example/engine:1"})
+    made = plan(parse(manifest(device="CUDA")), Observed(now=datetime.now(UTC)), settings)
+    assert pod_spec(made)["containers"][0]["image"] == "r.example/engine:1"
+
+
+def test_the_manifest_for_gpus_that_people_read_first_has_an_image_with_cuda() -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    [block] = [
+        each for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "gpus:" in each
+    ]
+    made = plan(parse(yaml.safe_load(block)), Observed(now=datetime.now(UTC)), Settings())
+    sets = [item for item in made.apply if item["kind"] == "StatefulSet"]
+    images = [item["spec"]["template"]["spec"]["containers"][0]["image"] for item in sets]
+    assert images == [CUDA_ENGINE_IMAGE] * 2
+
+
+def test_no_default_image_is_in_a_public_registry() -> None:
+    settings = Settings()
+    images = (settings.engine_image, settings.cuda_engine_image, settings.router_image)
+    assert all(image.startswith("localhost/") for image in images)
 
 
 def environment(plan: ServicePlan) -> dict[str, Any]:

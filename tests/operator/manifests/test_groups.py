@@ -1,5 +1,6 @@
 """Engines that span several pods: what leader and followers are, and when followers are renewed."""
 
+import random
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ import kubernetes_validate
 import msgspec
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ullage_common.config.engine import EngineConfig, follower_place
@@ -89,6 +90,65 @@ def test_an_engine_of_one_pod_has_nothing_of_a_group(make_plan: MakePlan) -> Non
     assert "VLLM_HOST_IP" not in environment(made, "demo-single")
 
 
+def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    wanted = selector["matchLabels"]
+    members = selector.get("matchExpressions", ())
+    return all(labels.get(name) == value for name, value in wanted.items()) and all(
+        labels.get(each["key"]) in each["values"] for each in members
+    )
+
+
+@given(st.lists(st.integers(0, 2 * NODES - 1), max_size=40), st.randoms())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_drains_in_any_order_leave_all_groups_but_one(
+    group_plan: ServicePlan, evictions: list[int], chance: random.Random
+) -> None:
+    """Plays evictions as the API server grants them, and pods that are back after a while."""
+    labels = {name: template(group_plan, name)["metadata"]["labels"] for name in (LEADERS, GROUP)}
+    members = [(index // NODES, index % NODES) for index in range(2 * NODES)]
+    budgets = [item for item in group_plan.apply if item["kind"] == "PodDisruptionBudget"]
+    of_pool = [
+        [
+            b
+            for b in budgets
+            if matches(b["spec"]["selector"], labels[LEADERS if not rank else GROUP])
+        ]
+        for _, rank in members
+    ]
+    assert [len(found) for found in of_pool] == [1] * len(members), "no pod may have two budgets"
+    [budget] = {item["metadata"]["name"]: item["spec"] for [item] in of_pool}.values()
+    away: set[tuple[int, int]] = set()
+
+    def is_ready(member: tuple[int, int]) -> bool:
+        return all((member[0], rank) not in away for rank in range(NODES))
+
+    for index in evictions:
+        member = members[index]
+        num_ready = sum(map(is_ready, members))
+        is_within = num_ready - 1 >= len(members) - budget["maxUnavailable"]
+        always = budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow" and not is_ready(member)
+        if member not in away and (is_within or always):
+            away.add(member)
+        assert len({group for group, _ in away}) <= 1
+        if away and chance.random() < 0.3:
+            away.remove(chance.choice(sorted(away)))
+
+
+@pytest.fixture
+def group_plan(make_plan: MakePlan) -> ServicePlan:
+    return make_plan(**SPEC)
+
+
+def test_a_scheduler_that_places_groups_finds_all_their_pods(make_plan: MakePlan) -> None:
+    labels = {"scheduling.x-k8s.io/pod-group": "demo-large"}
+    gang = {"metadata": {"labels": labels}, "spec": {"schedulerName": "gang"}}
+    made = make_plan(**SPEC | {"pools": {"large": WIDE | {"podTemplate": gang}}})
+    for name in (LEADERS, GROUP):
+        pods = template(made, name)
+        assert pods["metadata"]["labels"].items() >= labels.items()
+        assert pods["spec"]["schedulerName"] == "gang"
+
+
 def test_followers_run_the_worker_that_follows(make_plan: MakePlan) -> None:
     made = make_plan(**SPEC)
     follower, leader = container(made, GROUP), container(made, LEADERS)
@@ -113,9 +173,12 @@ def test_followers_run_the_worker_that_follows(make_plan: MakePlan) -> None:
         assert env["ULLAGE_GROUP_REVISION"] == revision
     mounts = {mount["mountPath"] for mount in follower["volumeMounts"]}
     assert mounts >= {"/etc/ullage", "/dev/shm", "/models/weights"}
-    # They serve nobody, so they have no ports, probes or certificates.
+    # They serve nobody, so they have no ports but that of probes, and no certificates.
     assert "/etc/ullage-engine-tls" not in mounts
-    assert follower.keys().isdisjoint({"ports", "readinessProbe", "livenessProbe", "lifecycle"})
+    assert [port["containerPort"] for port in follower["ports"]] == [naming.PROBE_PORT]
+    assert follower["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "probe"}
+    assert follower["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "probe"}
+    assert "lifecycle" not in follower
     pods = [template(made, name)["spec"] for name in (GROUP, LEADERS)]
     assert len({pod["terminationGracePeriodSeconds"] for pod in pods}) == 1
 

@@ -13,6 +13,7 @@ import pytest
 
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.controller.plan import Observed, ServicePlan
+from ullage_operator.healing import HUNG_GRACE_S
 
 MakePlan = Callable[..., ServicePlan]
 Pod = dict[str, Any]
@@ -408,3 +409,21 @@ def test_a_real_api_server_admits_every_pod(
         made = json.dumps({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": pod})
         done = kubectl("create", "--dry-run=server", "-f", "-", given=made)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_hung_container_has_seconds_to_end_and_a_draining_one_its_whole_time(
+    make_plan: MakePlan,
+) -> None:
+    """A probe's own grace; the pod's is that of its drain."""
+    wide = {"gpus": 8, "nodes": 2, "parallelism": {"tensor": 4, "pipeline": 2}}
+    made = make_plan(engine="VLLM", pools={"single": {}, "large": wide})
+    workloads = [item for item in made.apply if item["kind"] in ("Deployment", "StatefulSet")]
+    assert len(workloads) == 4
+    for item in workloads:
+        spec = item["spec"]["template"]["spec"]
+        assert spec["terminationGracePeriodSeconds"] > 600
+        for container in spec["containers"]:
+            for name in ("startupProbe", "livenessProbe"):
+                assert container[name]["terminationGracePeriodSeconds"] == HUNG_GRACE_S
+            # The API server refuses it there.
+            assert "terminationGracePeriodSeconds" not in container["readinessProbe"]

@@ -103,6 +103,31 @@ def test_a_good_canary_is_promoted_step_by_step(cluster):
     assert cluster.condition("RolloutHealthy")["reason"] == "Promoted"
 
 
+@pytest.mark.parametrize("deadline", ["30m", "10m"])
+def test_a_canary_has_the_time_to_start_that_its_pool_says(manifest, deadline):
+    rollout = {"startDeadline": deadline}
+    slow = {"single": {"replicas": 3, "startTimeout": "4h"}}
+    cluster = Cluster(manifest, image="one", pools=slow, rollout=rollout)
+    cluster.step()
+    cluster.step()
+    cluster.unready = "-next"
+    cluster.edit(image="two")
+    cluster.step(180)
+    assert cluster.stages[-1] == "Starting"
+    cluster.step(61)
+    assert cluster.stages[-1] == "RolledBack"
+
+
+def test_a_rollout_may_give_up_sooner_than_pods_do_by_default(manifest):
+    cluster = Cluster(manifest, image="one", pools={"single": {}}, rollout={"startDeadline": "10m"})
+    cluster.step()
+    cluster.step()
+    cluster.unready = "-next"
+    cluster.edit(image="two")
+    cluster.step(11)
+    assert cluster.stages[-1] == "RolledBack"
+
+
 def test_a_bad_canary_is_removed_and_not_tried_again(cluster):
     cluster.edit(image="two")
     cluster.step()
@@ -142,7 +167,11 @@ def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
         {"engine": "Native"},
         {"vllm": {"args": {"enforce_eager": True}}},
         {"adapters": [{"name": "a", "source": "file:///a", "rank": 8}]},
-        {"pools": {"single": {"replicas": 3, "podTemplate": {"spec": {"hostIPC": True}}}}},
+        {
+            "pools": {
+                "single": {"replicas": 3, "podTemplate": {"spec": {"shareProcessNamespace": True}}}
+            }
+        },
     ],
 )
 def test_what_engines_run_is_tried(cluster, change):

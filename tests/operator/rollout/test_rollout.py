@@ -249,6 +249,30 @@ def test_rolling_needs_no_canary():
     assert (found.stage, found.stable, found.canary) == (RolloutStage.PROMOTING, "new", "")
 
 
+def test_a_canary_that_gets_a_place_has_its_whole_deadline_from_then():
+    state = RolloutProgress("old", T0, RolloutStage.STARTING, "new")
+    crowded = facts(T0 + 14 * MINUTE, is_canary_ready=False, crowded=("single",))
+    placed = advance(state, crowded, POLICY)
+    assert (placed.replaces, placed.since) == (("single",), crowded.now)
+    assert "has the place of an engine of single" in placed.message
+    later = replace(crowded, now=T0 + 28 * MINUTE)
+    assert advance(placed, later, POLICY).since == crowded.now, "once"
+    too_late = replace(crowded, now=T0 + 29 * MINUTE)
+    assert advance(placed, too_late, POLICY).stage is RolloutStage.ROLLED_BACK
+    assert advance(placed, facts(T0 + 15 * MINUTE), POLICY).replaces == ("single",)
+    assert advance(placed, facts(LATER, target="old"), POLICY).replaces == ()
+
+
+@given(st.integers(0, 500), st.integers(1, 100), st.integers(1, 100))
+def test_what_may_be_away_is_at_least_one_and_never_more_than_the_part(size, percent, count):
+    policy = msgspec.structs.replace(POLICY, max_unavailable=f"{percent}%")
+    most = policy.most_unavailable(size)
+    assert min(1, size) <= most <= max(min(1, size), size * percent / 100)
+    assert msgspec.structs.replace(POLICY, max_unavailable=count).most_unavailable(size) == min(
+        count, size
+    )
+
+
 def test_a_canary_never_gets_more_than_its_share():
     assert [weight_of(trying(step), POLICY.weight_steps, 0.25) for step in range(3)] == [10, 25, 25]
 
@@ -274,6 +298,7 @@ moments = st.builds(
     linger=st.just(MINUTE),
     can_canary=st.sampled_from([True, True, True, False]),
     is_canary_ready=st.booleans(),
+    crowded=st.sampled_from([(), (), ("large",), ("large", "single")]),
     restarts=st.sampled_from([0, 0, 0, 1]),
     is_settled=st.booleans(),
     analysis=st.sampled_from([PASS, WAIT, FAIL]),
@@ -296,6 +321,7 @@ def test_what_nobody_judged_never_becomes_stable_while_it_is_tried(history, roll
         now += minutes * MINUTE
         seen = replace(seen, now=now)
         before, state = state, advance(state, seen, policy)
+        assert not state.replaces or state.stage in (*TRYING, RolloutStage.PROMOTING)
         if state.stable == before.stable:
             continue
         assert state.stable == seen.target

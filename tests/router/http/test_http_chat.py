@@ -107,6 +107,26 @@ def test_logprobs(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
+def test_logprobs_are_of_the_content_alone(start_service: "StartService") -> None:
+    """The token that ends the turn is none of it."""
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            service.engine.script.words = ("Hello", " world", "")
+            create = service.openai.chat.completions.create
+            ask = {"messages": [{"role": "user", "content": "Hi"}], "model": "tiny"}
+            [choice] = (await create(**ask, logprobs=True)).choices
+            spelled = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
+            assert spelled.decode() == choice.message.content == "Hello world"
+            stream = await create(**ask, logprobs=True, stream=True)
+            chunks = [chunk.choices[0] async for chunk in stream]
+            entries = [e for chunk in chunks if chunk.logprobs for e in chunk.logprobs.content]
+            assert [entry.token for entry in entries] == ["Hello", " world"]
+            assert all(chunk.logprobs is None or chunk.logprobs.content for chunk in chunks)
+
+    asyncio.run(scenario())
+
+
 def test_every_parameter_reaches_the_engine(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:

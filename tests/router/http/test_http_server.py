@@ -1,16 +1,20 @@
 """The HTTP server over raw sockets: framing, bounds, slow clients, order and the end."""
 
+import ast
 import asyncio
 import contextlib
 import gc
 import itertools
 import re
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 import uvloop
+from ullage_testing.loop_watch import watched_loop
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http.connection import STARTED_PER_TURN, Connection, ConnectionState
@@ -33,6 +37,7 @@ class Echo:
     """Says what it was asked; `/wait` waits to be told to go on, `/parts` answers in parts."""
 
     def __init__(self) -> None:
+        self.port = 0
         self.go_on = asyncio.Event()
         self.room = BodyRoom(0)
         self.begun = 0
@@ -65,6 +70,8 @@ class Echo:
             for _ in range(3 if request.path == "/parts" else 10_000):
                 await reply.piece(b"part" if request.path == "/parts" else b"x" * 10_000)
             await reply.end(b"last")
+        elif request.path == "/headers":
+            await reply.whole(200, [], repr(dict(request.headers)).encode())
         elif request.path == "/fails":
             reply.start(200, [])
             await reply.piece(b"part")
@@ -110,7 +117,7 @@ async def serving(limits: Limits) -> AsyncIterator[tuple[HTTPServer, Echo, Conne
     echo = Echo()
     server = HTTPServer(echo, limits)
     listener = listen("127.0.0.1", 0)
-    port = listener.getsockname()[1]
+    port = echo.port = listener.getsockname()[1]
     await server.start(listener)
     writers = []
 
@@ -195,6 +202,89 @@ def test_a_body_in_chunks_and_byte_by_byte(run: Run) -> None:
         assert (await client.answer())[1] == b"POST / abcde"
 
     run(scenario)
+
+
+CHUNKED = b"POST /headers HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"
+
+
+def test_what_follows_the_last_chunk_is_no_header(run: Run) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
+        client = await connect()
+        trailers = b"Authorization: Bearer k\r\nX-Session-Id: s\r\nHost: y\r\n"
+        plain = b"GET /headers HTTP/1.1\r\nHost: z\r\n\r\n"
+        await client.send(CHUNKED + b"0\r\n" + trailers + b"\r\n" + plain)
+        told = (await client.answer())[1].decode()
+        assert ast.literal_eval(told) == {"host": "x", "transfer-encoding": "chunked"}
+        assert ast.literal_eval((await client.answer())[1].decode()) == {"host": "z"}
+
+    run(scenario)
+
+
+def test_headers_of_one_name_are_one(run: Run) -> None:
+    async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
+        client = await connect()
+        await client.send(
+            b"GET /headers HTTP/1.1\r\nHost: x\r\nA: 1\r\nB: 2\r\na: 3\r\nA: 4\r\n\r\n"
+        )
+        told = ast.literal_eval((await client.answer())[1].decode())
+        assert told == {"host": "x", "a": "1, 3, 4", "b": "2"}
+
+    run(scenario)
+
+
+def numbered(count: int) -> bytes:
+    return b"".join(b"%x:\r\n" % i for i in range(count))
+
+
+TINY_CHUNKS = b"".join(b"1;e\r\n%b\r\n" % bytes([65 + i % 26]) for i in range(50_000))
+LONG_MESSAGES = {
+    "trailers": CHUNKED + b"0\r\n" + numbered(200_000) + b"\r\n",
+    "a few trailers": CHUNKED + b"0\r\n" + numbered(8_000) + b"\r\n",
+    "trailers behind a body": CHUNKED
+    + b"400000\r\n"
+    + bytes(4 << 20)
+    + b"\r\n0\r\n"
+    + numbered(500_000),
+    "a long trailer": CHUNKED + b"400000\r\n" + bytes(4 << 20) + b"\r\n0\r\na: " + b"x" * (8 << 20),
+    "headers": b"GET / HTTP/1.1\r\nHost: x\r\n" + numbered(200_000) + b"\r\n",
+    "a head full of headers": b"GET / HTTP/1.1\r\nHost: x\r\n" + numbered(9_000) + b"\r\n",
+    "tiny chunks": CHUNKED + TINY_CHUNKS + b"0\r\n\r\n",
+    "a pipeline": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4_000,
+}
+
+
+@pytest.mark.parametrize("data", LONG_MESSAGES.values(), ids=LONG_MESSAGES)
+def test_no_message_holds_up_others(data: bytes) -> None:
+    """Another client is answered meanwhile; the time is the loop's own, whatever else runs."""
+
+    async def scenario() -> None:
+        async with serving(Limits()) as (_, echo, connect), watched_loop() as watch:
+            sending = asyncio.create_task(asyncio.to_thread(send_all, echo.port, data))
+            other, num_answers = await connect(), 0
+            while not sending.done() or num_answers < 3:
+                await other.send(b"GET /other HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await other.answer())[1] == b"GET /other "
+                num_answers += 1
+        watch.check()
+
+    uvloop.run(scenario())
+
+
+def send_all(port: int, data: bytes) -> None:
+    """Sends as much as the server takes, and reads what it says to that."""
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        reading = threading.Thread(target=read_all, args=(client,))
+        reading.start()
+        with contextlib.suppress(OSError):
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+        reading.join(WAIT_S)
+
+
+def read_all(client: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while client.recv(1 << 16):
+            pass
 
 
 def test_leave_to_send_a_body(run: Run) -> None:

@@ -288,6 +288,12 @@ async def test_what_fell_before_the_first_step_counts_in_every_step(pair):
             await shift(service, write, 10, step=step)
             assert (await trial(service))["canary"]["restarts"] == 1
         await shift(service, write, 10, revision="newer")
+        told = (await trial(service))["canary"]["restarts"]
+        assert told == 1, "the name led to the newer canary's engine before the file said so"
+        write(0, raw='{"revision": "old"}')
+        await service.until(lambda: len(service_.engines.all()) == 1, 20)
+        canary.push(worker_restarts=0)
+        await shift(service, write, 10, revision="newest")
         assert (await trial(service))["canary"]["restarts"] == 0
 
 

@@ -1,15 +1,18 @@
 """The program: help, mistakes, and a stop that loses no request."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from ullage_testing.ports import free_port
 
 if TYPE_CHECKING:
     StartService = Any
@@ -157,6 +160,26 @@ def test_a_stop_under_load_loses_no_request(start_service: "StartService", tmp_p
             await logging
 
     asyncio.run(scenario())
+
+
+def test_a_log_that_nobody_reads_stops_no_request(tmp_path: Path) -> None:
+    """A pipe takes 64 KiB; each refused request is a line."""
+    port = free_port()
+    config = str(write(tmp_path, ["127.0.0.1:1"], port))
+    with subprocess.Popen([*COMMAND, "--config", config], stderr=subprocess.PIPE) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as http:
+            for _ in range(1000):
+                with contextlib.suppress(httpx.ConnectError):
+                    http.get("/healthz")
+                    break
+                time.sleep(0.05)
+            for _ in range(400):
+                assert http.post("/v1/completions", json={}).status_code == 400
+        assert process.stderr
+        process.send_signal(signal.SIGTERM)
+        lines = [json.loads(line) for line in process.stderr]
+    assert sum(line["message"] == "answered" for line in lines) == 400
+    assert process.returncode == 0
 
 
 def test_a_router_that_leaves_is_not_ready_and_still_answers(start_service: "StartService") -> None:

@@ -47,6 +47,7 @@ class Script:
     """What a fake engine does with requests; tests change it while it runs."""
 
     words: tuple[str, ...] = ("Hello", " big", " world")
+    """Texts of the tokens; that of a token which ends the answer is empty."""
     refuse: ServiceError | None = None
     """Answered instead of Accepted."""
     fail_after: int | None = None
@@ -346,8 +347,14 @@ def delta(
             inference_pb2.Alternative(token_id=n, token=f"t{n}", logprob=-1.0 - n)
             for n in range(output.top_logprobs)
         ]
+        token = word or "<|end|>"
         entry = inference_pb2.TokenLogprob(
-            token_id=i, token=word, logprob=logprob, top=top, token_bytes=word.encode()
+            token_id=i,
+            token=token,
+            logprob=logprob,
+            top=top,
+            token_bytes=token.encode(),
+            is_end=not word,
         )
         message.logprobs.append(entry)
     return message

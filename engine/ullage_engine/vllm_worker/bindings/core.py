@@ -216,9 +216,14 @@ def _blank_slots(executor: Executor) -> int:
     return sum(executor.collective_rpc("ullage_blank_slots")) if executor.lora_config else 0
 
 
-def compute(config: VllmConfig) -> None:
-    """Runs the ranks of a node that follows another one, until one of them ends."""
-    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+def compute(config: VllmConfig, on_loaded: Callable[[], None]) -> None:
+    """Runs the ranks of a node that follows another one, until one of them ends.
+
+    `on_loaded` is called once they have loaded the model.
+    """
+    executor = MultiprocExecutor(config, monitor_workers=False)
+    on_loaded()
+    executor.start_worker_monitor(inline=True)
 
 
 class VllmCore:

@@ -3,6 +3,7 @@ all of them are one answer, or one error."""
 
 import asyncio
 import base64
+import functools
 import struct
 import time
 from collections import Counter, deque
@@ -20,7 +21,13 @@ from ullage_router.call import Call
 from ullage_router.errors import deadline, http_status, internal, vectors_full
 from ullage_router.http.messages import BodyRoom, Reply, Request
 from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
-from ullage_router.http.openai.requests import parse, utf8
+from ullage_router.http.openai.requests import (
+    decode_field,
+    long_token_lists,
+    parse,
+    set_tokens,
+    utf8,
+)
 from ullage_router.http.openai.responses import JSON, prompt_tokens_details
 from ullage_router.http.openai.schemas import Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
@@ -39,10 +46,12 @@ PIECE_BYTES = 64 << 10
 """Bytes of an answer that are encoded before other requests have their turn."""
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+Input = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    input: str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+    input: msgspec.Raw
+    """JSON of an `Input`."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     cache_salt: str | None = None
@@ -59,6 +68,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _BODY = msgspec.json.Decoder(EmbeddingsRequest)
+_INPUT = msgspec.json.Decoder(Input)
 
 
 class EmbeddingsEndpoint:
@@ -77,25 +87,29 @@ class EmbeddingsEndpoint:
         tenant: TenantSession | None = None
         try:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
-            body = parse(_BODY, await request.read(tenant.name))
-            asked = _requests(body)
+            data = await request.read(tenant.name)
+            parsing = functools.partial(_parsed, data)
+            body, asked = await service.intake.run(len(data), tenant.name, parsing)
+            del data, parsing
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
-            refusal = as_service_error(error, record)
+            # Its frames have the body, and this one would have the error: a cycle.
+            refusal = as_service_error(error, record).with_traceback(None)
             service.pipeline.refuse(record, refusal, tenant, trace_context(request.headers))
             await Writer(reply, record, "input").error(refusal)
             return
+        is_base64 = body.encoding_format == "base64"
+        del body
         trace, room = trace_context(request.headers), self._room
         run = _Run(service, record.request_id, tenant, trace, asked, room)
         try:
             try:
                 await run.compute()
             except Exception as error:
-                refusal = as_service_error(error, run.record)
-                await Writer(reply, run.record, "input").error(refusal)
+                await Writer(reply, run.record, "input").error(as_service_error(error, run.record))
                 return
-            pieces = run.pieces(is_base64=body.encoding_format == "base64")
+            pieces = run.pieces(is_base64=is_base64)
             await Writer(reply, run.record, "input").in_pieces(pieces)
         finally:
             run.close()
@@ -287,22 +301,31 @@ def _named(error: ServiceError, name: str) -> ServiceError:
     return error
 
 
+def _parsed(data: bytes) -> tuple[EmbeddingsRequest, list[inference_pb2.GenerateRequest]]:
+    body = parse(_BODY, data)
+    return body, _requests(body)
+
+
 def _requests(body: EmbeddingsRequest) -> list[inference_pb2.GenerateRequest]:
     """Returns one request for each input.
 
     Raises:
         ServiceError: there is none, or there are too many.
     """
-    inputs = body.input
-    if isinstance(inputs, str) or (inputs and all(isinstance(item, int) for item in inputs)):
+    lists = long_token_lists(body.input, "input")
+    inputs: str | Sequence[str | int | Sequence[int]]
+    inputs = decode_field(_INPUT, body.input, "input") if lists is None else lists
+    if isinstance(inputs, str):
         return [_request(body, inputs, "input")]
+    if inputs and all(isinstance(item, int) for item in inputs):
+        return [_request(body, [item for item in inputs if isinstance(item, int)], "input")]
     if not 1 <= len(inputs) <= MAX_INPUTS:
         raise invalid_value("input", f"a list of {len(inputs)}", f"1 to {MAX_INPUTS} inputs")
     return [_request(body, item, _name(i, len(inputs))) for i, item in enumerate(inputs)]
 
 
 def _request(
-    body: EmbeddingsRequest, item: str | int | list[int] | list[str | int | list[int]], field: str
+    body: EmbeddingsRequest, item: str | int | Sequence[int], field: str
 ) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
         model=utf8("model", body.model or ""),
@@ -311,11 +334,10 @@ def _request(
     )
     if isinstance(item, str):
         request.text = utf8(field, item)
-    elif isinstance(item, list):
-        request.token_ids.SetInParent()
-        request.token_ids.ids.extend(token for token in item if isinstance(token, int))
-    else:
+    elif isinstance(item, int):
         raise invalid(
             field, f"{field} is a token beside other inputs; send texts or lists of tokens"
         )
+    else:
+        set_tokens(request, item)
     return request

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions and /v1/completions: two bodies, one way through the router."""
 
 import asyncio
+import functools
 import logging
 import os
 import re
@@ -47,8 +48,25 @@ _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-Parsed = tuple[Common, inference_pb2.GenerateRequest]
-"""A body, and the request that it asks for."""
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What is kept of a body: the request that it asks for, and the form of the answer."""
+
+    request: inference_pb2.GenerateRequest
+    is_streamed: bool
+    wants_usage: bool
+    n: int
+    prompt_cache_key: str
+
+
+def _parsed(body: Common, request: inference_pb2.GenerateRequest) -> Parsed:
+    return Parsed(
+        request,
+        is_streamed=bool(body.stream),
+        wants_usage=body.wants_usage,
+        n=body.n or 1,
+        prompt_cache_key=body.prompt_cache_key or "",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +80,12 @@ class Dialect:
 
 def _parse_chat(body: bytes) -> Parsed:
     chat = requests.parse_chat(body)
-    return chat, requests.from_chat(chat)
+    return _parsed(chat, requests.from_chat(chat))
 
 
 def _parse_completion(body: bytes) -> Parsed:
     completion = requests.parse_completion(body)
-    return completion, requests.from_completion(completion)
+    return _parsed(completion, requests.from_completion(completion))
 
 
 CHAT = Dialect(_parse_chat, ChatFormat, "messages")
@@ -189,6 +207,7 @@ class GenerateEndpoint:
         config = service.config
         self._pipeline = service.pipeline
         self._tenants = service.tenants
+        self._intake = service.intake
         self._model = config.model
         self._limits = config.limits
         self._keepalive_s = config.streaming.keepalive
@@ -201,59 +220,62 @@ class GenerateEndpoint:
             tenant = self._tenants.open_session(headers.get("authorization"))
             body = await request.read(tenant.name)
             record = RequestRecord(record_id)  # its time begins when all of the body is there
-            parsed, asked = self._dialect.parse(body)
+            parse = functools.partial(self._dialect.parse, body)
+            parsed = await self._intake.run(len(body), tenant.name, parse)
         except Exception as error:
             record = RequestRecord(record_id)
-            refusal = as_service_error(error, record)
+            # Its frames have the body, and this one would have the error: a cycle.
+            refusal = as_service_error(error, record).with_traceback(None)
             self._pipeline.refuse(record, refusal, trace=trace_context(headers))
             await self._writer(reply, record).error(refusal)
             return
-        del body  # an answer may take long and needs it no more
+        del body, parse  # an answer may take long and needs them no more
         if session_id := headers.get("x-session-id"):
-            asked.session_id = session_id
+            parsed.request.session_id = session_id
         call = Call(
-            asked,
+            parsed.request,
             record,
             self._limits.total_timeout,
             self._limits.request_timeout,
             trace_context(headers),
             tenant,
-            prompt_cache_key=parsed.prompt_cache_key or "",
+            prompt_cache_key=parsed.prompt_cache_key,
             replace_key=headers.get(HEADER, ""),
             idempotency_key=headers.get(idempotency.HEADER, ""),
             authorization=headers.get("authorization"),
-            is_streamed=bool(parsed.stream),
+            is_streamed=parsed.is_streamed,
+            release_body=request.release,
         )
         await self._answer(call, parsed, self._writer(reply, record))
 
     def _writer(self, reply: Reply, record: RequestRecord) -> Writer:
         return Writer(reply, record, self._dialect.input_field, self._keepalive_s)
 
-    async def _answer(self, call: Call, body: Common, writer: Writer) -> None:
-        if body.stream:
+    async def _answer(self, call: Call, asked: Parsed, writer: Writer) -> None:
+        if asked.is_streamed:
             writer.wait_for_stream()
         try:
             async with self._pipeline.serve(call) as stream:
-                options = self._response_options(call, body)
+                options = self._response_options(call, asked)
                 form = self._dialect.format(options)
-                if body.stream:
+                if asked.is_streamed:
                     await _stream(stream, Chunks(form, options), writer)
                 else:
-                    await _whole(stream, form, writer, body.n or 1)
+                    await _whole(stream, form, writer, asked.n)
         except Exception as error:
             await writer.error(as_service_error(error, call.record))
         finally:
             writer.stop()
 
-    def _response_options(self, call: Call, body: Common) -> ResponseOptions:
+    def _response_options(self, call: Call, asked: Parsed) -> ResponseOptions:
         return ResponseOptions(
             id=call.record.request_id,
             model=call.adapter or self._model,
             created=int(time.time()),
             logprobs=call.request.output.HasField("top_logprobs"),
             token_ids=call.request.output.return_token_ids,
-            usage=body.wants_usage,
-            n=body.n or 1,
+            usage=asked.wants_usage,
+            n=asked.n,
             tools=call.request.messages.HasField("tools"),
             lowered_limit=call.decision.lowered_limit,
         )

@@ -2,29 +2,36 @@
 images and tools, its sampling parameters, and its grammar.
 """
 
-import json
+import functools
 import re
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError, invalid
-from ullage_common.wire.limits import MAX_BEAM_WIDTH
+from ullage_common.wire.json_size import BODY_LIMITS, JsonCounter
+from ullage_common.wire.limits import MAX_BEAM_WIDTH, MAX_PROMPT_TOKENS, MAX_TOOLS_BYTES
 from ullage_common.wire.validation import check_calls, invalid_value
 from ullage_router.http.openai.schemas import (
     MAX_UINT32,
+    NULL,
     ChatMessage,
     ChatRequest,
     Common,
     CompletionRequest,
     ContentPart,
     NamedTool,
+    Prompt,
     ResponseFormat,
     StructuredOutputs,
+    Token,
     ToolCall,
+    max_field_bytes,
 )
+from ullage_router.intake import INLINE_BYTES
 
 Grammar = inference_pb2.Grammar
 
@@ -171,6 +178,9 @@ def utf8(field: str, text: str) -> str:
 
 def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
     mode, name = _choice(chat.tool_choice)
+    if len(chat.tools) > MAX_TOOLS_BYTES:
+        permitted = f"at most {MAX_TOOLS_BYTES} bytes"
+        raise invalid_value("tools", f"{len(chat.tools)} bytes", permitted)
     try:
         functions = bytes(chat.tools).decode()
     except UnicodeDecodeError as error:
@@ -199,7 +209,7 @@ def _choice(choice: str | NamedTool | None) -> tuple[inference_pb2.ToolMode, str
 
 def _message(field: str, message: ChatMessage) -> inference_pb2.Message:
     for name, value in (("function_call", message.function_call), ("audio", message.audio)):
-        if value is not None:
+        if value != NULL:
             remedy = "tool_calls" if name == "function_call" else "text"
             raise invalid(f"{field}.{name}", f"{field}.{name} is not supported; send {remedy}")
     calls = message.tool_calls or []
@@ -253,6 +263,7 @@ class _Body(Protocol):
 
 
 T = TypeVar("T", bound=_Body)
+V = TypeVar("V")
 
 # What OpenAI calls deprecated, by what it calls the successor.
 SUCCESSORS = {
@@ -266,6 +277,9 @@ SUCCESSORS = {
 
 _AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+_SURROGATES = re.compile(
+    rb"(?P<slashes>\\+)u[dD](?:[89abAB]\w\w(?P<rest>\\u[dD][c-fC-F]\w\w)?|[c-fC-F]\w\w)"
+)
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
@@ -317,7 +331,10 @@ def _check_no_chat(completion: CompletionRequest) -> None:
 def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Decodes a body; raises ServiceError INVALID_ARGUMENT that names the field."""
     try:
-        parsed = decoder.decode(body)
+        if len(body) <= INLINE_BYTES:
+            parsed = decoder.decode(body)
+        else:
+            parsed = _decode_long(decoder.type, body)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from error
     except UnicodeDecodeError as error:
@@ -336,24 +353,77 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     return parsed
 
 
+def _decode_long(kind: type[T], body: bytes) -> T:
+    """Decode a body field by field, each of bounded bytes: a parser keeps the interpreter's lock
+    until it is through, and looks at the length of a list when it has made all of it.
+
+    Raises:
+        ServiceError: a field is wrong or too long, or the body has too many parts.
+        msgspec.DecodeError: the body is no JSON object.
+    """
+    JsonCounter("body", BODY_LIMITS).add(body)
+    unparsed, decoders = _field_decoders(kind)
+    given = unparsed.decode(body)
+    values = {}
+    for name, decoder in decoders.items():
+        raw = getattr(given, name)
+        if raw is NULL:  # it is not there
+            continue
+        limit = max_field_bytes(name)
+        if limit is not None and len(raw) > limit:
+            raise invalid(name, f"{name} has {len(raw)} bytes of JSON; send at most {limit}")
+        values[name] = raw if decoder is None else decode_field(decoder, raw, name)
+    for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind)):
+        if field.required and field.name not in values:
+            raise invalid(field.name, f"{field.name} is missing; it is required")
+    return kind(**values)
+
+
+_Decoders = Mapping[str, msgspec.json.Decoder[object] | None]
+
+
+@functools.cache
+def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _Decoders]:
+    """Return what reads a body into unparsed fields, and what decodes each; None: nothing does."""
+    fields = msgspec.structs.fields(kind)
+    unparsed = msgspec.defstruct("Unparsed", [(f.name, msgspec.Raw, NULL) for f in fields])
+    decoders = {
+        field.name: None if field.type is msgspec.Raw else msgspec.json.Decoder(field.type)
+        for field in fields
+    }
+    return msgspec.json.Decoder(unparsed), decoders
+
+
+def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) -> V:
+    """Decode a field; raises ServiceError INVALID_ARGUMENT that names the place in it."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error), name) from error
+
+
 def _has_lone_surrogate(body: bytes) -> bool:
-    """Whether the JSON is whole but for that, which msgspec reports as a body cut short."""
+    """Whether half a surrogate pair is escaped, which msgspec reports as a body cut short."""
     if b"\\ud" not in body and b"\\uD" not in body:
         return False
-    try:
-        json.loads(body)
-    except ValueError:
-        return False
-    return True
+    escapes = _SURROGATES.finditer(body)
+    return any(len(found["slashes"]) % 2 and not found["rest"] for found in escapes)
 
 
-def _validation_error(text: str) -> ServiceError:
+def _validation_error(text: str, name: str = "") -> ServiceError:
+    """Return the error that msgspec's text tells of.
+
+    Args:
+        name: of the field that was decoded; empty: the whole body was.
+    """
     if match := _AT.match(text):
-        field = match["path"] or "body"
+        path = match["path"]
+        dot = "." if name and path and not path.startswith("[") else ""
+        field = f"{name}{dot}{path}" or "body"
         return invalid(field, f"{field}: {_lower(match['what'])}")
-    if match := _MISSING.search(text):
+    if not name and (match := _MISSING.search(text)):
         return invalid(match["name"], f"{match['name']} is missing; it is required")
-    return invalid("body", f"body: {_lower(text)}")
+    return invalid(name or "body", f"{name or 'body'}: {_lower(text)}")
 
 
 def _lower(text: str) -> str:
@@ -361,6 +431,7 @@ def _lower(text: str) -> str:
 
 
 def _short(value: object) -> str:
+    """Return JSON of a value, cut where it is long."""
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -428,23 +499,81 @@ def _beam_search(common: Common) -> inference_pb2.Samples:
     return inference_pb2.Samples(n=n, beam=beam)
 
 
-def _set_prompt(request: Request, prompt: str | list[str | int | list[int]]) -> None:
+PIECE_BYTES = 64 << 10
+"""Bytes of a list of token ids, and ids of one, that are handled at a time."""
+
+_PROMPT = msgspec.json.Decoder(Prompt)
+_TOKENS = msgspec.json.Decoder(list[Token])
+
+
+def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
     """Sets the prompt from a text, token ids, or a list of one of these."""
+    lists = long_token_lists(raw, "prompt")
+    if lists is not None and len(lists) == 1:
+        set_tokens(request, lists[0])
+        return
+    prompt = decode_field(_PROMPT, raw, "prompt")
     if isinstance(prompt, str):
         request.text = utf8("prompt", prompt)
         return
     if all(isinstance(item, int) for item in prompt):
-        _set_tokens(request, prompt)
+        set_tokens(request, [token for token in prompt if isinstance(token, int)])
         return
     if len(prompt) > 1:
         raise invalid_value("prompt", f"a list of {len(prompt)} prompts", "one prompt a request")
     only = prompt[0]
     if isinstance(only, list):
-        _set_tokens(request, only)
+        set_tokens(request, only)
     else:
         request.text = utf8("prompt", str(only))
 
 
-def _set_tokens(request: Request, ids: list[int] | list[str | int | list[int]]) -> None:
+def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
+    """Return the token ids of a long JSON list of them, or of each list in it, four bytes an id.
+
+    None: it is short or anything else, or has an error that the decoder of the whole names.
+
+    Raises:
+        ServiceError: there are more than any prompt has.
+    """
+    text = bytes(raw) if len(raw) > INLINE_BYTES else b""
+    if not text.startswith(b"[") or b'"' in text:
+        return None
+    text = text[1:-1].strip()
+    if text.count(b",") >= MAX_PROMPT_TOKENS:
+        message = f"{field}: expected `array` of length <= {MAX_PROMPT_TOKENS}"
+        raise invalid(field, message)
+    if not text.startswith(b"["):
+        ids = _token_ids(text)
+        return None if ids is None else [ids]
+
+    lists = []
+    for before in text.removesuffix(b"]").split(b"]"):
+        gap, bracket, inner = before.partition(b"[")
+        ids = _token_ids(inner)
+        if gap.strip() not in (b"", b",") or not bracket or ids is None:
+            return None
+        lists.append(ids)
+    return lists
+
+
+def _token_ids(text: bytes) -> "array[int] | None":
+    """Return the ids of a list without its brackets; None where something is no token id."""
+    ids = array("I")
+    start = 0
+    while start < len(text):
+        comma = text.find(b",", start + PIECE_BYTES)
+        end = len(text) if comma < 0 else comma
+        try:
+            ids.extend(_TOKENS.decode(b"[%b]" % text[start:end]))
+        except msgspec.DecodeError:
+            return None
+        start = end + 1
+    return ids
+
+
+def set_tokens(request: Request, ids: Sequence[int]) -> None:
+    """Set the prompt in pieces, since each is copied while others wait."""
     request.token_ids.SetInParent()
-    request.token_ids.ids.extend(token for token in ids if isinstance(token, int))
+    for start in range(0, len(ids), PIECE_BYTES):
+        request.token_ids.ids.extend(ids[start : start + PIECE_BYTES])

@@ -128,6 +128,10 @@ class ChatFormat:
         more: JSON = {}
         if self._options.logprobs:
             more["logprobs"] = chat_logprobs(delta.logprobs)
+            is_end = all(entry.is_end for entry in delta.logprobs)
+            says_more = delta.text or delta.tool_calls or delta.reasoning
+            if is_end and not (says_more or self._options.token_ids):
+                return []
         if self._options.token_ids:
             more["token_ids"] = list(delta.token_ids)
         return [self._chunk(delta.sample, _chat_delta(delta), more)]
@@ -252,11 +256,13 @@ def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
-    """The logprobs object of chat answers."""
+    """Return the logprobs object of chat answers, which is about their content: the token that ends
+    a turn is no part of that."""
     return {
         "content": [
             _logprob(entry) | {"top_logprobs": [_logprob(top) for top in entry.top]}
             for entry in entries
+            if not entry.is_end
         ]
     }
 

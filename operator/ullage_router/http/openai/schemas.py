@@ -60,8 +60,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    function_call: object = None
-    audio: object = None
+    function_call: msgspec.Raw = NULL
+    audio: msgspec.Raw = NULL
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -149,7 +149,8 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         if any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
             return True
         is_switch = name not in ("skip_special_tokens", "add_generation_prompt")
-        return is_switch and value in (False, [], {})
+        is_empty = isinstance(value, list | dict) and not value
+        return is_switch and (value is False or is_empty)  # 0 asks for the chosen token's, in vLLM
 
 
 _unsupported = attrgetter(*Unsupported.__struct_fields__)
@@ -213,15 +214,30 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     echo: bool | None = None
 
 
+Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+
+
 class CompletionRequest(Common, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[
-            list[str | Token | Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]],
-            msgspec.Meta(max_length=MAX_PROMPT_TOKENS),
-        ]
-    )
+    prompt: msgspec.Raw
+    """JSON of a `Prompt`."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
+
+
+INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
+"""Fields whose bytes have their own bounds, or that of the whole body."""
+GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
+MAX_FIELD_BYTES = 64 << 10
+"""Bytes of JSON that any other field may have."""
+MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
+"""Bytes of JSON that a grammar may have: six for each character where all are escaped."""
+
+
+def max_field_bytes(name: str) -> int | None:
+    """Return how many bytes of JSON a field may have; None: as many as there are."""
+    if name in INPUT_FIELDS:
+        return None
+    return MAX_GRAMMAR_FIELD_BYTES if name in GRAMMAR_FIELDS else MAX_FIELD_BYTES

@@ -139,6 +139,21 @@ FREE: list[tuple[str, str, Sequence[Piece]]] = [
     ("harmony", "<|channel|>commentary<|message|>I'll look.<|end|>", [Text("I'll look.")]),
     ("harmony", "<|channel|>commentary to=browser.open<|message|>x", [Thought("x")]),
     ("harmony", '{"bare": "JSON"}', [Text('{"bare": "JSON"}')]),
+    *(
+        ("harmony", text, [Text(text)])
+        for text in (
+            "assistant",
+            "assistants help",
+            "assistant to be",
+            "assi",
+            "<",
+            " t",
+            "assistant ",
+        )
+    ),
+    ("harmony", "assistant<|channel|>final<|message|>Hi", [Text("Hi")]),
+    ("harmony", "assistant to=functions.f<|message|>{}", one("f", "{}")),
+    ("harmony", "assistant<|channel|>fin", []),
     (
         "forced",
         'get_weather", "arguments": {"city": "Oslo"}',

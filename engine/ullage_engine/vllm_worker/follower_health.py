@@ -1,0 +1,63 @@
+"""What a follower tells the kubelet: whether it lives, and whether it computes with its group.
+
+A thread of its own answers over HTTP. The follower says that it lives each time that it looks for
+news, so a follower that hangs is found although the thread goes on.
+"""
+
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import socket
+
+LIVE_PATH = "/healthz"
+READY_PATH = "/readyz"
+HUNG_AFTER_S = 60.0
+"""A follower that has not looked for news for so long hangs."""
+_READ_TIMEOUT_S = 5.0
+
+
+class FollowerHealth:
+    """Whether a follower lives and whether it computes; may be read from any thread."""
+
+    def __init__(self) -> None:
+        self.is_computing = False
+        """Whether the group is complete and the model is loaded on this node."""
+        self._looked_at = time.monotonic()
+
+    def on_look(self) -> None:
+        """Record that the follower looks for news."""
+        self._looked_at = time.monotonic()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the follower has looked for news lately."""
+        return time.monotonic() - self._looked_at < HUNG_AFTER_S
+
+    def status(self, path: str) -> int:
+        """Return the HTTP status of a path."""
+        holds = {LIVE_PATH: self.is_live, READY_PATH: self.is_live and self.is_computing}
+        if path not in holds:
+            return HTTPStatus.NOT_FOUND
+        return HTTPStatus.OK if holds[path] else HTTPStatus.SERVICE_UNAVAILABLE
+
+    def serve(self, listener: socket) -> None:
+        """Answer requests at a listening socket until this process ends."""
+        health = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _READ_TIMEOUT_S
+
+            def do_GET(self) -> None:
+                self.send_response(health.status(self.path))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Log nothing: the kubelet asks every few seconds."""
+
+        server = ThreadingHTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
+        server.socket.close()
+        server.socket = listener
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, name="health", daemon=True).start()

@@ -1,0 +1,165 @@
+"""Reads a manifest as `kubectl apply` does: YAML that becomes JSON, with no key twice.
+
+Dates are text, keys are text, and what JSON cannot say is refused. Text, depth and what anchors
+expand to are bounded: a file of a kilobyte can stand for a document of terabytes.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ullage_operator.api.errors import InvalidManifest, LocalFailure, Problem
+from ullage_operator.api.schema import join
+from ullage_operator.api.spec import Service, parse
+
+MAX_BYTES = 1 << 20
+"""Longest file that is read; etcd keeps no object of 1.5 MiB."""
+MAX_NODES = 100_000
+"""Values that a document may have, each as often as aliases repeat it."""
+MAX_DEPTH = 100
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_STRING = "tag:yaml.org,2002:str"
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _Loader(yaml.SafeLoader):
+    """Loads what JSON can say, and refuses a key that an object has twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth: int = getattr(self, "depth", 0) + 1
+        self.num_nodes: int = getattr(self, "num_nodes", 0) + 1
+        if self.depth > MAX_DEPTH:
+            raise self._refusal(f"it is nested more than {MAX_DEPTH} deep")
+        if self.num_nodes > MAX_NODES:
+            raise self._refusal(f"it has more than {MAX_NODES} values")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def _refusal(self, text: str) -> yaml.YAMLError:
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        return yaml.composer.ComposerError(None, None, text, mark)
+
+    def compose_document(self) -> Any:
+        node = super().compose_document()
+        if node is not None:
+            self._check_size(node, {}, set())
+        return node
+
+    def _check_size(self, node: yaml.Node, sizes: dict[int, int], within: set[int]) -> int:
+        """Return how many values a node stands for, and refuse one that holds itself."""
+        if id(node) in sizes:
+            return sizes[id(node)]
+        if id(node) in within:
+            text = "an anchor holds itself"
+            raise yaml.composer.ComposerError(None, None, text, node.start_mark)
+        within.add(id(node))
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        if isinstance(node, yaml.MappingNode):
+            self._check_keys(node)
+            children = [part for pair in node.value for part in pair]
+        total = 1 + sum(self._check_size(child, sizes, within) for child in children)
+        if total > MAX_NODES:
+            text = f"with its aliases it has more than {MAX_NODES} values"
+            raise yaml.composer.ComposerError(None, None, text, node.start_mark)
+        within.remove(id(node))
+        sizes[id(node)] = total
+        return total
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        """Make the keys text, and refuse those that are there twice."""
+        seen: dict[str, yaml.Mark] = {}
+        for index, (key, value) in enumerate(node.value):
+            if key.tag == _MERGE:
+                continue
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:null":
+                text = "a key must be text"
+                raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
+            if key.value in seen:
+                first = seen[key.value].line + 1
+                text = f"key {key.value!r} is there twice, first in line {first}; leave one out"
+                raise yaml.constructor.ConstructorError(None, None, text, key.start_mark)
+            seen[key.value] = key.start_mark
+            as_text = yaml.ScalarNode(_STRING, key.value, key.start_mark, key.end_mark)
+            node.value[index] = (as_text, value)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != _TIMESTAMP]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_service(path: Path) -> Service:
+    """Return the service of a manifest.
+
+    Raises:
+        LocalFailure: one line for each problem, each starting with the file's name.
+    """
+    documents = _read_documents(path)
+    services = [document for document in documents if document is not None]
+    if len(services) != 1:
+        raise LocalFailure(
+            f"{path}: {len(services)} documents; give one LLMService a file, "
+            "such as examples/smollm2.yaml"
+        )
+    try:
+        if problems := [*_not_json(services[0], "")]:
+            raise InvalidManifest(problems)
+        # What aliases share is written in one place and filled in at each.
+        return parse(json.loads(json.dumps(services[0])))
+    except InvalidManifest as error:
+        raise LocalFailure("\n".join(f"{path}: {each}" for each in error.problems)) from error
+
+
+def _read_documents(path: Path) -> list[Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise LocalFailure(f"{path}: longer than {MAX_BYTES} bytes; -f takes one LLMService")
+        return list(yaml.load_all(data.decode(), Loader=_Loader))
+    except OSError as error:
+        raise LocalFailure(f"{path}: {error.strerror}; -f takes an existing manifest") from error
+    except UnicodeDecodeError as error:
+        raise LocalFailure(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
+    except yaml.YAMLError as error:
+        raise LocalFailure(f"{path}: not YAML: {_one_line(error)}") from error
+    except (ArithmeticError, ValueError, RecursionError) as error:
+        # PyYAML converts numbers by Python's own rules, which know limits that YAML does not.
+        raise LocalFailure(f"{path}: cannot be read: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _not_json(value: Any, path: str) -> Iterator[Problem]:
+    """Yield what no API server could be sent."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _not_json(name, path)
+            yield from _not_json(item, join(path, name.encode(errors="replace").decode()))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _not_json(item, f"{path}[{index}]")
+    elif isinstance(value, str):
+        if _SURROGATE.search(value):
+            yield Problem(path, f"{value!a} is no text that UTF-8 has; write another character")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield Problem(path, f"{value} is no number that JSON has; write a finite one")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield Problem(path, "is no number of 64 bits; write a smaller one, or text in quotes")
+    elif value is not None and not isinstance(value, bool | int | float):
+        kind = type(value).__name__
+        yield Problem(path, f"is of YAML's type {kind}, which JSON lacks; write text in quotes")

@@ -1,0 +1,263 @@
+"""Which spec a service stands by: the declared one, or the last that could be carried out. Pure.
+
+An edit that cannot be carried out changes nothing: the operator goes on with the spec before it,
+scaling, waking, healing and repairing as ever, and says which fields are wrong. That spec is kept
+in the ConfigMap of the service's rollout, with hashes for the values of environment variables.
+
+Where none is kept, as of services that an operator without this memory left behind, the live
+objects are all that is known. They stay as they are, and only the number of pods changes, by what
+can be read of how a pool scales.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ullage_operator.api import naming, schema
+from ullage_operator.api.errors import InvalidManifest, Problem
+from ullage_operator.api.sections import to_api
+from ullage_operator.api.spec import (
+    Service,
+    Settings,
+    Spec,
+    parse_filled,
+    parse_stored,
+    service_of,
+    to_spec,
+)
+from ullage_operator.autoscaling import live_replicas
+from ullage_operator.controller.plan import (
+    LiveObject,
+    Manifest,
+    ObjectKey,
+    Observed,
+    ServicePlan,
+    key_of,
+    plan,
+    plan_sizes,
+)
+from ullage_operator.rollout.state import sealed_section, unsealed_section
+
+_logger = logging.getLogger(__name__)
+
+_SEALED = ("pools", "router")
+"""Sections of a spec that have environment variables."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """How a declared service reads."""
+
+    service: Service | None
+    """None where it cannot be carried out."""
+    problems: tuple[Problem, ...] = ()
+    """Why it cannot be."""
+    filled: tuple[str, ...] = ()
+    """Fields that the cluster's definition of LLMService knows no default of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the operator carries out of a service."""
+
+    service: Service
+    is_partial: bool = False
+    """Whether only sizes are known, so that objects stay as they are."""
+
+
+def read(manifest: Mapping[str, Any], settings: Settings) -> Declared:
+    """Read a declared service, and try whether it can be planned."""
+    try:
+        service, filled = parse_filled(manifest)
+        plan(service, Observed(now=_EPOCH), settings)
+    except InvalidManifest as error:
+        return Declared(None, error.problems)
+    except Exception as error:
+        # What no check foresees must not stop the operator from serving what it served before.
+        _logger.exception("a spec that no check refuses cannot be planned")
+        text = f"cannot be carried out: {error!r}; correct what was edited last"
+        return Declared(None, (Problem("spec", text),))
+    return Declared(service, filled=tuple(filled))
+
+
+def standing(
+    manifest: Mapping[str, Any], declared: Declared, observed: Observed, settings: Settings
+) -> Standing | None:
+    """Return what to carry out; None where nothing is declared that can be, and nothing serves."""
+    if declared.service:
+        return Standing(declared.service)
+    kept = _kept(manifest, observed)
+    # A kept spec may be refused by an operator that was upgraded since, and the value of a variable
+    # may be gone with the pods that had it.
+    with contextlib.suppress(InvalidManifest, KeyError):
+        spec = to_spec(_unsealed(kept, manifest, observed))
+        service = service_of(manifest["metadata"], spec)
+        plan(service, Observed(now=_EPOCH), settings)
+        return Standing(service)
+    pools = _live_pools(manifest, observed)
+    if not pools:
+        return None
+    with contextlib.suppress(InvalidManifest, KeyError):
+        spec = to_spec(_without_templates(kept))
+        return Standing(service_of(manifest["metadata"], spec), is_partial=True)
+    return Standing(_salvaged(manifest, pools, observed), is_partial=True)
+
+
+def plan_standing(stands: Standing, observed: Observed, settings: Settings) -> ServicePlan:
+    """Return the plan of what a service stands by."""
+    if stands.is_partial:
+        return plan_sizes(stands.service, observed, settings)
+    return _with_kept_spec(plan(stands.service, observed, settings), stands.service)
+
+
+def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
+    """Return a plan in which the service's spec is kept beside the state of its rollout."""
+    key = ObjectKey("ConfigMap", naming.rollout_name(service.name))
+    kept = {naming.KEPT_SPEC: dump(service.spec)}
+    objects = (
+        {**item, "data": item["data"] | kept} if key_of(item) == key else item
+        for item in planned.apply
+    )
+    return replace(planned, apply=tuple(objects))
+
+
+def dump(spec: Spec) -> str:
+    """Write a spec as it is kept.
+
+    More people may read ConfigMaps than services: of the values of environment variables, which
+    may be secrets, it has hashes.
+    """
+    document = to_api(spec)
+    document |= {name: sealed_section(document[name]) for name in _SEALED}
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
+    """Return the spec that was kept, with what a newer definition adds; empty where none was."""
+    name = naming.rollout_name(manifest["metadata"]["name"])
+    data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
+    definition = schema.load_schema()["properties"]["spec"]
+    try:
+        kept = json.loads(data.get(naming.KEPT_SPEC, ""))
+    except ValueError:
+        return {}
+    if not isinstance(kept, dict):
+        return {}
+    schema.fill(definition, kept)
+    return kept
+
+
+def _unsealed(
+    kept: Mapping[str, Any], manifest: Mapping[str, Any], observed: Observed
+) -> dict[str, Any]:
+    """Return a kept spec with the values of its environment variables, which pods still have.
+
+    Raises:
+        KeyError: nobody has a value any more.
+    """
+    workloads = (
+        item for key, item in observed.objects.items() if key.kind in ("Deployment", "StatefulSet")
+    )
+    sources = [manifest.get("spec"), *workloads]
+    return {**kept, **{name: unsealed_section(kept[name], sources) for name in _SEALED}}
+
+
+def _live_pools(manifest: Mapping[str, Any], observed: Observed) -> dict[str, LiveObject]:
+    """Return the StatefulSets of stable engines by their pools."""
+    service = manifest["metadata"]["name"]
+    pools = {}
+    for key, item in observed.objects.items():
+        pool = str((item["metadata"].get("labels") or {}).get(naming.POOL_LABEL, ""))
+        if key.kind == "StatefulSet" and key.name == naming.pool_name(service, pool):
+            pools[pool] = item
+    return {pool: item for pool, item in pools.items() if naming.stable_pool(pool) == pool}
+
+
+def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kept spec without what people say of pods, which no size depends on.
+
+    Raises:
+        KeyError: nothing was kept.
+    """
+    bare: dict[str, Any] = {"podTemplate": {}}
+    pools = {name: pool | bare for name, pool in kept["pools"].items()}
+    return {**kept, "pools": pools, "router": kept["router"] | bare}
+
+
+_READ_ANYHOW = (("tls",), ("healing",), ("router", "replicas"))
+"""Parts of a spec by which live pods are treated and reached."""
+
+
+def _salvaged(
+    manifest: Mapping[str, Any], pools: Mapping[str, LiveObject], observed: Observed
+) -> Service:
+    """Put a service together whose live objects stay as they are.
+
+    Its pools are those that live, of the size that they have; how they scale and are healed is as
+    much of what is declared as can be read.
+    """
+    metadata = manifest["metadata"]
+    paths: list[Sequence[str]] = [*_READ_ANYHOW]
+    paths += [("pools", pool, "autoscaling") for pool in pools]
+    spec: Manifest = {
+        "model": {"source": "file:///unread", "name": metadata["name"]},
+        "pools": {pool: _size_of(metadata["name"], pool, observed) for pool in pools},
+    }
+    for path in paths:
+        spec = _with_readable(metadata, spec, path, _at(manifest.get("spec"), path))
+    return parse_stored({"metadata": metadata, "spec": spec})
+
+
+def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
+    """Return the size of a pool, and of each of its engines, that its StatefulSets have."""
+    names = (naming.pool_name(service, each) for each in (pool, naming.group_pool(pool)))
+    keys = (ObjectKey("StatefulSet", name) for name in names)
+    leaders, followers = (live_replicas(observed.objects.get(key)) or 0 for key in keys)
+    nodes = followers // leaders + 1 if leaders else 1
+    return {"replicas": leaders, "nodes": nodes, "gpus": nodes}
+
+
+def _with_readable(
+    metadata: Mapping[str, Any], spec: Manifest, path: Sequence[str], value: Any
+) -> Manifest:
+    """Return a spec with a section, or with as many of its fields as can be read."""
+    if value is None:
+        return spec
+    candidate = _replaced(spec, path, value)
+    try:
+        parse_stored({"metadata": metadata, "spec": candidate})
+        return candidate
+    except (InvalidManifest, ValueError):
+        pass
+    known = _fields_at(path)
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        if name in known:
+            spec = _with_readable(metadata, spec, (*path, name), item)
+    return spec
+
+
+def _fields_at(path: Iterable[str]) -> Mapping[str, Any]:
+    """Return the fields that the definition knows at a path of a spec."""
+    section: Mapping[str, Any] = schema.load_schema()["properties"]["spec"]
+    for name in path:
+        section = schema.fields(section, {name: None}).get(name, {})
+    properties: Mapping[str, Any] = section.get("properties", {})
+    return properties
+
+
+def _replaced(section: Any, path: Sequence[str], value: Any) -> Manifest:
+    """Return a section with another value at a path."""
+    inner = section if isinstance(section, Mapping) else {}
+    first, *rest = path
+    return {**inner, first: _replaced(inner.get(first), rest, value) if rest else value}
+
+
+def _at(section: Any, path: Iterable[str]) -> Any:
+    for name in path:
+        section = section.get(name) if isinstance(section, Mapping) else None
+    return section

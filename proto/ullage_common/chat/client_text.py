@@ -1,0 +1,349 @@
+"""Text that clients wrote, kept apart from the words of the chat template through rendering.
+
+A special token in a prompt means what the template says: here a turn ends, there one begins. Text
+of clients and tools that spells such a token must not. While a template renders, characters of
+client text that a special token needs are therefore marks: private-use characters, one for one. No
+operation of a template, such as cutting, joining or JSON, turns a mark back into its character, so
+the special tokens that the rendered text spells are the template's own. Once they have been cut
+out, marks become characters again.
+
+`ClientText` is a string with marks that answers a template's questions (`in`, `split`, `==`) as the
+text without marks would, so the template renders the same prompt. An operation that is missing
+here works on the marks, which can change the words between special tokens but never forge one.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, SupportsIndex
+
+import markupsafe
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7e]")
+_FEW = 8
+"""Number of characters up to which replacing one after another is faster than a table."""
+
+
+class Marks:
+    """A bijection between some characters and as many marks.
+
+    Args:
+        characters: the characters to replace, each once.
+        marks: as many characters that no text around has.
+    """
+
+    def __init__(self, characters: str, marks: str) -> None:
+        self.others: Marks | None = None
+        """Marks that may be in one text with these."""
+        self._pairs = list(zip(characters, marks, strict=True))
+        self._marked = str.maketrans(dict(self._pairs))
+        self._cleared = str.maketrans(dict(zip(marks, characters, strict=True)))
+
+    def __contains__(self, character: str) -> bool:
+        return ord(character) in self._cleared
+
+    def mark(self, text: str) -> str:
+        """Return the text with marks; the same object where there is nothing to mark."""
+        if len(self._pairs) > _FEW:
+            marked = text.translate(self._marked)
+            return text if marked == text else marked
+        for character, mark in self._pairs:
+            text = text.replace(character, mark)
+        return text
+
+    def clear(self, text: str) -> str:
+        """Return the text with the characters that its marks stand for."""
+        if len(self._pairs) > _FEW:
+            return text.translate(self._cleared)
+        for character, mark in self._pairs:
+            text = text.replace(mark, character)
+        return text
+
+    def clear_all(self, text: str) -> str:
+        """Return the text without these marks and those that may be beside them."""
+        text = self.clear(text)
+        return self.others.clear(text) if self.others else text
+
+    def mark_deep(self, value: Any) -> Any:
+        """Return a JSON value with all texts in it marked, names of members included."""
+        if isinstance(value, str):
+            marked = self.mark(value)
+            return value if marked is value else ClientText(marked, self)
+        if isinstance(value, Mapping):
+            return {self.mark_deep(key): self.mark_deep(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark_deep(item) for item in value]
+        return value
+
+
+def plain_text(value: Any) -> Any:
+    """Return a text without its marks, and any other value as it is."""
+    return value.plain if isinstance(value, ClientText) else value
+
+
+class ClientText(str):
+    """Text with marks; questions about it are answered without them.
+
+    Args:
+        text: the text, which has its marks.
+        marks: the marks; None: questions are answered by the text as it is.
+    """
+
+    __slots__ = ("_marks", "_text")
+    _marks: Marks | None
+    _text: str | None
+
+    def __new__(cls, text: str, marks: Marks | None = None) -> "ClientText":
+        made = super().__new__(cls, text)
+        made._marks = marks
+        made._text = None
+        return made
+
+    @property
+    def plain(self) -> str:
+        """The text without marks, each of which stood for one character."""
+        if self._text is None:
+            raw = str.__str__(self)
+            self._text = self._marks.clear_all(raw) if self._marks else raw
+        return self._text
+
+    @property
+    def marks(self) -> Marks | None:
+        """The marks that the text has."""
+        return self._marks
+
+    def _kept(self, text: str) -> "ClientText":
+        """Return client text of a text that has its marks."""
+        return ClientText(text, self._marks)
+
+    def _changed(self, text: str) -> "ClientText":
+        """Return client text of a text whose marks are lost."""
+        return ClientText(self._marks.mark(text) if self._marks else text, self._marks)
+
+    def _slice(self, start: int, end: int | None) -> "ClientText":
+        return self._kept(str.__getitem__(self, slice(start, end)))
+
+    # Texts of the same characters are equal, whichever of them are marked.
+
+    def __hash__(self) -> int:
+        return hash(self.plain)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.plain == plain_text(other))
+
+    def __ne__(self, other: object) -> bool:
+        return bool(self.plain != plain_text(other))
+
+    def __lt__(self, other: str) -> bool:
+        return bool(self.plain < plain_text(other))
+
+    def __le__(self, other: str) -> bool:
+        return bool(self.plain <= plain_text(other))
+
+    def __gt__(self, other: str) -> bool:
+        return bool(self.plain > plain_text(other))
+
+    def __ge__(self, other: str) -> bool:
+        return bool(self.plain >= plain_text(other))
+
+    def __contains__(self, part: object) -> bool:
+        return plain_text(part) in self.plain
+
+    def __str__(self) -> "ClientText":
+        return self
+
+    def __repr__(self) -> str:
+        return self._changed(repr(self.plain))
+
+    def __add__(self, other: str) -> "ClientText":
+        return self._kept(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> "ClientText":
+        return self._kept(str.__add__(other, self))
+
+    def __mul__(self, count: SupportsIndex) -> "ClientText":
+        return self._kept(str.__mul__(self, count))
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, place: SupportsIndex | slice) -> "ClientText":
+        return self._kept(str.__getitem__(self, place))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self._kept, str.__iter__(self))
+
+    # Questions: places in the plain text are places in the text with marks.
+
+    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        return self.plain.startswith(_plains(prefix), *bounds)
+
+    def endswith(self, suffix: Any, *bounds: Any) -> bool:
+        return self.plain.endswith(_plains(suffix), *bounds)
+
+    def find(self, part: str, *bounds: Any) -> int:
+        return self.plain.find(plain_text(part), *bounds)
+
+    def rfind(self, part: str, *bounds: Any) -> int:
+        return self.plain.rfind(plain_text(part), *bounds)
+
+    def index(self, part: str, *bounds: Any) -> int:
+        return self.plain.index(plain_text(part), *bounds)
+
+    def rindex(self, part: str, *bounds: Any) -> int:
+        return self.plain.rindex(plain_text(part), *bounds)
+
+    def count(self, part: str, *bounds: Any) -> int:
+        return self.plain.count(plain_text(part), *bounds)
+
+    def isspace(self) -> bool:
+        return self.plain.isspace()
+
+    def isdigit(self) -> bool:
+        return self.plain.isdigit()
+
+    def isalpha(self) -> bool:
+        return self.plain.isalpha()
+
+    def isalnum(self) -> bool:
+        return self.plain.isalnum()
+
+    def isupper(self) -> bool:
+        return self.plain.isupper()
+
+    def islower(self) -> bool:
+        return self.plain.islower()
+
+    # Parts of the text.
+
+    def strip(self, characters: str | None = None) -> "ClientText":
+        return self.lstrip(characters).rstrip(characters)
+
+    def lstrip(self, characters: str | None = None) -> "ClientText":
+        return self._slice(len(self) - len(self.plain.lstrip(plain_text(characters))), None)
+
+    def rstrip(self, characters: str | None = None) -> "ClientText":
+        return self._slice(0, len(self.plain.rstrip(plain_text(characters))))
+
+    def removeprefix(self, prefix: str) -> "ClientText":
+        return self._slice(len(prefix), None) if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> "ClientText":
+        return self._slice(0, len(self) - len(suffix)) if self.endswith(suffix) else self
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._parts(self.plain.split(plain_text(sep), maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._parts(self.plain.rsplit(plain_text(sep), maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        lines, start = list[str](), 0
+        for whole, line in zip(
+            self.plain.splitlines(True), self.plain.splitlines(keepends), strict=True
+        ):
+            lines.append(self._slice(start, start + len(line)))
+            start += len(whole)
+        return lines
+
+    def partition(self, sep: str) -> tuple[str, str, str]:
+        return self._parted(*self.plain.partition(plain_text(sep)))
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
+        return self._parted(*self.plain.rpartition(plain_text(sep)))
+
+    def _parted(self, before: str, sep: str, after: str) -> tuple[str, str, str]:
+        start, end = len(before), len(self) - len(after)
+        return self._slice(0, start), self._slice(start, end), self._slice(end, None)
+
+    def _parts(self, parts: list[str], sep: str | None) -> list[str]:
+        """Return the same parts of the text with marks.
+
+        Parts come one after another with nothing but the separator, or white space, between them.
+        """
+        found, start = list[str](), 0
+        for part in parts:
+            place = self.plain.index(part, start)
+            found.append(self._slice(place, place + len(part)))
+            start = place + len(part) + (len(sep) if sep else 0)
+        return found
+
+    # Changed text: characters that a template puts in keep their meaning where they can be told.
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> "ClientText":
+        if not old:
+            return self._kept(str.replace(self, old, new, count))
+        parts = self.split(old, count)
+        return self._kept(str.__str__(new).join(map(str.__str__, parts)))
+
+    def join(self, parts: Iterable[str]) -> "ClientText":
+        return self._kept(str.__str__(self).join(map(str.__str__, parts)))
+
+    def lower(self) -> "ClientText":
+        return self._changed(self.plain.lower())
+
+    def upper(self) -> "ClientText":
+        return self._changed(self.plain.upper())
+
+    def title(self) -> "ClientText":
+        return self._changed(self.plain.title())
+
+    def capitalize(self) -> "ClientText":
+        return self._changed(self.plain.capitalize())
+
+    def casefold(self) -> "ClientText":
+        return self._changed(self.plain.casefold())
+
+    def swapcase(self) -> "ClientText":
+        return self._changed(self.plain.swapcase())
+
+
+def _plains(value: Any) -> Any:
+    return tuple(map(plain_text, value)) if isinstance(value, tuple) else plain_text(value)
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Join texts; where one of them is client text, the whole can be asked as it can."""
+    listed = list(parts)
+    text = "".join(listed)
+    for part in listed:
+        if type(part) is ClientText:
+            return ClientText(text, part.marks)
+    return text
+
+
+def escaped(value: Any) -> str:
+    """Return a text in which characters that HTML has a meaning for are entities."""
+    if not isinstance(value, ClientText):
+        return markupsafe.escape(value)
+    text = str(markupsafe.escape(value.plain))
+    return ClientText(value.marks.mark(text) if value.marks else text, value.marks)
+
+
+def ascii_json(value: Any, dump: Callable[[Any], str]) -> str:
+    """Return JSON in ASCII, but for marks, which become characters again.
+
+    Args:
+        dump: makes JSON text with all characters as they are.
+    """
+    marks = next(_marks_in(value), None)
+
+    def escaped(match: re.Match[str]) -> str:
+        character = match.group()
+        if marks is None or character not in marks:
+            return json.dumps(character)[1:-1]
+        plain = marks.clear(character)
+        return character if plain.isascii() else marks.mark(json.dumps(plain)[1:-1])
+
+    return _NOT_ASCII.sub(escaped, dump(value))
+
+
+def _marks_in(value: Any) -> Iterator[Marks]:
+    if isinstance(value, ClientText) and value.marks:
+        yield value.marks
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _marks_in(key)
+            yield from _marks_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _marks_in(item)

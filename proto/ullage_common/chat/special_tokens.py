@@ -1,0 +1,429 @@
+"""Special tokens of a prompt are those that the chat template writes, whatever its texts spell.
+
+Three kinds of added tokens are told apart. *Controls* end and begin turns: tokens that the
+tokenizer calls special, and those that the template writes in brackets though the tokenizer does
+not, such as the roles of DeepSeek. *Tags* look like `<think>`: the template writes them, the
+tokenizer does not call them special, and models write them in answers, which clients send back. The
+rest, such as runs of blanks, are words like any other.
+
+Texts of clients never become controls. They become tags where the assistant or the system speaks.
+"""
+
+import re
+import secrets
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tokenizers import AddedToken, Tokenizer, normalizers
+
+from ullage_common.chat.client_text import Marks
+from ullage_common.chat.tool_formats import Turn
+
+_MARKS = range(0xE000, 0xF900)
+_MORE_MARKS = range(0xF0000, 0xFFFFE)
+"""Code points that marks are taken from: private use, at two bytes a character or at four."""
+
+_FIRST_ALIAS, _LAST_ALIAS = 0x100000, 0x10FFFD
+"""Bounds of the characters that aliases are made of: private use of the last plane."""
+_ALIAS_CHARACTERS = 5
+"""Characters of an alias: 80 bits, which no client guesses."""
+
+_TAG = re.compile(r"</?\w+>")
+_MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
+_JSON = frozenset('"\\{}[]:,')
+"""Punctuation that a template's JSON writes around client text."""
+
+_COMMON = frozenset("_/()>")
+"""Punctuation that source code has most of."""
+
+_OWN_ROLES = frozenset({"assistant", "system"})
+"""Roles whose texts may contain tags."""
+
+_CASED = range(0x80, 0x20000)
+"""Code points among which letters are looked for that a change of case turns into others."""
+
+_SINGLETONS = range(0x300, 0x3400)
+"""Code points among which those are that NFC turns into punctuation."""
+
+_Tree = dict[str, "_Tree"]
+
+
+class SpecialTokenError(Exception):
+    """A text cannot be kept from becoming a special token; the message is one line."""
+
+
+# --- Finding ---
+
+
+def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern of any of the texts: of those that begin at one place the longest.
+
+    A thousand of them are no slower than one: at each character one branch is left.
+    """
+    tree: _Tree = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return re.compile(_pattern(tree)) if tree else None
+
+
+def _pattern(tree: _Tree) -> str:
+    """Match the texts of a tree of characters; a place where a text may end has the key ''."""
+    branches = [re.escape(c) + _pattern(node) for c, node in tree.items() if c]
+    if "" not in tree and len(branches) == 1:
+        return branches[0]
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a prompt."""
+
+    text: str
+    is_token: bool = False
+    """Whether the text is a token's."""
+
+
+def parted(text: str, pattern: re.Pattern[str] | None) -> Iterator[Piece]:
+    """Cut a text at the tokens that a pattern finds."""
+    start = 0
+    for match in pattern.finditer(text) if pattern else ():
+        if start < match.start():
+            yield Piece(text[start : match.start()])
+        yield Piece(match.group(), is_token=True)
+        start = match.end()
+    if start < len(text):
+        yield Piece(text[start:])
+
+
+# --- Guarding ---
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedRequest:
+    """The texts of a request with marks, and the way to take them out again."""
+
+    turns: Sequence[Turn]
+    tools: Sequence[Mapping[str, Any]]
+    arguments: Mapping[str, Any]
+    guard: "SpecialTokenGuard"
+    own: Marks
+    """Marks of texts of the assistant and the system."""
+
+    def pieces(self, text: str) -> Iterator[Piece]:
+        """Cut a rendered text at the tokens that are the template's, without the marks."""
+        for piece in parted(text, self.guard.finder):
+            if piece.is_token:
+                yield piece
+                continue
+            for part in parted(self.own.clear(piece.text), self.guard.tag_finder):
+                yield part if part.is_token else Piece(self.own.clear_all(part.text))
+
+
+class SpecialTokenGuard:
+    """Keeps texts of clients from becoming special tokens of a model.
+
+    Args:
+        tokenizer: the model's.
+        literals: texts that the model's chat template writes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, literals: Collection[str] = ()) -> None:
+        self.controls, tags = _kinds(tokenizer, literals)
+        self.guarded = self.controls | tags
+        self.finder = finder(self.guarded)
+        self.tag_finder = finder(tags)
+
+        self._keys = _hitting_set(self.guarded)
+        """Characters of which every guarded token has one."""
+        # Of no keys none is ever looked for.
+        self._find_key = re.compile("|".join(map(re.escape, sorted(self._keys)))).search
+        is_composed = _is_composed(literals, self.guarded, self._keys)
+        needed = frozenset("".join(self.guarded)) if is_composed else self._keys
+        self._alphabet = "".join(sorted(_with_cases(needed)))
+        self._is_always = (
+            is_composed
+            or any(key.isalnum() for key in self._keys)
+            or not _keeps_out(tokenizer.normalizer, self._keys)
+        )
+        """Whether texts without any of the keys could become a part of a guarded token, too."""
+        self._code_points = _MARKS if 4 * len(self._alphabet) <= len(_MARKS) else _MORE_MARKS
+        first, last = chr(self._code_points[0]), chr(self._code_points[-1])
+        self._find_taken = re.compile(f"[{first}-{last}]").findall
+        self._usual_marks = self._free_marks(frozenset())
+
+    def marked(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> MarkedRequest | None:
+        """Return the request with marks; None where its texts cannot become guarded tokens.
+
+        Raises:
+            SpecialTokenError: its texts leave no characters for marks.
+        """
+        if not self.guarded:
+            return None
+        texts = _texts([*turns, *tools, arguments])
+        if not self._is_always and not any(map(self._find_key, texts)):
+            return None
+        own, others = self._marks(texts)
+        return MarkedRequest(
+            turns=[_marked_turn(turn, own, others) for turn in turns],
+            tools=others.mark_deep(tools),
+            arguments={name: others.mark_deep(value) for name, value in arguments.items()},
+            guard=self,
+            own=own,
+        )
+
+    def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:
+        """Return marks for the assistant and the system, and for others."""
+        taken = set[str]()
+        for text in texts:
+            if not text.isascii():
+                taken.update(self._find_taken(text))
+        return self._free_marks(taken) if taken else self._usual_marks
+
+    def _free_marks(self, taken: Collection[str]) -> tuple[Marks, Marks]:
+        free = [mark for mark in map(chr, self._code_points) if mark not in taken]
+        size = len(self._alphabet)
+        if len(free) < 2 * size:
+            first, last = self._code_points[0], self._code_points[-1]
+            raise SpecialTokenError(
+                f"the texts have {len(taken)} characters of private use (U+{first:X} to "
+                f"U+{last:X}) and {len(self._code_points) - 2 * size} are possible; leave some of "
+                "them out"
+            )
+        own = Marks(self._alphabet, "".join(free[:size]))
+        others = Marks(self._alphabet, "".join(free[size : 2 * size]))
+        own.others, others.others = others, own
+        return own, others
+
+
+def _kinds(
+    tokenizer: Tokenizer, literals: Collection[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the controls and the tags."""
+    controls, tags = set[str](), set[str]()
+    for token in tokenizer.get_added_tokens_decoder().values():
+        text = token.content
+        if not text.strip():
+            continue
+        if token.special:
+            controls.add(text)
+        elif _MARKUP.fullmatch(text) and any(text in literal for literal in literals):
+            (tags if _TAG.fullmatch(text) else controls).add(text)
+    return frozenset(controls), frozenset(tags)
+
+
+def _hitting_set(texts: Collection[str]) -> frozenset[str]:
+    """Return few characters of which every text has one, rare ones rather than letters."""
+    chosen, left = set[str](), set(texts)
+    while left:
+        counts = dict.fromkeys(sorted(set("".join(left))), 0)
+        for text in left:
+            for character in set(text):
+                counts[character] += 1
+        best = max(counts, key=lambda c: (*_rank(c), counts[c], c not in _COMMON, ord(c)))
+        chosen.add(best)
+        left = {text for text in left if best not in text}
+    return frozenset(chosen)
+
+
+def _rank(character: str) -> tuple[bool, bool]:
+    is_punctuation = not character.isalnum() and not character.isspace()
+    return is_punctuation, character not in _JSON
+
+
+def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collection[str]) -> bool:
+    """Return whether a word of the template is a part of a guarded token that has a key, so that a
+    client's text beside it could complete the token."""
+
+    def has_key(part: str) -> bool:
+        return any(key in part for key in keys)
+
+    starts = {text[:n] for text in texts for n in range(1, len(text))}
+    ends = {text[n:] for text in texts for n in range(1, len(text))}
+    longest = max(map(len, texts), default=0)
+    for literal in literals:
+        if literal in texts or not has_key(literal):
+            continue
+        sizes = range(1, min(len(literal), longest) + 1)
+        if any(literal[-n:] in starts and has_key(literal[-n:]) for n in sizes):
+            return True
+        if any(literal[:n] in ends and has_key(literal[:n]) for n in sizes):
+            return True
+        if len(literal) < longest and any(literal in text for text in texts):
+            return True
+    return False
+
+
+def _with_cases(characters: Collection[str]) -> set[str]:
+    """Return the characters with those that a change of case turns into them."""
+    letters = {character for character in characters if character.isalpha()}
+    found = {*characters}
+    if not letters:
+        return found
+    for code_point in (*range(0x80), *_CASED):
+        character = chr(code_point)
+        changed = {character.lower(), character.upper(), character.title(), character.casefold()}
+        if not letters.isdisjoint("".join(changed)):
+            found.add(character)
+    return found
+
+
+def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
+    """Return whether a normalizer writes no key where there was none."""
+    if normalizer is None:
+        return True
+    if isinstance(normalizer, normalizers.Sequence):
+        steps = cast(Iterable[Any], normalizer)  # by __getitem__
+        return all(_keeps_out(step, keys) for step in steps)
+    if isinstance(normalizer, normalizers.NFC):
+        return not any(_composes(key) for key in keys)
+    if isinstance(normalizer, normalizers.Strip | normalizers.Lowercase):
+        return True
+    if isinstance(normalizer, normalizers.Replace):
+        return not any(key in normalizer.content for key in keys)
+    if isinstance(normalizer, normalizers.Prepend):
+        return not any(key in normalizer.prepend for key in keys)
+    return False
+
+
+def _composes(key: str) -> bool:
+    """Return whether another character is the key in NFC, as the Greek question mark is `;`."""
+    others = (chr(code_point) for code_point in _SINGLETONS if chr(code_point) != key)
+    return any(key in unicodedata.normalize("NFC", other) for other in others)
+
+
+def _texts(values: list[Any]) -> list[str]:
+    """Return all texts in JSON values, names of members included."""
+    found = list[str]()
+    for item in values:  # which grow meanwhile
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, Mapping):
+            values += item
+            values += item.values()
+        elif isinstance(item, list | tuple):
+            values += item
+    return found
+
+
+def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:
+    """Return a turn with marks. Its role is one of a list, with which templates write tokens."""
+    marks = own if turn["role"] in _OWN_ROLES else others
+    return {
+        name: value if name == "role" else marks.mark_deep(value) for name, value in turn.items()
+    }
+
+
+# --- Encoding ---
+
+
+class GuardedTokenizer:
+    """The same tokenizer without its guarded tokens, which it knows by secret aliases alone.
+
+    It shares the vocabulary. A text that spells a guarded token becomes ordinary tokens; a piece
+    that is such a token becomes its id, and parts the text as the token does for the tokenizer.
+
+    May be used by several threads.
+
+    Args:
+        tokenizer: the model's.
+        guarded: texts of tokens that no text becomes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, guarded: Collection[str]) -> None:
+        self._cut = _alias()
+        self._aliases = {text: _alias() for text in guarded}
+        self._finder = finder(guarded)
+        self._tokenizer = _sharing(tokenizer)
+
+        added = tokenizer.get_added_tokens_decoder()
+        own = [self._renamed(added[token_id]) for token_id in sorted(added)]
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        # New tokens get ids above as many as there are, some of which the model may have.
+        gap = max(vocabulary.values(), default=-1) + 1 - len(vocabulary)
+        fillers = [AddedToken(_alias(), normalized=False) for _ in range(gap)]
+        self._tokenizer.add_tokens([*fillers, AddedToken(self._cut, normalized=False), *own])
+
+        self._ids = {
+            self._tokenizer.token_to_id(mine.content): token_id
+            for token_id, mine in zip(sorted(added), own, strict=True)
+        }
+        """Ids of the model by the ids that added tokens have here."""
+        self._cut_id = self._tokenizer.token_to_id(self._cut)
+        self._forbidden = frozenset(vocabulary[text] for text in guarded if text in vocabulary)
+        """Ids of guarded tokens that the model itself could make of a text."""
+
+    def spell(self, pieces: Iterable[Piece]) -> str:
+        """Return a text for `encode` in which the pieces that are tokens are guarded ones."""
+        return "".join(
+            self._aliases.get(piece.text, piece.text) if piece.is_token else piece.text
+            for piece in pieces
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text.
+
+        Raises:
+            SpecialTokenError: the model makes a guarded token of ordinary text.
+        """
+        ids = self._encode(text)
+        if ids is None:
+            ids = self._encode(self._broken(text))
+        if ids is None:
+            raise SpecialTokenError(
+                "this tokenizer makes a special token of the text; spell the token in another way"
+            )
+        return ids
+
+    def _encode(self, text: str) -> list[int] | None:
+        """Return token ids; None where the model itself made a guarded token."""
+        # Without offsets, which nobody here reads and which take a fifth of the time.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if self._forbidden and not self._forbidden.isdisjoint(ids):
+            return None
+        return [self._ids.get(token_id, token_id) for token_id in ids if token_id != self._cut_id]
+
+    def _broken(self, text: str) -> str:
+        """Return the text with a boundary within every guarded token that it spells."""
+        assert self._finder
+        return self._finder.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
+
+    def _renamed(self, token: AddedToken) -> AddedToken:
+        alias = self._aliases.get(token.content)
+        normalizer = self._tokenizer.normalizer
+        # A normalizer that takes such characters out would never let the alias be found.
+        is_kept = normalizer is None or (alias or "") in normalizer.normalize_str(alias or "")
+        return AddedToken(
+            alias or token.content,
+            single_word=token.single_word,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            normalized=token.normalized and is_kept,
+            special=token.special and alias is None,
+        )
+
+
+def _alias() -> str:
+    span = _LAST_ALIAS + 1 - _FIRST_ALIAS
+    return "".join(chr(_FIRST_ALIAS + secrets.randbelow(span)) for _ in range(_ALIAS_CHARACTERS))
+
+
+def _sharing(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer of the same model that has no added tokens yet."""
+    made = Tokenizer(tokenizer.model)
+    for name in ("normalizer", "pre_tokenizer"):
+        if (part := getattr(tokenizer, name)) is not None:
+            setattr(made, name, part)
+    return made

@@ -1,0 +1,150 @@
+"""Writes log lines without waiting for whoever reads them.
+
+A pipe whose reader stands still takes nothing any more, and a write to it waits for ever: one
+`kubectl logs`, a stopped terminal or a full disk of the node would stop every request. So lines are
+written at once where that cannot wait, and by a thread where it could. Those that find too many
+before them are dropped and counted, and the count is a line of its own.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import stat
+import threading
+import time
+from collections import deque
+from typing import TextIO
+
+MAX_WAITING_BYTES = 1 << 20
+"""Bytes of lines that wait for their reader; later ones are dropped."""
+FLUSH_S = 2.0
+"""Seconds that the end of the process waits for a reader."""
+_AT_ONCE_BYTES = select.PIPE_BUF
+"""Bytes that a pipe takes as a whole or not at all."""
+DROPPED = "log lines were dropped, since nobody read them"
+
+
+class LineWriter(logging.Handler):
+    """Writes formatted records to a file descriptor, and never waits.
+
+    Args:
+        fd: stays open and its own; what else is written to it may come between two lines.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._direct_fd = _unblocked(fd)
+        self._start_anew()
+        os.register_at_fork(after_in_child=self._start_anew)
+
+    def _start_anew(self) -> None:
+        """Wait for nothing: what waits at a fork is the parent's."""
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        """With the line that is being written."""
+        self._num_dropped = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record).encode(errors="backslashreplace") + b"\n"
+            if not self._write_now(line):
+                self._enqueue(line)
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until all lines are written, or a short time if nobody reads them.
+
+        `logging` calls it when the process ends.
+        """
+        until = time.monotonic() + FLUSH_S
+        with self._changed:
+            while self._waiting_bytes and time.monotonic() < until:
+                self._changed.wait(until - time.monotonic())
+
+    def _write_now(self, line: bytes) -> bool:
+        """Write a line whose turn it is, if that needs no waiting."""
+        if self._direct_fd is None or self._waiting_bytes or len(line) > _AT_ONCE_BYTES:
+            return False
+        try:
+            written = os.write(self._direct_fd, line)
+        except BlockingIOError:
+            return False
+        except OSError:  # its reader has gone
+            return True
+        if written < len(line):
+            self._enqueue(line[written:])
+        return True
+
+    def _enqueue(self, line: bytes) -> None:
+        with self._changed:
+            # The first one may have any length, or it could never be written.
+            is_full = self._waiting_bytes and self._waiting_bytes + len(line) > MAX_WAITING_BYTES
+            # After a gap there is nothing before the line that tells of it.
+            if is_full or self._num_dropped:
+                self._num_dropped += 1
+                return
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="logs", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        """Write what waits, for ever."""
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                line = self._waiting.popleft()
+            _write_whole(self._fd, line)
+            with self._changed:
+                self._waiting_bytes -= len(line)
+                if not self._waiting and self._num_dropped:
+                    notice = self._notice(self._num_dropped)
+                    self._num_dropped = 0
+                    self._waiting.append(notice)
+                    self._waiting_bytes += len(notice)
+                self._changed.notify_all()
+
+    def _notice(self, num_dropped: int) -> bytes:
+        record = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING"})
+        record.name, record.msg = __name__, DROPPED
+        vars(record)["dropped"] = num_dropped
+        return self.format(record).encode(errors="backslashreplace") + b"\n"
+
+
+def new_handler(stream: TextIO) -> logging.Handler:
+    """Return what writes to a stream: a LineWriter where it has a file descriptor."""
+    try:
+        fd = stream.fileno()
+    except (OSError, ValueError):
+        return logging.StreamHandler(stream)
+    return LineWriter(fd)
+
+
+def _unblocked(fd: int) -> int | None:
+    """Return a descriptor of the same file on which no write waits; None where there is none.
+
+    The one that is given may be shared with other programs, whose writes would fail. A regular file
+    takes everything, and a socket cannot be opened again.
+    """
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
+        return None
+    with contextlib.suppress(OSError):
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return None
+
+
+def _write_whole(fd: int, line: bytes) -> None:
+    with contextlib.suppress(OSError):  # its reader has gone
+        while line:
+            line = line[os.write(fd, line) :]

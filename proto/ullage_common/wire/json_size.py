@@ -1,0 +1,94 @@
+"""Bounds the parts of JSON texts before anything is made of them.
+
+A parser makes an object of every two bytes of `[[],[],...]`, keeps the interpreter's lock until the
+last one, and takes a hundred times the text's memory. The brackets, braces, colons and commas
+outside of strings say from above how many objects there would be.
+"""
+
+from dataclasses import dataclass
+
+from ullage_common.wire.errors import invalid
+from ullage_common.wire.limits import MAX_PROMPT_TOKENS
+
+BLOCK_BYTES = 64 << 10
+"""Bytes that are looked at while the interpreter's lock is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLimits:
+    """The most parts of one text, or of several together."""
+
+    max_lists: int
+    max_entries: int
+    """Objects and their entries together."""
+    max_items: int
+    """Commas."""
+
+
+BODY_LIMITS = JsonLimits(1 << 16, 1 << 18, MAX_PROMPT_TOKENS + (1 << 18))
+"""Limits of a request: 8192 turns with as many calls, parts and results fit three times over."""
+VALUE_LIMITS = JsonLimits(1 << 14, 1 << 16, 1 << 17)
+"""Limits of values that are parsed whole: tools, and the arguments of all calls together."""
+
+
+class JsonCounter:
+    """Counts the parts of texts and refuses too many.
+
+    Args:
+        field: of the request, for errors.
+        limits: of all texts together.
+        name: of the texts, for errors; empty: that of the field.
+    """
+
+    def __init__(self, field: str, limits: JsonLimits, name: str = "") -> None:
+        self._field = field
+        self._name = name or field
+        self._limits = limits
+        self._lists = 0
+        self._entries = 0
+        self._items = 0
+
+    def add(self, text: bytes) -> None:
+        """Count one text, valid or not.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT, the texts have too many parts.
+        """
+        start = 0
+        is_inside = False
+        while start < len(text):
+            end = _end_of_block(text, start)
+            is_inside = self._add_block(text[start:end], is_inside)
+            start = end
+
+    def _add_block(self, block: bytes, is_inside: bool) -> bool:
+        """Count a block that cuts no escape; returns whether it ends inside of a string."""
+        if b"\\" in block:
+            block = block.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = block.split(b'"')
+        outside = b"".join(parts[is_inside::2])
+
+        self._lists += outside.count(b"[")
+        self._entries += outside.count(b"{") + outside.count(b":")
+        self._items += outside.count(b",")
+        limits = self._limits
+        self._check(self._lists, limits.max_lists, "lists")
+        self._check(self._entries, limits.max_entries, "objects and entries of objects")
+        self._check(self._items, limits.max_items, "commas")
+
+        return is_inside != (len(parts) % 2 == 0)
+
+    def _check(self, count: int, limit: int, parts: str) -> None:
+        if count > limit:
+            message = f"{self._name} has more than {limit} {parts} outside of strings; send fewer"
+            raise invalid(self._field, message)
+
+
+def _end_of_block(text: bytes, start: int) -> int:
+    """Return where a block ends that begins with no half of an escape and ends with none."""
+    end = min(start + BLOCK_BYTES, len(text))
+    last = end - 1
+    while last >= start and text[last] == ord("\\"):
+        last -= 1
+    is_cut = (end - 1 - last) % 2 == 1
+    return min(end + is_cut, len(text))

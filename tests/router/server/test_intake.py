@@ -1,0 +1,74 @@
+"""The thread in which bodies are read: tenants take turns, and nothing is lost."""
+
+import asyncio
+import threading
+
+import pytest
+
+from ullage_router.intake import INLINE_BYTES, IntakeThread
+
+LONG = INLINE_BYTES + 1
+
+
+def test_little_work_stays_on_the_loop() -> None:
+    async def scenario() -> None:
+        intake = IntakeThread()
+        here = threading.current_thread()
+        assert await intake.run(INLINE_BYTES, "", threading.current_thread) is here
+        assert await intake.run(LONG, "", threading.current_thread) is not here
+        intake.close()
+
+    asyncio.run(scenario())
+
+
+def test_tenants_take_turns() -> None:
+    async def scenario() -> None:
+        intake = IntakeThread()
+        begun, go_on = threading.Event(), threading.Event()
+        order: list[str] = []
+
+        def block() -> None:
+            begun.set()
+            go_on.wait()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(intake.run(LONG, "first", block))
+            await asyncio.to_thread(begun.wait)
+            for name in ("a1", "a2", "a3", "b1", "c1", "c2"):
+                append = [order.append, name]
+                group.create_task(intake.run(LONG, name[0], lambda a=append: a[0](a[1])))
+            await asyncio.sleep(0)
+            go_on.set()
+        assert order == ["a1", "b1", "c1", "a2", "c2", "a3"]
+        intake.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_is_its_own_and_a_client_that_went_is_skipped() -> None:
+    async def scenario() -> None:
+        intake = IntakeThread()
+        begun, go_on = threading.Event(), threading.Event()
+        done: list[str] = []
+
+        def block() -> None:
+            begun.set()
+            go_on.wait()
+
+        running = asyncio.create_task(intake.run(LONG, "a", block))
+        await asyncio.to_thread(begun.wait)
+        gone = asyncio.create_task(intake.run(LONG, "a", lambda: done.append("gone")))
+        fails = asyncio.create_task(intake.run(LONG, "a", lambda: 1 // 0))
+        last = asyncio.create_task(intake.run(LONG, "a", lambda: done.append("last")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        running.cancel()
+        go_on.set()
+        await last
+        with pytest.raises(ZeroDivisionError):
+            await fails
+        assert gone.cancelled() or gone.done()
+        assert done == ["last"]
+        intake.close()
+
+    asyncio.run(scenario())
