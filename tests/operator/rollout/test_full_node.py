@@ -77,7 +77,7 @@ class Node:
         self, manifest: Any, gpus: int, services: dict[str, dict[str, Any]], size: int | None = None
     ) -> None:
         self._manifest, self._gpus, self.spec = manifest, gpus, services
-        self.settings = Settings(engine_image="one", router_image="router-one")
+        self.settings = Settings(cuda_engine_image="one", router_image="router-one")
         self.now = NOW
         self.objects: dict[str, dict[Any, Any]] = {name: {} for name in services}
         self.status: dict[str, dict[str, Any]] = {name: {} for name in services}
@@ -263,7 +263,7 @@ def services(count: int, replicas: int, **rollout: Any) -> dict[str, dict[str, A
 @pytest.mark.parametrize(("count", "surge"), [(10, "Auto"), (2, "Never")])
 def test_an_upgrade_of_services_on_a_full_node_ends(manifest, count, surge):
     node = Node(manifest, 2 * count, services(count, 2, surge=surge))
-    node.settings = Settings(engine_image="two", router_image="router-two")
+    node.settings = Settings(cuda_engine_image="two", router_image="router-two")
     node.until(lambda: node.is_upgraded("two"), 120)
     assert set(node.least_ready.values()) == {1}, "one engine of two at a time"
     told = {status["rollout"]["message"] for status in node.status.values()}
@@ -272,7 +272,7 @@ def test_an_upgrade_of_services_on_a_full_node_ends(manifest, count, surge):
 
 def test_services_of_one_engine_on_a_full_node_are_upgraded(manifest):
     node = Node(manifest, 4, services(4, 1))
-    node.settings = Settings(engine_image="two")
+    node.settings = Settings(cuda_engine_image="two")
     node.until(lambda: node.is_upgraded("two"), 60)
 
 
@@ -286,7 +286,7 @@ def test_a_pool_that_follows_demand_keeps_its_size(manifest):
         sizes.add(live_replicas(node.objects["s"]["StatefulSet", "s-single"]))
         return len(node.ready("s")) == 3 and {pod.image for pod in node.pods} == {"two"}
 
-    node.settings = Settings(engine_image="two")
+    node.settings = Settings(cuda_engine_image="two")
     node.until(is_over, 60)
     assert sizes == {3}
 
@@ -313,14 +313,14 @@ def test_an_engine_of_two_pods_gives_its_place_with_all_of_them(manifest):
 def test_a_canary_waits_for_room_where_the_spec_says_so(manifest):
     node = Node(manifest, 2, {"s": {"pools": {"single": ONE_GPU | {"replicas": 2}},
                                     "rollout": {"surge": "Always"}}})  # fmt: skip
-    node.settings = Settings(engine_image="two")
+    node.settings = Settings(cuda_engine_image="two")
     node.until(lambda: node.status["s"]["rollout"]["stage"] == "RolledBack", 40)
     assert node.least_ready == {"s": 2}
 
 
 def test_with_a_free_device_no_engine_gives_its_place(manifest):
     node = Node(manifest, 3, {"s": {"pools": {"single": ONE_GPU | {"replicas": 2}}}})
-    node.settings = Settings(engine_image="two")
+    node.settings = Settings(cuda_engine_image="two")
     node.until(lambda: node.status["s"]["rollout"]["stage"] == "Promoting", 40)
     assert node.least_ready == {"s": 2}
 
@@ -336,7 +336,7 @@ def test_a_canary_that_no_engine_has_the_devices_for_takes_no_place(manifest):
 
 def test_a_canary_that_took_a_place_and_fails_gives_it_back(manifest):
     node = Node(manifest, 2, {"s": {"pools": {"single": ONE_GPU | {"replicas": 2}}}})
-    node.settings = Settings(engine_image="two")
+    node.settings = Settings(cuda_engine_image="two")
     node.until(lambda: len(node.ready("s")) == 1, 10)
     assert live_replicas(node.objects["s"]["StatefulSet", "s-single"]) == 2
     node.until(lambda: node.status["s"]["rollout"]["stage"] == "Canary", 10)
@@ -349,11 +349,11 @@ def test_a_canary_that_took_a_place_and_fails_gives_it_back(manifest):
 def test_large_pools_roll_a_quarter_at_a_time(manifest):
     pools = {"single": ONE_GPU | {"replicas": 20}}
     node = Node(manifest, 20, {"s": {"pools": pools, "rollout": {"strategy": "Rolling"}}})
-    node.settings = Settings(engine_image="two")
+    node.settings = Settings(cuda_engine_image="two")
     node.until(lambda: node.is_upgraded("two"), 15)
     assert node.least_ready == {"s": 15}
     node.spec["s"]["rollout"] = {"strategy": "Rolling", "maxUnavailable": 2}
-    node.settings, node.least_ready = Settings(engine_image="three"), {"s": 20}
+    node.settings, node.least_ready = Settings(cuda_engine_image="three"), {"s": 20}
     node.until(lambda: node.is_upgraded("three"), 40)
     assert node.least_ready == {"s": 18}
 
@@ -363,7 +363,7 @@ def test_an_operators_routers_take_turns_and_an_edit_needs_none(manifest):
     for name in node.spec:  # an edit that was seen before gives no turn
         node.generation[name] += 1
     node.step()
-    node.settings = Settings(engine_image="one", router_image="router-two")
+    node.settings = Settings(cuda_engine_image="one", router_image="router-two")
     node.most_rolling_routers = 0
     node.step()
     waiting = [n for n, status in node.status.items() if "routers wait" in str(status)]
@@ -386,7 +386,7 @@ def test_an_operators_routers_take_turns_and_an_edit_needs_none(manifest):
 def test_routers_that_wait_keep_their_configuration_and_hear_of_canaries(manifest):
     node = Node(manifest, 1, services(1, 1))
     before = node.objects["s0"]["ConfigMap", "s0-router"]["data"]
-    node.settings = Settings(engine_image="two", router_image="router-two", dns_lag_s=1.0)
+    node.settings = Settings(cuda_engine_image="two", router_image="router-two", dns_lag_s=1.0)
     node.queue = RolloutQueue(0, lambda _: None)
     node.step()
     after = node.objects["s0"]["ConfigMap", "s0-router"]["data"]
