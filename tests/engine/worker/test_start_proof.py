@@ -72,7 +72,7 @@ def write_config(model: Path, tmp_path: Path, weights: Path) -> Callable[..., Pa
         values = {
             "model": {"source": f"file://{model}", "name": "m", "max_model_len": 512} | own,
             "device": "cpu",
-            "memory": {"device_bytes": 4 << 30, "max_kv": 1 << 20},
+            "memory": {"device_bytes": 16 << 30, "max_kv": 1 << 20},
             "batching": {"max_sequences": 4, "prefill_chunk_tokens": 64},
             "server": {"weights_dir": str(folder), "threads": torch.get_num_threads()},
         }
