@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from ullage_cluster.client import Client, dns_lag_s, pod
+from ullage_cluster.client import Client, dns_lag_s, start_client
 from ullage_cluster.kubectl import Kubectl
 from ullage_cluster.release import CRD, Release, helm_binary
 from ullage_cluster.service import KIND, Service, manifest
@@ -77,12 +77,6 @@ def release(kubectl: Kubectl) -> Iterator[Release]:
     made.uninstall()
     if is_ours:
         kubectl("delete", "customresourcedefinition", CRD, "--ignore-not-found")
-
-
-def start_client(kubectl: Kubectl, image: str) -> None:
-    """The pod that asks from inside the cluster."""
-    kubectl.apply(pod(image))
-    kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=170s")
 
 
 @pytest.fixture(scope="session")

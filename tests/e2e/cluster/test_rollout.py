@@ -3,6 +3,7 @@
 Clients notice neither: no request fails, and the service stays Ready.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from ullage_cluster.client import Client
 from ullage_cluster.faults import kill_worker
 from ullage_cluster.kubectl import Kubectl, is_ready, names, until
-from ullage_cluster.service import Service
+from ullage_cluster.service import Service, manifest
 
 # Generous with times: engines that share two cores are slower and faster by chance.
 QUICK = {
@@ -22,6 +23,8 @@ QUICK = {
     "startDeadline": "10m",
     "thresholds": {"ttftRatio": 100, "e2eRatio": 100},
 }
+SLOTS = "ullage.dev/e2e-slots"
+"""An extended resource that a node gets for a test: room for as many engines."""
 PROMPTS = tuple(f"Say something about {thing}." for thing in ("tea", "jazz", "clay", "wind"))
 LONGEST_S = 900
 
@@ -111,3 +114,63 @@ def test_a_canary_that_never_starts_is_rolled_back(
     told = rolled.condition("RolloutHealthy")
     assert told["status"] == "False" and "no-such-image" in told["message"], told
     until(lambda: {p["metadata"]["uid"] for p in rolled.pods()} == stable, "only the stable stay")
+
+
+@pytest.fixture
+def two_slots(kubectl: Kubectl) -> Iterator[None]:
+    """One node has room for two engines that ask for a slot, and for no third."""
+
+    def patch(body: list[dict[str, Any]]) -> None:
+        options = ("--subresource=status", "--type=json", f"--patch={json.dumps(body)}")
+        kubectl("patch", "node", node, *options)
+
+    node = names(kubectl.listed("nodes"))[0]
+    path = f"/status/capacity/{SLOTS.replace('/', '~1')}"
+    patch([{"op": "add", "path": path, "value": "2"}])
+    until(
+        lambda: kubectl.get("node", node)["status"]["allocatable"].get(SLOTS) == "2",
+        "the node has the slots",
+    )
+    yield
+    patch([{"op": "remove", "path": path}])
+
+
+def test_a_canary_without_room_takes_the_place_of_an_engine(
+    make_service: Callable[..., Service], client: Client, two_slots: None, open_nodes: None
+) -> None:
+    pool = manifest("full")["spec"]["pools"]["single"]
+    limits = {**pool["resources"]["limits"], SLOTS: 1}
+    pool["resources"] = {**pool["resources"], "limits": limits}
+    full = make_service("full", pools={"single": pool}, rollout=QUICK)
+    full.settle()
+    old = rollout(full)["stableRevision"]
+
+    with client.streams(full, PROMPTS[:2], max_tokens=16, seconds=LONGEST_S, stop=True) as streams:
+        streams.started(1)
+        full.edit(batching={"maxSequences": 13})
+        until(lambda: len(full.pods()) == 2 and canaries(full), "a canary in an engine's place")
+        now = wait_for(full, "Stable")
+        answers = streams.stop()
+    assert now["stableRevision"] != old
+    assert [answer for answer in answers if not answer.is_whole] == []
+    full.settle()
+
+
+def test_a_restart_by_kubectl_loses_no_request(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    before = {kubectl.uid("pod", name) for name in names(service.pods())}
+    with client.streams(
+        service, PROMPTS[:2], max_tokens=24, seconds=LONGEST_S, stop=True
+    ) as streams:
+        streams.started(2)
+        for workload in service.owned("statefulsets,deployments"):
+            kubectl("rollout", "restart", f"{workload['kind']}/{workload['metadata']['name']}")
+        until(
+            lambda: not before & {pod["metadata"]["uid"] for pod in service.pods()},
+            "every engine is made anew",
+            LONGEST_S,
+        )
+        answers = streams.stop()
+    assert [answer for answer in answers if not answer.is_whole] == []
+    service.settle()

@@ -25,3 +25,19 @@ def test_a_pool_sleeps_and_the_next_request_wakes_it(
     (answer,) = client.ask(sleeper, ["Name a colour."], max_tokens=8)
     assert answer.is_whole, answer
     until(lambda: not sleeper.pods(), "the pool sleeps again")
+
+
+def test_a_sleeping_pool_wakes_though_its_service_is_invalid(
+    make_service: Callable[..., Service], client: Client
+) -> None:
+    pool = manifest("drowsy")["spec"]["pools"]["single"]
+    drowsy = make_service("drowsy", pools={"single": {**pool, "autoscaling": AUTOSCALING}})
+    until(drowsy.is_settled, "it serves")
+    until(lambda: not drowsy.pods(), "the pool sleeps")
+
+    refused = {"podTemplate": {"spec": {"serviceAccountName": "root"}}}
+    drowsy.edit(pools={"single": refused})
+    until(lambda: drowsy.condition("Degraded").get("reason") == "InvalidSpec", "it says so", 60)
+
+    (answer,) = client.ask(drowsy, ["Name a colour."], max_tokens=8)
+    assert answer.is_whole, answer

@@ -154,6 +154,12 @@ def pod(image: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": POD}, "spec": spec}
 
 
+def start_client(kubectl: Kubectl, image: str) -> None:
+    """The pod that asks from inside the cluster."""
+    kubectl.apply(pod(image))
+    kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=170s")
+
+
 RESOLVED = "serving.ullage.dev/e2e-resolved"
 """Label of pods that the measured name has the addresses of."""
 _LOOK_UP = """

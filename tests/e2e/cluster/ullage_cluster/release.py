@@ -13,9 +13,7 @@ import yaml
 from ullage_cluster.kubectl import Kubectl, Object
 
 ROOT = Path(__file__).parents[4]
-CHART = ROOT / "charts" / "ullage"
 CRD = "llmservices.serving.ullage.dev"
-VALUES = Path(__file__).parents[1] / "values.yaml"
 NAME = "e2e"
 DNS_LAG = "ULLAGE_DNS_LAG"
 
@@ -25,15 +23,6 @@ def helm_binary() -> str | None:
     beside = Path(sys.prefix, "bin", "helm")
     given = os.environ.get("ULLAGE_HELM")
     return given or (str(beside) if beside.exists() else shutil.which("helm"))
-
-
-def value_paths() -> list[str]:
-    given = os.environ.get("ULLAGE_E2E_VALUES")
-    return [path for path in (str(VALUES), given) if path]
-
-
-def value_files() -> list[str]:
-    return [part for path in value_paths() for part in ("--values", path)]
 
 
 def extra_env(path: str) -> list[dict[str, Any]]:
@@ -50,6 +39,22 @@ class Release:
 
     kubectl: Kubectl
     helm: str
+    root: Path = ROOT
+    """The checkout that chart and values are of."""
+
+    @property
+    def chart(self) -> str:
+        return str(self.root / "charts" / "ullage")
+
+    @property
+    def value_paths(self) -> list[str]:
+        given = os.environ.get("ULLAGE_E2E_VALUES")
+        own = str(self.root / "tests" / "e2e" / "cluster" / "values.yaml")
+        return [path for path in (own, given) if path]
+
+    @property
+    def value_files(self) -> list[str]:
+        return [part for path in self.value_paths for part in ("--values", path)]
 
     @property
     def operator(self) -> str:
@@ -69,7 +74,7 @@ class Release:
 
     def image(self) -> str:
         """The operator's image, which clients run in, too."""
-        text = self.run("template", NAME, str(CHART), *value_files())
+        text = self.run("template", NAME, self.chart, *self.value_files)
         [deployment] = [each for each in yaml.safe_load_all(text) if is_deployment(each)]
         [container] = deployment["spec"]["template"]["spec"]["containers"]
         return str(container["image"])
@@ -81,14 +86,16 @@ class Release:
             dns_lag_s: for how long the cluster's DNS answers what it knew; what the values say of
                 that stays.
         """
-        environment = [each for path in value_paths() for each in extra_env(path)]
+        environment = [each for path in self.value_paths for each in extra_env(path)]
         if DNS_LAG not in (each["name"] for each in environment):
             environment.append({"name": DNS_LAG, "value": str(dns_lag_s)})
         watched = f"watch.namespaces={{{self.kubectl.namespace}}}"
         sets = [part for value in (watched, *values) for part in ("--set", value)]
         sets += ["--set-json", f"extraEnv={json.dumps(environment)}"]
         waiting = ["--wait", "--timeout", "300s"]
-        return self.run("upgrade", "--install", NAME, str(CHART), *value_files(), *sets, *waiting)
+        return self.run(
+            "upgrade", "--install", NAME, self.chart, *self.value_files, *sets, *waiting
+        )
 
     def has_made(self, obj: Object) -> bool:
         annotations = obj["metadata"].get("annotations", {})

@@ -7,13 +7,18 @@ from typing import Any
 import yaml
 from ullage_cluster.kubectl import Kubectl, Object, is_ready, until
 
-PROFILE = Path(__file__).parents[1] / "service.yaml"
+ROOT = Path(__file__).parents[4]
+PROFILE = Path("tests", "e2e", "cluster", "service.yaml")
 KIND = "llmservices"
 
 
-def manifest(name: str, **spec: Any) -> Object:
-    """The profile's service under a name; keywords replace fields of its spec."""
-    made: Object = yaml.safe_load(PROFILE.read_text())
+def manifest(name: str, root: Path = ROOT, **spec: Any) -> Object:
+    """The profile's service under a name; keywords replace fields of its spec.
+
+    Args:
+        root: the checkout whose profile it is.
+    """
+    made: Object = yaml.safe_load((root / PROFILE).read_text())
     made["metadata"]["name"] = name
     made["spec"] |= spec
     return made
