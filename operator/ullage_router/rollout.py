@@ -242,7 +242,7 @@ class Outcomes:
 
     Args:
         falls: how often engines of a side lost their worker or process.
-        falls_before: the same of engines that are gone.
+        falls_before: the same of engines that are gone or about to go.
     """
 
     def __init__(self, falls: Callable[[Side], int], falls_before: Callable[[Side], int]) -> None:

@@ -51,6 +51,36 @@ _POD_FIELDS = frozenset(
         "volumes",
     }
 )
+_CONTAINER_FIELDS = frozenset(
+    {
+        "args",
+        "command",
+        "env",
+        "envFrom",
+        "image",
+        "imagePullPolicy",
+        "lifecycle",
+        "livenessProbe",
+        "name",
+        "ports",
+        "readinessProbe",
+        "resizePolicy",
+        "resources",
+        "restartPolicy",
+        "restartPolicyRules",
+        "securityContext",
+        "startupProbe",
+        "stdin",
+        "stdinOnce",
+        "terminationMessagePath",
+        "terminationMessagePolicy",
+        "tty",
+        "volumeDevices",
+        "volumeMounts",
+        "workingDir",
+    }
+)
+_PORT_FIELDS = frozenset({"containerPort", "name", "protocol"})
 _VOLUME_KINDS = frozenset(
     {
         "configMap",
@@ -94,7 +124,7 @@ def _is(*allowed: Any) -> Callable[[Any], bool]:
 
 
 def _is_user(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
+    return type(value) is int and value > 0
 
 
 def _is_default_profile(value: Any) -> bool:
@@ -203,14 +233,17 @@ def _annotations(annotations: Mapping[str, Any], path: str) -> Iterator[Problem]
 
 
 def _container(container: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    for name in container.keys() - _CONTAINER_FIELDS:
+        where = f"{path}.{name}"
+        yield Problem(where, f"is no field that containers of a service may have; {_LEAVE_OUT}")
     yield from _security(container, _CONTAINER_SECURITY, path)
     for kind in ("env", "envFrom", "volumeMounts"):
         yield from _objects(container, kind, path)[1]
     ports, problems = _objects(container, "ports", path)
     yield from problems
     for index, port in enumerate(ports):
-        for name in ("hostPort", "hostIP"):
-            if port.get(name):
+        for name in port.keys() - _PORT_FIELDS:
+            if port[name]:
                 yield _too_much(f"{path}.ports[{index}].{name}", port[name])
     hooks = container.get("lifecycle")
     of_hooks = hooks if isinstance(hooks, Mapping) else {}

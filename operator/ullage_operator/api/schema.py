@@ -9,6 +9,7 @@ import copy
 import difflib
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,6 +172,10 @@ def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
             return
         if isinstance(value, int | float):
             yield from _out_of_bounds(schema, value, path)
+        pattern = schema.get("pattern", "")
+        if isinstance(value, str) and not re.search(pattern, value):
+            form = expected_form(schema) or f"like {pattern}"
+            yield Problem(path, f"must be {form}, not {_short(value)}")
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from misfits(schema.get("items", {}), item, f"{path}[{index}]")

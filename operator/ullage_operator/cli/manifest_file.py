@@ -25,6 +25,10 @@ MAX_DEPTH = 100
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _STRING = "tag:yaml.org,2002:str"
 _MERGE = "tag:yaml.org,2002:merge"
+_INT = "tag:yaml.org,2002:int"
+_FLOAT = "tag:yaml.org,2002:float"
+_MAX_NUMBER = 64
+"""Longest text that is read as a number; converting one takes the square of its length."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,8 +42,21 @@ class _Loader(yaml.SafeLoader):
         if self.num_nodes > MAX_NODES:
             raise self._refusal(f"it has more than {MAX_NODES} values")
         node = super().compose_node(parent, index)
+        if isinstance(node, yaml.ScalarNode):
+            self._check_scalar(node)
         self.depth -= 1
         return node
+
+    def _check_scalar(self, node: yaml.ScalarNode) -> None:
+        """Refuse a tag that its text is none of, such as `!!bool x`, and numbers without end."""
+        if node.tag in (_INT, _FLOAT) and len(node.value) > _MAX_NUMBER:
+            text = f"a number of {len(node.value)} characters; write text in quotes"
+            raise yaml.composer.ComposerError(None, None, text, node.start_mark)
+        is_text = self.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
+        if node.tag not in (_STRING, is_text):
+            kind = node.tag.removeprefix("tag:yaml.org,2002:")
+            text = f"{node.value[:40]!r} cannot have the tag {kind}; leave the tag out"
+            raise yaml.composer.ComposerError(None, None, text, node.start_mark)
 
     def _refusal(self, text: str) -> yaml.YAMLError:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
@@ -91,8 +108,15 @@ class _Loader(yaml.SafeLoader):
             node.value[index] = (as_text, value)
 
 
+def _plain(tag: str, form: re.Pattern[str]) -> re.Pattern[str]:
+    """Return the form of what is read as of a tag: numbers to the base 60 are text to kubectl."""
+    if tag not in (_INT, _FLOAT):
+        return form
+    return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)
+
+
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in resolvers if tag != _TIMESTAMP]
+    first: [(tag, _plain(tag, form)) for tag, form in resolvers if tag != _TIMESTAMP]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 

@@ -39,6 +39,9 @@ EVENTS_S = 30.0
 _ORDINARY = ("cpu", "memory", "ephemeral-storage", "hugepages")
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_CRASH_LOOP = "CrashLoopBackOff"
+_CANNOT_START = "CannotStart"
+_STUCK = _IMAGE | _CONFIG | {_CRASH_LOOP, _CANNOT_START}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class PodProblem:
     blocks: bool
     """It crash-loops: the service is not Ready, even if other pods serve. What else is wrong with
     one pod is no reason to call a service that serves not Ready."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether waiting helps nothing: somebody has to change the spec or what it names."""
+        return self.reason in _STUCK
 
     def __str__(self) -> str:
         return f"pod {self.pod}: {self.message}" if self.pod else self.message
@@ -288,7 +296,7 @@ def _container_stuck(pod: Pod, now: datetime) -> PodProblem | None:
             if "deadline exceeded" in message:  # the container runtime's answer, and not the spec's
                 remedy = "the node is overloaded or its container runtime hangs; it is tried again"
             return _problem(pod, reason, f"{message or 'its container cannot be made'}; {remedy}")
-        if reason == "CrashLoopBackOff":
+        if reason == _CRASH_LOOP:
             return _problem(pod, reason, _crash_message(pod, container), True)
     return None
 
@@ -308,7 +316,7 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
     for container in _containers(pod):
         often = container.get("restartCount", 0) >= LOOPING_RESTARTS
         if often and not is_stable and _crashed_lately(container, now):
-            return _problem(pod, "CrashLoopBackOff", _crash_message(pod, container), True)
+            return _problem(pod, _CRASH_LOOP, _crash_message(pod, container), True)
     return None
 
 
@@ -321,7 +329,7 @@ def _refused(pod: Pod, now: datetime) -> PodProblem | None:
         is_own = name in (naming.ENGINE, naming.ROUTER)
         if is_own and ended.get("exitCode") == MISUSE and _crashed_lately(container, now):
             words = _last_words(ended) or f"see kubectl logs --previous {pod['metadata']['name']}"
-            return _problem(pod, "CannotStart", f"{name} cannot start: {words}", True)
+            return _problem(pod, _CANNOT_START, f"{name} cannot start: {words}", True)
     return None
 
 

@@ -453,6 +453,7 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         annotation=observed.rollout_annotation,
         samples=observed.canary_samples,
         problem=str(wrong[0]) if wrong else "",
+        is_stuck=any(problem.is_stuck for problem in wrong),
         roomless_s=roomless_pools(observed),
         engines=engine_reports(observed),
     )

@@ -44,6 +44,7 @@ from ullage_operator.rollout.stages import (
 from ullage_operator.rollout.state import (
     Release,
     RolloutState,
+    alike_pools,
     changed_pools,
     changes_answers,
     dump,
@@ -86,6 +87,8 @@ class RolloutObservation:
     """Routers' counts of both sides."""
     problem: str = ""
     """Problem of the canary's pods; empty when there is none."""
+    is_stuck: bool = False
+    """Whether waiting helps nothing against that problem."""
     roomless_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which a canary's pods have found no room that an engine of their pool would leave
     to them, by pool."""
@@ -257,6 +260,8 @@ def rollout_facts(
         ),
         restarts=total(progress.falls, is_canary=True),
         problem=observation.problem,
+        is_stuck=observation.is_stuck,
+        like_stable=alike_pools(target, release),
         crowded=crowded_pools(service, observation, tried),
         is_outdated=bool(outdated),
         may_renew=observation.may_begin or not is_serving,

@@ -87,6 +87,11 @@ class RolloutFacts:
     """Number of workers and containers that the canary's pods lost."""
     problem: str = ""
     """Why the canary is not ready."""
+    is_stuck: bool = False
+    """Whether waiting helps nothing against that problem, such as an image that is not there."""
+    like_stable: tuple[str, ...] = ()
+    """Pools whose new engines ask for what the stable ones ask for, so that each fits the other's
+    place."""
     is_outdated: bool = False
     """Whether this operator makes other pods of the stable revision than there are, though nobody
     edited the spec."""
@@ -256,8 +261,10 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
         return _direct(facts, "it cannot be tried beside the stable engines")
     if not facts.needs_canary:
         return _direct(facts, "it changes nothing that answers depend on")
-    if facts.is_serving:
-        return _start(state, facts)
+    kept = tuple(name for name in state.replaces if name in facts.like_stable)
+    if facts.is_serving or kept:
+        # An older canary may be all that serves: the stable engines wait for its place, not for it.
+        return replace(_start(state, facts), replaces=kept)
     if state.unserved_since and facts.now - state.unserved_since < UNSERVED:
         message = (
             f"no stable engine is ready; after {UNSERVED.total_seconds():g} s revision "
@@ -331,6 +338,9 @@ def _starting(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
     if facts.restarts > policy.thresholds.restarts:
         message = f"its canary's pods restarted {facts.restarts} times while they started: {why}"
         return _failed(state, facts, policy, "Restarts", message)
+    if state.replaces and not facts.is_serving and facts.is_stuck:
+        message = f"its canary has the place of the last engine and cannot start: {why}"
+        return _failed(state, facts, policy, "CanaryNotReady", message)
     if _elapsed_s(state.since, facts) >= policy.start_deadline:
         message = f"its canary was not ready within {policy.start_deadline:g} s: {why}"
         return _failed(state, facts, policy, "CanaryNotReady", message)

@@ -52,6 +52,8 @@ SECTIONS = (
 """Not tickets, tls, service accounts and pull secrets: both sides must have the same of these."""
 SAME_ANSWERS = ("batching", "limits")
 """Sections that say how fast and how much engines answer, and not what."""
+_SIZES = ("engine", "model", "device", "memory")
+"""Sections by which engines ask for CPU and memory where their pool does not say how much."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
 """Sections with fields of the API, and those in them; other maps are filled by people."""
@@ -127,6 +129,14 @@ def changed_pools(target: Release, release: Release) -> list[str]:
     if any(target[name] != release[name] for name in SECTIONS):
         return list(target["pools"])
     return [name for name, own in target["pools"].items() if own != release["pools"][name]]
+
+
+def alike_pools(target: Release, release: Release) -> tuple[str, ...]:
+    """Return the pools whose engines ask a node for the same in both releases."""
+    if any(target[name] != release[name] for name in _SIZES):
+        return ()
+    pools = release["pools"]
+    return tuple(name for name, own in target["pools"].items() if own == pools[name])
 
 
 def changes_answers(target: Release, release: Release) -> bool:

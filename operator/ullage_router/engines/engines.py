@@ -319,11 +319,12 @@ class Engines:
     def workers_lost(self, side: Side) -> int:
         """Returns the number of workers and servers of that side that ended unexpectedly."""
         present = (e.order.workers_lost for e in self.all() if e.side is side)
-        return self.workers_lost_before(side) + sum(present)
+        return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Returns the same count of engines of that side that are gone."""
-        return self._lost[side]
+        """Returns the same count of engines of that side that are gone or about to go."""
+        ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
+        return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
     @property
     def max_model_len(self) -> int:

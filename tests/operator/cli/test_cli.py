@@ -190,13 +190,16 @@ WRONG_FILES = [
     ("  pools: " + "[" * 2000, "nested more than 100 deep"),
     ("  pools: " + "{a: " * 2000, "nested more than 100 deep"),
     ("  vllm: {args: {1: .inf}}\n", "inf is no number that JSON has"),
-    ("  vllm: {args: {seed: " + "9" * 5000 + "}}\n", "cannot be read"),
+    ("  vllm: {args: {seed: " + "9" * 5000 + "}}\n", "a number of 5000 characters"),
+    ("  vllm: {args: {seed: 0x" + "f" * 5000 + "}}\n", "a number of 5002 characters"),
     ("  vllm: {args: {seed: " + "9" * 30 + "}}\n", "is no number of 64 bits"),
-    ("  image: !!binary aGk=\n", "is of YAML's type bytes"),
+    ("  image: !!binary aGk=\n", "'aGk=' cannot have the tag binary"),
     ("  image: !!set {a, b}\n", "is of YAML's type set"),
-    ("  image: !!timestamp 2026-13-45\n", "cannot be read"),
-    ("  image: !!python/name:os.system\n", "could not determine a constructor"),
-    ("  image: !!int x\n", "cannot be read"),
+    ("  image: !!timestamp 2026-13-45\n", "cannot have the tag timestamp"),
+    ("  image: !!timestamp x\n", "cannot have the tag timestamp"),
+    ("  image: !!bool x\n", "'x' cannot have the tag bool"),
+    ("  image: !!python/name:os.system\n", "cannot have the tag python/name:os.system"),
+    ("  image: !!int x\n", "'x' cannot have the tag int"),
     ("  null: 1\n", "a key must be text"),
     ("  [a]: 1\n", "a key must be text"),
     ("  ? {a: b}\n  : 1\n", "a key must be text"),
@@ -221,7 +224,7 @@ def test_dates_keys_and_anchors_are_what_kubectl_makes_of_them(
 ) -> None:
     shared = """\
   image: 2026-01-02
-  router: {podTemplate: {metadata: {labels: &labels {"1": one}}}}
+  router: {podTemplate: {metadata: {labels: &labels {"1": one}, annotations: {at: 12:30:45}}}}
   pools:
     single:
       podTemplate:
@@ -233,7 +236,17 @@ def test_dates_keys_and_anchors_are_what_kubectl_makes_of_them(
     items = json.loads(capsys.readouterr().out)["items"]
     [pods] = [item["spec"]["template"] for item in items if item["kind"] == "StatefulSet"]
     assert pods["spec"]["containers"][0]["image"] == "2026-01-02"
+    [router] = [item["spec"]["template"] for item in items if item["kind"] == "Deployment"]
+    assert router["metadata"]["annotations"]["at"] == "12:30:45"
     assert pods["metadata"]["labels"].items() >= {"1": "one", "on": "2026"}.items()
+
+
+def test_numbers_to_the_base_60_are_text_however_long(
+    capsys: pytest.CaptureFixture[str], write: Write
+) -> None:
+    path = write(f"{HEAD}{MODEL}  device: {':'.join(['59'] * 200_000)}\n")
+    [line] = errors(capsys, "plan", "-f", str(path))
+    assert "must be one of Auto, CUDA, CPU, not '59:59:59" in line
 
 
 JSON = st.recursive(

@@ -251,9 +251,16 @@ def test_the_scaler_wakes_and_the_status_names_the_field() -> None:
     [restart] = plan.healing.restarts
     assert restart.pod.name == "demo-large-0"
     message = conditions(plan)["Degraded"]["message"]
-    assert message.startswith("spec.memory.maxKV: 'plenty' is not a quantity of bytes")
+    assert message.startswith("spec.memory.maxKV: must be a quantity such as 512Mi")
     assert message.endswith("Until that is corrected, the spec before it goes on")
     assert plan.status["observedGeneration"] == 4
+
+
+def test_values_that_an_older_definition_let_in_are_told_and_change_nothing() -> None:
+    plan, declared = planned(edited(rollout={"maxUnavailable": "abc"}), OBSERVED)
+    [problem] = declared.problems
+    assert problem.path == "spec.rollout.maxUnavailable"
+    assert plan.apply == GOES_ON.apply
 
 
 def test_what_is_deleted_meanwhile_is_made_anew() -> None:

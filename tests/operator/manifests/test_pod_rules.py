@@ -29,6 +29,7 @@ SECURITY: list[tuple[str, Any]] = [
     ("privileged", True),
     ("allowPrivilegeEscalation", True),
     ("runAsUser", 0),
+    ("runAsUser", True),
     ("runAsNonRoot", False),
     ("procMount", "Unmasked"),
     ("seccompProfile", {"type": "Unconfined"}),
@@ -49,6 +50,7 @@ POD_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("volumes[v].hostPath", volume(hostPath={"path": "/"})),
     ("volumes[v].nfs", volume(nfs={"server": "a", "path": "/"})),
     ("volumes[v].projected.sources[0].serviceAccountToken", volume(projected={"sources": [TOKEN]})),
+    ("containers[side].fieldOfTomorrow", sidecar(fieldOfTomorrow=True)),
     ("containers[side].ports[0].hostPort", sidecar(ports=[{"containerPort": 1, "hostPort": 1}])),
     (
         "containers[side].livenessProbe.httpGet.host",

@@ -40,11 +40,14 @@ class FakePod:
     age: int = 0
     is_placed: bool = False
     is_ending: bool = False
+    is_missing: bool = False
+    """Whether its image cannot be pulled."""
     labels: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:
-        return self.is_placed and self.age >= STARTING_STEPS and not self.is_ending
+        is_up = self.age >= STARTING_STEPS and not self.is_missing
+        return self.is_placed and is_up and not self.is_ending
 
     @property
     def image(self) -> str:
@@ -65,7 +68,8 @@ class FakePod:
         meta["labels"] = self.labels | {naming.STATEFUL_SET_REVISION: self.revision}
         if self.is_ending:
             meta["deletionTimestamp"] = timestamp(self.created)
-        started = [{"name": "engine", "restartCount": 0, "started": self.is_ready}]
+        state = {"waiting": {"reason": "ImagePullBackOff"}} if self.is_missing else {}
+        started = [{"name": "engine", "restartCount": 0, "started": self.is_ready, "state": state}]
         status = {"conditions": conditions, "containerStatuses": started if self.is_placed else []}
         return {"metadata": meta, "spec": self.spec, "status": status}
 
@@ -87,6 +91,7 @@ class Node:
         self._parsed: dict[str, tuple[str, Service]] = {}
         self.least_ready: dict[str, int] = {}
         self.most_rolling_routers = 0
+        self.missing_images: set[str] = set()
         for _ in range(8):
             self.step()
         assert all(len(self.ready(name)) == (size or self.size(name)) for name in services)
@@ -221,9 +226,11 @@ class Node:
         labels = template["metadata"]["labels"]
         pool = labels[naming.POOL_LABEL]
         gpus = int(limits[GPU])
-        return FakePod(
+        made = FakePod(
             name, service, pool, template["spec"], revision, self.now, gpus, labels=labels
         )
+        made.is_missing = made.image in self.missing_images
+        return made
 
     def _roll_router(self, item: dict[str, Any]) -> None:
         """Plays the controller: routers of another template are all there after one step."""
@@ -393,3 +400,24 @@ def test_routers_that_wait_keep_their_configuration_and_hear_of_canaries(manifes
     assert after == before
     deployment = node.objects["s0"]["Deployment", "s0-router"]
     assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "router-one"
+
+
+def test_an_image_that_is_not_there_gives_the_only_place_back_at_once(manifest):
+    node = Node(manifest, 1, {"s": {"pools": {"single": ONE_GPU}, "rollout": QUICK}})
+    node.missing_images.add("two")
+    node.settings = Settings(cuda_engine_image="two")
+    node.until(lambda: node.status["s"]["rollout"]["stage"] == "RolledBack", 6)
+    assert "has the place of the last engine" in node.status["s"]["rollout"]["message"]
+    node.until(lambda: node.is_upgraded("one"), 5)
+
+
+def test_a_newer_edit_is_tried_in_the_place_that_an_older_canary_has(manifest):
+    node = Node(manifest, 1, {"s": {"pools": {"single": ONE_GPU}, "rollout": QUICK}})
+    node.settings = Settings(cuda_engine_image="two")
+    node.until(lambda: node.status["s"]["rollout"]["stage"] == "Canary", 20)
+    node.settings = Settings(cuda_engine_image="three")
+    node.step()
+    assert node.status["s"]["rollout"]["stage"] == "Starting"
+    node.until(lambda: node.status["s"]["rollout"]["stage"] == "Canary", 10)
+    node.until(lambda: node.status["s"]["rollout"]["stage"] == "Stable", 30)
+    node.until(lambda: node.is_upgraded("three"), 5)

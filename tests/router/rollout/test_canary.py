@@ -298,6 +298,17 @@ async def test_what_fell_before_the_first_step_counts_in_every_step(pair):
 
 
 @played
+async def test_what_fell_of_a_canary_that_drains_is_not_the_next_ones(pair):
+    async with pair as (service, canary, write):
+        await shift(service, write, 10)
+        outcomes = service.router.service.rollout.outcomes
+        canary.push(worker_restarts=1, draining=True)
+        await service.until(lambda: outcomes.falls(Side.CANARY) == 1, 20)
+        write(10, revision="newer")
+        await service.until(lambda: outcomes.falls(Side.CANARY) == 0, 20)
+
+
+@played
 async def test_a_removed_canary_is_forgotten_when_its_requests_have_ended(pair):
     async with pair as (service, canary, write):
         await shift(service, write, 100)
