@@ -257,12 +257,36 @@ _BREAK = "[\n\u010a]"
 _WORD_BYTE = "[A-Za-z0-9\u0080-\u00ff\u0121-\u0143]"
 """Matches a letter, a digit or a byte of another character, as byte-level vocabularies spell them.
 """
+_NOT_BLANK = "[^\\s\u0120\u010a\u010d\u0109\u2581]"
+_MARKS_IN_DATA = '",;|]}'
+"""Punctuation that tables, lists and JSON have many of, and that no word contains."""
+_WIDE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
+"""Punctuation of Chinese and Japanese, which have no blanks between words."""
+
+
+def _spelled(characters: str) -> str:
+    """Return a pattern of the characters as vocabularies spell them, in bytes or as they are."""
+    letters = ByteLevel(add_prefix_space=False, use_regex=False)
+    in_bytes = [letters.pre_tokenize_str(each)[0][0] for each in characters]
+    return "|".join(map(re.escape, [*characters, *in_bytes]))
+
+
 _RULES = (
     _Rule(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])", f"[A-Za-z0-9]{_BLANK}"),
     _Rule(r"(?<=[A-Za-z0-9]) (?=[A-Za-z0-9])", f"[A-Za-z0-9]{_BLANK}", drops_blank=True),
     _Rule(r"(?<=[^\W_])(?=\n[^\s])", f"{_WORD_BYTE}{_BREAK}"),
     _Rule(r"(?<=\S\n)(?=[^\W_])", f"{_BREAK}{_WORD_BYTE}"),
     _Rule(r"(?<=[0-9])(?=[A-Za-z])", "[0-9][A-Za-z]"),
+    _Rule(r"(?<=\S\n)(?=\S)", f"{_BREAK}{_NOT_BLANK}"),
+    _Rule(r"(?<=\S\n\n)(?=\S)", f"{_BREAK}{_NOT_BLANK}"),
+    *(
+        _Rule(f"(?<=[A-Za-z0-9])(?={re.escape(mark)})", f"[A-Za-z0-9]{re.escape(mark)}")
+        for mark in _MARKS_IN_DATA
+    ),
+    _Rule(
+        f"(?<=[\u3040-\u30ff\u4e00-\u9fff])(?=[{_WIDE_MARKS}])",
+        f"{_WORD_BYTE[:-1]}\u3040-\u30ff\u4e00-\u9fff](?:{_spelled(_WIDE_MARKS)})",
+    ),
 )
 
 _SAMPLES = (
@@ -275,6 +299,10 @@ _SAMPLES = (
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002\n\u7b2c2\u7ae0 abc\u3002\nd",
     "x\u0301 1\u0301 a\u0301b c3PO R2D2 0xFFee I'LL we've",
     "<a href='x'>b c</a>\n<p>1 d 2e\nf3 g</p>",
+    '{"a":1,"b":[2.5,"x y","z"],"c":{"d":3}}\n{"e":[[4,5],[6]]},7;8;x;y|z|9\n',
+    "1.25,2.5,-3,1e5,abc,d1,2e,f g,h\na;b;c\n| a | b |\n| - | - |\n|c|1|\n\n|d|\n\n\n|e|",
+    "\u4ed6\u5728\u90a3\u91cc\uff0c\u770b\u7740\uff1a\u5c71\u3001\u6cb3\u3002\n\n\u4ed6\u8bf4\uff01\n\n\n\u3000\u3000\u4f60\uff1fa\uff0c1\u3002b",
+    "\u304b\u306a\u3002\u30ab\u30ca\u3001\u6f22\u5b57\uff1bx\uff0c\u3002\u3042\uff1a1",
     "word " * 12 + "12ab " * 5 + "\nline" * 4,
 )
 

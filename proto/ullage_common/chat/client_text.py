@@ -304,8 +304,25 @@ def _plains(value: Any) -> Any:
 def joined(parts: Iterable[str]) -> str:
     """Join texts; where one of them is client text, the whole can be asked as it can."""
     listed = list(parts)
-    text = "".join(listed)
-    for part in listed:
+    return _of("".join(listed), listed)
+
+
+def interposed(between: str, parts: Iterable[Any]) -> str:
+    """Join texts with another between them."""
+    listed = list(map(str, parts))
+    return _of(str.join(between, listed), [between, *listed])
+
+
+def formatted(form: str, values: Any) -> str:
+    """Return `form % values`."""
+    listed = values.values() if isinstance(values, Mapping) else values
+    parts = listed if isinstance(listed, Iterable) and not isinstance(listed, str) else [listed]
+    return _of(str.__mod__(form, values), [form, *parts])
+
+
+def _of(text: str, parts: Iterable[Any]) -> str:
+    """Return a text as client text where a part that it was made of is."""
+    for part in parts:
         if type(part) is ClientText:
             return ClientText(text, part.marks)
     return text
@@ -325,11 +342,13 @@ def ascii_json(value: Any, dump: Callable[[Any], str]) -> str:
     Args:
         dump: makes JSON text with all characters as they are.
     """
-    marks = next(_marks_in(value), None)
+    first = next(_marks_in(value), None)
+    kinds = [marks for marks in (first, first and first.others) if marks]
 
     def escaped(match: re.Match[str]) -> str:
         character = match.group()
-        if marks is None or character not in marks:
+        marks = next((each for each in kinds if character in each), None)
+        if marks is None:
             return json.dumps(character)[1:-1]
         plain = marks.clear(character)
         return character if plain.isascii() else marks.mark(json.dumps(plain)[1:-1])

@@ -1,10 +1,10 @@
 """Special tokens of a prompt are those that the chat template writes, whatever its texts spell.
 
 Three kinds of added tokens are told apart. *Controls* end and begin turns: tokens that the
-tokenizer calls special, and those that the template writes in brackets though the tokenizer does
-not, such as the roles of DeepSeek. *Tags* look like `<think>`: the template writes them, the
-tokenizer does not call them special, and models write them in answers, which clients send back. The
-rest, such as runs of blanks, are words like any other.
+tokenizer calls special, those with bars such as `<|user|>`, and those that the template writes in
+brackets though the tokenizer does not call them special. *Tags* look like `<think>`: the template
+writes them, the tokenizer does not call them special, and models write them in answers, which
+clients send back. The rest, such as runs of blanks, are words like any other.
 
 Texts of clients never become controls. They become tags where the assistant or the system speaks.
 """
@@ -30,6 +30,7 @@ _FIRST_ALIAS, _LAST_ALIAS = 0x100000, 0x10FFFD
 _ALIAS_CHARACTERS = 5
 """Characters of an alias: 80 bits, which no client guesses."""
 
+_BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _TAG = re.compile(r"</?\w+>")
 _MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 _JSON = frozenset('"\\{}[]:,')
@@ -216,7 +217,7 @@ def _kinds(
         text = token.content
         if not text.strip():
             continue
-        if token.special:
+        if token.special or _BARRED.fullmatch(text):
             controls.add(text)
         elif _MARKUP.fullmatch(text) and any(text in literal for literal in literals):
             (tags if _TAG.fullmatch(text) else controls).add(text)

@@ -5,6 +5,7 @@ Python's internals nor change what it is given. Messages of the wire become the 
 expect, and a client may set those variables that the model's template reads, no others.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -19,13 +20,14 @@ from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.chat.client_text import ascii_json, escaped, joined
+from ullage_common.chat.client_text import ascii_json, escaped, formatted, interposed, joined
 from ullage_common.chat.tool_formats import (
     Turn,
     described,
@@ -60,6 +62,21 @@ class ChatTemplateError(Exception):
     """The template is broken, or refuses these messages; the message is one line."""
 
 
+_WORD = "x"
+_CALL = {"id": "a" * 9, "type": "function", "function": {"name": _WORD, "arguments": {}}}
+_TOOL = {"type": "function", "function": {"name": _WORD, "description": _WORD, "parameters": {}}}
+_SYSTEM: Turn = {"role": "system", "content": _WORD}
+_USER: Turn = {"role": "user", "content": _WORD}
+_ASSISTANT: Turn = {"role": "assistant", "content": _WORD}
+_CALLING: Turn = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT: Turn = {"role": "tool", "content": _WORD, "name": _WORD, "tool_call_id": "a" * 9}
+_TALKS: Sequence[tuple[Sequence[Turn], Sequence[Mapping[str, Any]]]] = (
+    ([_SYSTEM, _USER], ()),
+    ([_USER, _ASSISTANT, _USER], ()),
+    ([_USER, _CALLING, _RESULT], [_TOOL]),
+)
+
+
 class ChatTemplate:
     """The compiled chat template of a model.
 
@@ -92,9 +109,12 @@ class ChatTemplate:
         """Names that the template reads and a client may set."""
 
         self.literals = (
-            self._plain.literals | self._with_tools.literals | {*special_tokens.values()}
+            self._plain.literals
+            | self._with_tools.literals
+            | {*special_tokens.values()}
+            | {*self._samples()}
         )
-        """Texts that the template writes or looks for."""
+        """Texts that the template writes or looks for, and prompts that it makes."""
 
     def render(
         self,
@@ -142,6 +162,13 @@ class ChatTemplate:
             return str.__str__(text)  # not as text of a client
         except Exception as error:  # a stranger's code may raise anything
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
+
+    def _samples(self) -> Iterator[str]:
+        """Yield prompts of short conversations, in which words stand that a template composes, such
+        as `'<|' + role + '|>'`."""
+        for turns, tools in _TALKS:
+            with contextlib.suppress(ChatTemplateError):  # it may refuse an order of roles
+                yield self.render(turns, tools=tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +250,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     code_generator_class = _Generator
     concat = staticmethod(joined)
+    intercepted_binops = frozenset("%")
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, str):
+            return formatted(left, right)
+        return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
+        if attribute == "join" and type(obj) is str:
+            return functools.partial(interposed, obj)
         if type(obj) is LoopContext and attribute in _LOOP_VALUES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
@@ -266,6 +301,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["join"] = _join
     environment.filters["escape"] = environment.filters["e"] = escaped
     # It turns entities into characters, which would then be the template's own words.
     del environment.filters["striptags"]
@@ -274,6 +310,18 @@ def _environment() -> jinja2.Environment:
     environment.globals["dict"] = _Dictionaries()
     environment.globals["namespace"] = _Namespace
     return environment
+
+
+@jinja2.pass_environment
+def _join(
+    environment: jinja2.Environment,
+    value: Iterable[Any],
+    d: str = "",
+    attribute: str | int | None = None,
+) -> str:
+    if attribute is not None:
+        value = map(make_attrgetter(environment, attribute), value)
+    return interposed(d, value)
 
 
 def _to_json(

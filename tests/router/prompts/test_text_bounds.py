@@ -146,6 +146,12 @@ OTHERS = [
     "\t",
     "\x00\x01",
     "\u4f60\u597d\u3002",
+    "\uff0c",
+    '"',
+    '{"',
+    "| ",
+    ";",
+    "\r\n",
     "\U0001f600",
 ]
 TOKENS = ["<|end|>", " <x> "]
@@ -192,6 +198,28 @@ def test_pieces_have_the_tokens_of_the_whole(kind: str) -> None:
 def test_usual_texts_are_cut(kind: str, least: int) -> None:
     cutter = TextCutter(KINDS[kind](), usual=10, longest=100)
     assert len(list(cutter.pieces("the quick brown fox\njumps over 12abc the lazy dog"))) >= least
+
+
+CHINESE = (
+    "\u4ed6\u5728\u90a3\u91cc\u7ad9\u4e86\u5f88\u4e45\uff0c\u770b\u7740\u5c71\u548c\u6cb3\u3002"
+)
+DATA = {
+    "Chinese": f"{CHINESE * 3}\n\n\u3000\u3000",
+    "numbers": "1.25,2.5,",
+    "JSON": '{"a":1,"b":[-2,"c"]},',
+    "table": "| - | - |\n",
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("kind", ["gpt-2", "smollm", "qwen"])
+def test_long_data_and_texts_without_blanks_are_cut(kind: str, name: str) -> None:
+    tokenizer, text = KINDS[kind](), DATA[name] * 4000
+    pieces = list(TextCutter(tokenizer, usual=1000, longest=2000).pieces(text))
+    assert len(pieces) > len(text) / 1300
+    assert [token for piece in pieces for token in encode(tokenizer, piece)] == encode(
+        tokenizer, text
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "llama", "legacy", "gemma", "metaspace", "lower NFKC"])
