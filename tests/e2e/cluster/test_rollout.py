@@ -3,14 +3,13 @@
 Clients notice neither: no request fails, and the service stays Ready.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from ullage_cluster.client import Client
 from ullage_cluster.faults import kill_worker
-from ullage_cluster.kubectl import Kubectl, is_ready, names, until
+from ullage_cluster.kubectl import Kubectl, extended_resource, is_ready, names, until
 from ullage_cluster.service import Service, manifest
 
 # Generous with times: engines that share two cores are slower and faster by chance.
@@ -119,20 +118,8 @@ def test_a_canary_that_never_starts_is_rolled_back(
 @pytest.fixture
 def two_slots(kubectl: Kubectl) -> Iterator[None]:
     """One node has room for two engines that ask for a slot, and for no third."""
-
-    def patch(body: list[dict[str, Any]]) -> None:
-        options = ("--subresource=status", "--type=json", f"--patch={json.dumps(body)}")
-        kubectl("patch", "node", node, *options)
-
-    node = names(kubectl.listed("nodes"))[0]
-    path = f"/status/capacity/{SLOTS.replace('/', '~1')}"
-    patch([{"op": "add", "path": path, "value": "2"}])
-    until(
-        lambda: kubectl.get("node", node)["status"]["allocatable"].get(SLOTS) == "2",
-        "the node has the slots",
-    )
-    yield
-    patch([{"op": "remove", "path": path}])
+    with extended_resource(kubectl, SLOTS, 2):
+        yield
 
 
 def test_a_canary_without_room_takes_the_place_of_an_engine(

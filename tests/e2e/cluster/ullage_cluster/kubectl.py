@@ -3,7 +3,8 @@
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,27 @@ class Kubectl:
 
     def uid(self, kind: str, name: str) -> str:
         return str(self.get(kind, name).get("metadata", {}).get("uid", ""))
+
+
+@contextmanager
+def extended_resource(kubectl: Kubectl, name: str, size: int) -> Iterator[None]:
+    """Gives the first node so many of a resource, as a device plugin would."""
+    node = names(kubectl.listed("nodes"))[0]
+    path = f"/status/capacity/{name.replace('/', '~1')}"
+
+    def patch(operation: str, **value: str) -> None:
+        body = json.dumps([{"op": operation, "path": path, **value}])
+        kubectl("patch", "node", node, "--subresource=status", "--type=json", f"--patch={body}")
+
+    def allocatable() -> str | None:
+        return kubectl.get("node", node)["status"]["allocatable"].get(name)
+
+    patch("add", value=str(size))
+    until(lambda: allocatable() == str(size), f"the node has {size} {name}")
+    try:
+        yield
+    finally:
+        patch("remove")
 
 
 def is_ready(pod: Object) -> bool:
