@@ -138,7 +138,9 @@ OTHER_TENANTS = "other"
 """Metrics' label of tenants with a key that are not listed."""
 
 Rung = Literal["shrinkContext", "shrinkOutput", "queue", "route", "reject"]
-DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkContext", "shrinkOutput", "queue", "route", "reject")
+DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkOutput", "queue", "route", "reject")
+"""A conversation is rewritten only where a ladder names `shrinkContext`: the oldest turns of an
+agent's conversation are its task."""
 
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 RetryAfter = Annotated[int, msgspec.Meta(ge=1, le=30)]
