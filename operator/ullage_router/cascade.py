@@ -451,6 +451,7 @@ class _Run:
         """The call as a step gets it, with decisions of its own."""
         call = copy.copy(self._call)
         call.decision, call.refused_by = Decision(), {}
+        call.hands_on = step != self._plan.steps[-1]
         if self._is_judged(step) and not call.request.output.HasField("top_logprobs"):
             call.request = type(call.request)()
             call.request.CopyFrom(self._call.request)

@@ -48,6 +48,7 @@ from ullage_router.policy.decision import (
     Side,
     TimeLimits,
 )
+from ullage_router.policy.deferral import DeferralBook, Deferred
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
@@ -56,6 +57,7 @@ from ullage_router.tokenizer import PromptError
 log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
+NO_RETURNS: Mapping[str, Mapping[int, int]] = MappingProxyType({})
 
 
 class NotOnCanary(Exception):
@@ -218,6 +220,7 @@ class Admission:
         self._queue = queue
         self._threads = threads
         self._balancer = balancer
+        self._deferrals = DeferralBook()
 
     async def admit(self, call: Call) -> Reservation:
         """Goes down the ladder until an engine has room for the request.
@@ -282,6 +285,13 @@ class Admission:
                 ahead = queue.ahead(call.request.priority, entry, adapter)
                 passable = queue.passable(entry, adapter)
                 claimed = self._engines.claimed(queue.claims(entry, adapter))
+        deferred, returns = NOTHING, NO_RETURNS
+        if self._deferrals:
+            now, tenant = time.monotonic(), call.tenant
+            self._deferrals.expire(now)
+            weight, priority = tenant.rules.weight, call.request.priority
+            deferred = self._deferrals.ahead(tenant.name, weight, priority)
+            returns = self._deferrals.returns(now)
         return RequestFacts(
             prompt_tokens=len(prompt.token_ids) + received,
             max_tokens=most,
@@ -297,6 +307,8 @@ class Admission:
             waiting=waiting,
             limits=self._limits(call),
             preferred=request.preferred.engine if request else "",
+            deferred=deferred,
+            returns=returns,
             draw=random.getrandbits(30),
         )
 
@@ -473,7 +485,16 @@ class Admission:
             available_bytes=refuse.available if demand else None,
         )
         _tell(request, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
+        if refuse.kind == "busy" and not call.hands_on:
+            self._defer(call, refuse)
         return refusal(refuse)
+
+    def _defer(self, call: Call, refuse: Refuse) -> None:
+        """Counts a refused request as ahead of later ones until it comes back."""
+        assert refuse.demand and refuse.retry_after_s
+        kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
+        due = time.monotonic() + refuse.retry_after_s
+        self._deferrals.add(kind, call.tenant.rules.weight, refuse.demand.kv_bytes, due)
 
 
 def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
