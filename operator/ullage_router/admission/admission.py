@@ -48,7 +48,7 @@ from ullage_router.policy.decision import (
     Side,
     TimeLimits,
 )
-from ullage_router.policy.deferral import DeferralBook, Deferred
+from ullage_router.policy.deferral import NOBODY, DeferralBook, Deferrals, Deferred
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
@@ -57,7 +57,6 @@ from ullage_router.tokenizer import PromptError
 log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
-NO_RETURNS: Mapping[str, Mapping[int, int]] = MappingProxyType({})
 
 
 class NotOnCanary(Exception):
@@ -285,13 +284,6 @@ class Admission:
                 ahead = queue.ahead(call.request.priority, entry, adapter)
                 passable = queue.passable(entry, adapter)
                 claimed = self._engines.claimed(queue.claims(entry, adapter))
-        deferred, returns = NOTHING, NO_RETURNS
-        if self._deferrals:
-            now, tenant = time.monotonic(), call.tenant
-            self._deferrals.expire(now)
-            weight, priority = tenant.rules.weight, call.request.priority
-            deferred = self._deferrals.ahead(tenant.name, weight, priority)
-            returns = self._deferrals.returns(now)
         return RequestFacts(
             prompt_tokens=len(prompt.token_ids) + received,
             max_tokens=most,
@@ -307,10 +299,16 @@ class Admission:
             waiting=waiting,
             limits=self._limits(call),
             preferred=request.preferred.engine if request else "",
-            deferred=deferred,
-            returns=returns,
+            deferrals=self._seen_by(call) if self._deferrals else NOBODY,
             draw=random.getrandbits(30),
         )
+
+    def _seen_by(self, call: Call) -> Deferrals:
+        """Returns those who were refused before and are to come back, as a request sees them."""
+        now, tenant = time.monotonic(), call.tenant
+        self._deferrals.expire(now)
+        weight, priority = tenant.rules.weight, call.request.priority
+        return Deferrals(self._deferrals, now, tenant.name, weight, priority)
 
     def _rare_adapter(self, call: Call) -> str:
         """Returns the request's adapter where some engines lack it: before engines that it cannot

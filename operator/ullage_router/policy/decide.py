@@ -375,8 +375,8 @@ class _LadderRun:
             seconds = max(seconds or 0.0, later_s)
 
         if seconds is not None:
-            seconds += drain_s(engines, facts.deferred.get(self.home, 0))
-        returns = facts.returns.get(self.home, {})
+            seconds += drain_s(engines, facts.deferrals.ahead(self.home))
+        returns = facts.deferrals.returns(self.home)
         return retry_after(seconds, returns, facts.draw, self.policy.rungs.reject)
 
     def _unavailable(self) -> Refuse:

@@ -58,28 +58,48 @@ class DeferralBook:
         if not self._sizes:
             self._weights.clear()
 
-    def ahead(self, tenant: str, weight: float, priority: int) -> Mapping[str, int]:
-        """Return the bytes before a tenant's next refused request, by pool.
+    def ahead(self, pool: str, tenant: str, weight: float, priority: int) -> int:
+        """Return the bytes before a tenant's next refused request of a pool.
 
         Higher priorities come first. Within one, tenants take turns by their weights, as in the
         queue: what others sent counts as far as the tenant itself was refused as much.
         """
-        result: dict[str, int] = {}
+        own, ahead = self._sizes.get(Deferred(pool, tenant, priority), 0), 0
         for kind, size in self._sizes.items():
-            if kind.priority < priority:
+            if kind.pool != pool or kind.priority < priority:
                 continue
             if kind.priority == priority and kind.tenant != tenant:
-                own = self._sizes.get(Deferred(kind.pool, tenant, priority), 0)
-                size = min(size, math.ceil(own * self._weights[kind.tenant] / weight))
-            result[kind.pool] = result.get(kind.pool, 0) + size
-        return result
+                ahead += min(size, math.ceil(own * self._weights[kind.tenant] / weight))
+            else:
+                ahead += size
+        return ahead
 
-    def returns(self, now: float) -> Mapping[str, Mapping[int, int]]:
-        """Return the bytes that come back, by pool and by whole seconds from now."""
-        result: dict[str, dict[int, int]] = {}
+    def returns(self, pool: str, now: float) -> Mapping[int, int]:
+        """Return the bytes that come back to a pool, by whole seconds from now."""
+        result: dict[int, int] = {}
         for second, sizes in self._due.items():
             after_s = math.floor(second - now)
-            for kind, size in sizes.items():
-                seconds = result.setdefault(kind.pool, {})
-                seconds[after_s] = seconds.get(after_s, 0) + size
+            own = [size for kind, size in sizes.items() if kind.pool == pool]
+            result[after_s] = result.get(after_s, 0) + sum(own)
         return result
+
+
+class Deferrals(NamedTuple):
+    """The book as one request sees it, which reads it only where it is refused itself."""
+
+    book: DeferralBook
+    now: float = 0.0
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+
+    def ahead(self, pool: str) -> int:
+        """Return the bytes that were refused before it and will come back."""
+        return self.book.ahead(pool, self.tenant, self.weight, self.priority)
+
+    def returns(self, pool: str) -> Mapping[int, int]:
+        """Return the bytes of all that come back, by whole seconds from now."""
+        return self.book.returns(pool, self.now)
+
+
+NOBODY = Deferrals(DeferralBook())

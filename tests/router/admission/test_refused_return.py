@@ -25,7 +25,7 @@ from ullage_router.policy.decision import (
     RoutingPolicy,
     TimeLimits,
 )
-from ullage_router.policy.deferral import DeferralBook, Deferred
+from ullage_router.policy.deferral import DeferralBook, Deferrals, Deferred
 
 if TYPE_CHECKING:
     Service = Any
@@ -119,9 +119,8 @@ class Simulation:
             queue=client.state,
             ahead=self.queue.ahead(0, client.entry),
             waiting=self.queue.lengths(),
-            deferred=self.book.ahead("", 1.0, 0),
             limits=TimeLimits(7.0, 20.0, self.now - client.arrived),
-            returns=self.book.returns(self.now),
+            deferrals=Deferrals(self.book, self.now),
             draw=self.random.getrandbits(30),
         )
 
