@@ -253,6 +253,12 @@ class TenantSession:
         return cache_salt(self.name, salt).hex()
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the tenant may send so many requests or tokens only."""
+        rules = self.rules
+        return bool(rules.requests_per_minute or rules.tokens_per_minute or rules.concurrency)
+
+    @property
     def max_concurrency(self) -> int | None:
         """How many requests the tenant may have at a time; None: any number."""
         return self._account.own_quota.concurrency

@@ -229,7 +229,7 @@ def test_one_ticket_for_as_many_as_fit(
     start_service: "StartService", tickets: dict[str, Any]
 ) -> None:
     async def scenario() -> None:
-        async with start_service(single=(7,), tickets=tickets) as service:
+        async with start_service(single=(13,), tickets=tickets) as service:
             engine = service.router.service.engines.all()[0]
             priced = pb.PricedRequest(prompt_tokens=30, max_tokens=16, count=5)
             answer = await service.grpc.Pick(pb.PickRequest(requests=[priced]))
