@@ -54,6 +54,7 @@ _STATUSES_BY_REASON = {
     "LENGTH_REQUIRED": 411,
     "BODY_TOO_LARGE": 413,
     "CONTENT_ENCODING_NOT_SUPPORTED": 415,
+    "CONTENT_TYPE_NOT_SUPPORTED": 415,
     "EXPECTATION_FAILED": 417,
     KEY_REUSED: 422,
     "HEADERS_TOO_LARGE": 431,
@@ -369,6 +370,14 @@ def late(part: str, limit_s: float) -> ServiceError:
 
 def length_required() -> ServiceError:
     return invalid_head("LENGTH_REQUIRED", "the request has no body; send one with Content-Length")
+
+
+def content_type_not_supported(kind: str) -> ServiceError:
+    given = f"is {kind[:60]!r}" if kind else "is missing"
+    return invalid_head(
+        "CONTENT_TYPE_NOT_SUPPORTED",
+        f"content-type {given}; send application/json, as the body is",
+    )
 
 
 def body_too_large(size: str, limit: int) -> ServiceError:
