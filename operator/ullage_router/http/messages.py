@@ -121,6 +121,11 @@ class Request:
         return str(server[0]) if server else ""
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether it came over TLS, so that the client knows by a certificate who answers."""
+        return self._scope.get("scheme") == "https"
+
+    @property
     def refusal(self) -> ServiceError | None:
         return self._scope.get(REFUSAL)
 

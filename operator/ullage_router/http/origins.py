@@ -86,7 +86,8 @@ class OriginGuard:
                 return
         host = request.headers.get("host", "")
         name = _name(host)
-        if not (name in self._hosts or _is_local_name(name)):
+        # Over TLS a name that turned into this machine has no certificate here.
+        if not (request.is_encrypted or name in self._hosts or _is_local_name(name)):
             raise forbidden(
                 "HOST_NOT_ALLOWED",
                 f"host is {host[:100]!r}, which is no name of this machine; use 127.0.0.1 or "

@@ -251,7 +251,12 @@ def test_openai_clients_need_no_change(start_service: "StartService") -> None:
 
 
 async def status(
-    path: str, local_address: str, is_api: bool = True, cors: CORSSection | None = None, **more: str
+    path: str,
+    local_address: str,
+    is_api: bool = True,
+    cors: CORSSection | None = None,
+    scheme: str = "http",
+    **more: str,
 ) -> int:
     """Answers a request that came in at an address."""
     sent: list[Any] = []
@@ -267,6 +272,7 @@ async def status(
 
     headers = [(name.encode(), value.encode()) for name, value in more.items()]
     scope = {"method": "GET", "path": path, "headers": headers, "server": (local_address, 8000)}
+    scope["scheme"] = scheme
     request = Request(scope, receive, Limits(), BodyRoom(1))
     await OriginGuard(serve, "0.0.0.0", cors, is_api=is_api)(request, Reply(request, send))
     return int(sent[0]["status"])
@@ -301,6 +307,13 @@ def test_in_a_pod_forwarded_connections_are_checked(
     path: str, local_address: str, is_api: bool, headers: dict[str, str], expected: int
 ) -> None:
     assert asyncio.run(status(path, local_address, is_api, **headers)) == expected
+
+
+def test_over_tls_the_certificate_says_who_answers() -> None:
+    own = {"host": "llm.example.com", "origin": "https://llm.example.com"}
+    assert asyncio.run(status("/v1/models", "127.0.0.1", scheme="https", **own)) == 200
+    other = own | {"origin": "https://evil.example"}
+    assert asyncio.run(status("/v1/models", "127.0.0.1", scheme="https", **other)) == 403
 
 
 labels = st.from_regex(r"[a-z][a-z0-9-]{0,10}", fullmatch=True)
