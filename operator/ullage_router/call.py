@@ -106,6 +106,8 @@ class Call:
     """The client's credentials, for routers of other services."""
     is_streamed: bool = True
     """Whether the client reads tokens as they come; otherwise only the whole answer counts."""
+    hands_on: bool = False
+    """Whether another step of a cascade is asked where this one refuses, and not the client."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed the request on to this router."""
     release_body: Callable[[], None] = _nothing

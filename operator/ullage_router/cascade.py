@@ -213,10 +213,16 @@ class _PeerStream:
 
 
 def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
-    """The request without the name of our model, which is none of theirs."""
+    """Return the request without what is this service's own: its model's name, and how far its
+    tenant comes before others here.
+
+    A high priority would pass the other service's own clients, or be refused where its tenant may
+    not ask for it. A low one stays low: such work gives way everywhere.
+    """
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(call.request)
     request.model, request.request_id = "", call.record.request_id
+    request.priority = min(0, call.request.priority)
     return request
 
 
@@ -451,6 +457,7 @@ class _Run:
         """The call as a step gets it, with decisions of its own."""
         call = copy.copy(self._call)
         call.decision, call.refused_by = Decision(), {}
+        call.hands_on = step != self._plan.steps[-1]
         if self._is_judged(step) and not call.request.output.HasField("top_logprobs"):
             call.request = type(call.request)()
             call.request.CopyFrom(self._call.request)

@@ -15,6 +15,7 @@ anything else       500   server_error
 """
 
 import math
+import random
 from collections.abc import Collection, Iterable
 
 import grpc
@@ -22,7 +23,11 @@ import grpc
 from ullage_common.wire.errors import ServiceError, served_names
 from ullage_router.policy.decide import Refuse
 from ullage_router.policy.quota import Limit, Shortage
-from ullage_router.policy.retry import MAX_RETRY_AFTER_S, UNKNOWN_RETRY_AFTER_S
+from ullage_router.policy.retry import (
+    MAX_RETRY_AFTER_S,
+    UNKNOWN_RETRY_AFTER_S,
+    unknown_retry_after,
+)
 
 CLIENT_CLOSED = 499
 RATE_LIMIT_EXCEEDED = "RATE_LIMIT_EXCEEDED"
@@ -49,6 +54,7 @@ _STATUSES_BY_REASON = {
     "LENGTH_REQUIRED": 411,
     "BODY_TOO_LARGE": 413,
     "CONTENT_ENCODING_NOT_SUPPORTED": 415,
+    "CONTENT_TYPE_NOT_SUPPORTED": 415,
     "EXPECTATION_FAILED": 417,
     KEY_REUSED: 422,
     "HEADERS_TOO_LARGE": 431,
@@ -199,12 +205,23 @@ def refusal(refuse: Refuse) -> ServiceError:
     )
 
 
+def some_retry_after_s() -> int:
+    """Return when to come back where nobody can say, with jitter that parts those who are refused
+    together."""
+    return unknown_retry_after(random.getrandbits(30))
+
+
+def _soon_s() -> int:
+    """Return when to come back to what is free again within moments, with jitter."""
+    return random.randint(1, UNKNOWN_RETRY_AFTER_S)
+
+
 def no_engine() -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "NO_ENGINE",
         "no engine is known yet; retry when one has started",
-        retry_after_s=UNKNOWN_RETRY_AFTER_S,
+        retry_after_s=some_retry_after_s(),
     )
 
 
@@ -355,6 +372,14 @@ def length_required() -> ServiceError:
     return invalid_head("LENGTH_REQUIRED", "the request has no body; send one with Content-Length")
 
 
+def content_type_not_supported(kind: str) -> ServiceError:
+    given = f"is {kind[:60]!r}" if kind else "is missing"
+    return invalid_head(
+        "CONTENT_TYPE_NOT_SUPPORTED",
+        f"content-type {given}; send application/json, as the body is",
+    )
+
+
 def body_too_large(size: str, limit: int) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -369,7 +394,7 @@ def bodies_full() -> ServiceError:
         grpc.StatusCode.UNAVAILABLE,
         "BODIES_FULL",
         "requests that arrive fill the memory for their bodies; retry",
-        retry_after_s=1,
+        retry_after_s=_soon_s(),
     )
 
 
@@ -378,7 +403,7 @@ def texts_full() -> ServiceError:
         grpc.StatusCode.UNAVAILABLE,
         "TEXTS_FULL",
         "long texts that wait to be tokenised fill the memory for them; retry",
-        retry_after_s=1,
+        retry_after_s=_soon_s(),
     )
 
 
@@ -387,5 +412,5 @@ def vectors_full() -> ServiceError:
         grpc.StatusCode.UNAVAILABLE,
         "VECTORS_FULL",
         "answers with embeddings fill the memory for their vectors; retry",
-        retry_after_s=1,
+        retry_after_s=_soon_s(),
     )

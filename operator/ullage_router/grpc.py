@@ -130,7 +130,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if self._pipeline.is_draining:
                 raise draining()
             tenant = self._tenants.open_session(authorization)
-            return self._issuer.pick(request, tenant if tenant.name else None)
+            return self._issuer.pick(request, tenant if tenant.name else None, context.peer())
         except ServiceError as error:
             error.retry_after_s = retry_after_s(error)
             await abort(context, error)

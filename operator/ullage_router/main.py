@@ -27,6 +27,7 @@ from ullage_router.http.app import App
 from ullage_router.http.console.console import Console
 from ullage_router.http.messages import Limits
 from ullage_router.http.monitoring import ANSWER_TIMEOUT_S, Pages, Siblings, own_pages
+from ullage_router.http.origins import OriginGuard
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.processes import (
     CannotListen,
@@ -101,9 +102,11 @@ class Router:
         )
         if self._console:
             self._console.serve_requests(app)
-        self._http = HTTPServer(app, limits)
+        http, metrics, cors = config.http, config.metrics, config.cors
+        self._http = HTTPServer(OriginGuard(app, http.host, cors, is_api=True), limits)
         self._readiness: asyncio.Task[None] | None = None
-        self._monitoring = None if self._siblings else HTTPServer(monitoring)
+        guarded = OriginGuard(monitoring, metrics.host, cors, is_api=False)
+        self._monitoring = None if self._siblings else HTTPServer(guarded)
         self.http_port = 0
         self.grpc_port = 0
         self.probe_port = 0
@@ -185,7 +188,10 @@ class Router:
         listener = listen(section.host, section.port, is_shared, name="metrics")
         self.metrics_port = listener.getsockname()[1]
         if self._siblings:
-            await self._siblings.start(listener)
+            guarded = OriginGuard(
+                self._siblings.pages, section.host, self._config.cors, is_api=False
+            )
+            await self._siblings.start(listener, HTTPServer(guarded))
         if self._monitoring:
             await self._monitoring.start(listener)
 

@@ -253,6 +253,12 @@ class TenantSession:
         return cache_salt(self.name, salt).hex()
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the tenant may send so many requests or tokens only."""
+        rules = self.rules
+        return bool(rules.requests_per_minute or rules.tokens_per_minute or rules.concurrency)
+
+    @property
     def max_concurrency(self) -> int | None:
         """How many requests the tenant may have at a time; None: any number."""
         return self._account.own_quota.concurrency
@@ -285,13 +291,20 @@ class TenantSession:
         return self._account.quota.room(count, tokens, time.monotonic())
 
     def open_request(
-        self, request: inference_pb2.GenerateRequest, served: str, count: int = 1
+        self,
+        request: inference_pb2.GenerateRequest,
+        served: str,
+        count: int = 1,
+        *,
+        is_handed_on: bool = False,
     ) -> None:
         """Checks what the tenant may do, counts the request and gives it its priority.
 
         Args:
             served: model that a request without a name means.
             count: like requests; more than one only where `num_allowed` says so.
+            is_handed_on: another service's cascade sent it, which does not know what priority the
+                tenant may ask for here: a higher one is lowered.
 
         Raises:
             ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED that names the limit.
@@ -299,7 +312,7 @@ class TenantSession:
         if self._active:
             return
         self.check_model(request.model or served)
-        request.priority = self._priority(request.priority)
+        request.priority = self._priority(request.priority, is_lowered=is_handed_on)
         now = time.monotonic()
         is_later = self._was_paid is not None
         if shortage := self._account.apply(
@@ -387,11 +400,17 @@ class TenantSession:
                 "model",
             )
 
-    def _priority(self, asked: int) -> int:
-        """0 asks for nothing: the tenant's own."""
+    def _priority(self, asked: int, *, is_lowered: bool) -> int:
+        """0 asks for nothing: the tenant's own.
+
+        Args:
+            is_lowered: one that is too high is lowered, and not refused.
+        """
         rules = self.rules
         most = rules.priority if rules.max_priority is None else rules.max_priority
-        if asked > most:
+        if asked and asked > most:
+            if is_lowered:
+                return most
             raise errors.forbidden(
                 "PRIORITY_NOT_ALLOWED",
                 f"tenant {self.name} may not ask for priority {asked}; at most {most}",

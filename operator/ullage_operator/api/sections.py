@@ -16,7 +16,7 @@ import msgspec
 from msgspec import field, inspect
 
 from ullage_common.config.engine import HostedTiers, HostTierSection, MemoryLimits, RankGrid
-from ullage_common.config.router import TenantRules
+from ullage_common.config.router import CORSSection, TenantRules
 from ullage_common.process.config_file import Bytes, Seconds, Strict
 from ullage_operator.api import naming
 
@@ -406,6 +406,7 @@ class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
     processes: int
     public_stats: bool = False
+    cors: CORSSection | None = None
 
 
 class ServiceAccount(Strict, frozen=True, kw_only=True):

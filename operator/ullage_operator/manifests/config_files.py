@@ -137,6 +137,7 @@ def router_config(service: Service) -> RouterConfig:
         model=spec.model.name,
         rollout_file=f"{naming.CONFIG_DIR}/{naming.ROLLOUT_FILE}",
         http=HTTPSection(port=naming.HTTP_PORT, public_stats=spec.router.public_stats),
+        cors=spec.router.cors,
         grpc=GRPCSection(port=naming.GRPC_PORT),
         metrics=MetricsSection(port=naming.METRICS_PORT),
         console=ConsoleSection() if spec.observability.console.enabled else None,

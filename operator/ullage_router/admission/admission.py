@@ -48,6 +48,7 @@ from ullage_router.policy.decision import (
     Side,
     TimeLimits,
 )
+from ullage_router.policy.deferral import NOBODY, DeferralBook, Deferrals, Deferred
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
@@ -218,6 +219,7 @@ class Admission:
         self._queue = queue
         self._threads = threads
         self._balancer = balancer
+        self._deferrals = DeferralBook()
 
     async def admit(self, call: Call) -> Reservation:
         """Goes down the ladder until an engine has room for the request.
@@ -297,8 +299,16 @@ class Admission:
             waiting=waiting,
             limits=self._limits(call),
             preferred=request.preferred.engine if request else "",
+            deferrals=self._seen_by(call) if self._deferrals else NOBODY,
             draw=random.getrandbits(30),
         )
+
+    def _seen_by(self, call: Call) -> Deferrals:
+        """Returns those who were refused before and are to come back, as a request sees them."""
+        now, tenant = time.monotonic(), call.tenant
+        self._deferrals.expire(now)
+        weight, priority = tenant.rules.weight, call.request.priority
+        return Deferrals(self._deferrals, now, tenant.name, weight, priority)
 
     def _rare_adapter(self, call: Call) -> str:
         """Returns the request's adapter where some engines lack it: before engines that it cannot
@@ -473,7 +483,16 @@ class Admission:
             available_bytes=refuse.available if demand else None,
         )
         _tell(request, logging.WARNING if refuse.kind == "unavailable" else logging.INFO)
+        if refuse.kind == "busy" and not call.hands_on:
+            self._defer(call, refuse)
         return refusal(refuse)
+
+    def _defer(self, call: Call, refuse: Refuse) -> None:
+        """Counts a refused request as ahead of later ones until it comes back."""
+        assert refuse.demand and refuse.retry_after_s
+        kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
+        due = time.monotonic() + refuse.retry_after_s
+        self._deferrals.add(kind, call.tenant.rules.weight, refuse.demand.kv_bytes, due)
 
 
 def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:

@@ -14,7 +14,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.admission import Admission
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
-from ullage_router.errors import draining, unknown_model
+from ullage_router.errors import draining, some_retry_after_s, unknown_model
 from ullage_router.policy.decide import home_of, is_large, room_of
 from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
 
@@ -22,7 +22,6 @@ RESOLVE_INTERVAL_S = 0.5
 """Seconds between two DNS look-ups while requests are held."""
 WANTED_S = 15.0
 """Seconds for which a pool that a request needed in vain is reported as wanted."""
-HELD_RETRY_S = 5.0
 
 
 class ColdStartQueue:
@@ -140,7 +139,7 @@ class ColdStartQueue:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "WAKE_QUEUE_FULL",
                 f"pool {pool} sleeps, and as many requests wait for it as may; retry",
-                retry_after_s=HELD_RETRY_S,
+                retry_after_s=some_retry_after_s(),
             )
 
     async def _wait(self, pool: str, future: "asyncio.Future[bool]", within_s: float) -> None:
@@ -154,7 +153,7 @@ class ColdStartQueue:
                     "WAKING",
                     f"pool {pool} is being woken and takes longer than "
                     f"{self._section.timeout:g} s; retry",
-                    retry_after_s=HELD_RETRY_S,
+                    retry_after_s=some_retry_after_s(),
                 )
             self._resolve_engines()
             await asyncio.wait({future}, timeout=min(RESOLVE_INTERVAL_S, remaining_s))

@@ -21,7 +21,7 @@ from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiple
 from ullage_router.engines.roster import engine_key
 from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
-from ullage_router.policy.credit import Credit, CreditBook
+from ullage_router.policy.credit import Credit, CreditBook, Held
 from ullage_router.policy.decision import WELL, EngineState, EngineView, Release, Side, route_of
 from ullage_router.tokenizer import Model
 
@@ -474,10 +474,20 @@ class Engine:
             return self._previous.call(request, timeout_s, metadata, flow)
         raise no_stream(self.id)
 
-    def reserve(self, size: int, tokens: int, step_limit_s: float = math.inf) -> Credit:
+    def held(self, holder: str) -> tuple[Held, Held]:
+        """Returns what somebody has reserved without paying for it, and what all such have."""
+        return self._credit.held(holder), self._credit.held_by_all
+
+    def reserve(
+        self, size: int, tokens: int, step_limit_s: float = math.inf, holder: str = ""
+    ) -> Credit:
         """Reserves bytes and prompt tokens for a request that is about to be sent, and keeps steps
-        as short as it needs them."""
-        credit = self._credit.reserve(size, tokens, step_limit_s)
+        as short as it needs them.
+
+        Args:
+            holder: who reserves them and pays nothing for it; empty: a request is sent, or paid.
+        """
+        credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
         self.breaker.on_sent(credit, time.monotonic())
         return credit

@@ -9,6 +9,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
     bodies_full,
     body_too_large,
+    content_type_not_supported,
     invalid_head,
     length_required,
     malformed,
@@ -22,6 +23,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+JSON = "application/json"
+"""The type that a body must have: a page may send others to any server without being asked."""
 REFUSAL = "ullage.refusal"
 """Key of a scope: the ServiceError that the connection found in the request's bytes."""
 MAX_DISCARDED_BYTES = 64 << 10
@@ -112,6 +115,17 @@ class Request:
         self._tenant = ""
 
     @property
+    def local_address(self) -> str:
+        """The address at which the connection came in; empty where it is a Unix socket."""
+        server = self._scope.get("server")
+        return str(server[0]) if server else ""
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether it came over TLS, so that the client knows by a certificate who answers."""
+        return self._scope.get("scheme") == "https"
+
+    @property
     def refusal(self) -> ServiceError | None:
         return self._scope.get(REFUSAL)
 
@@ -139,6 +153,19 @@ class Request:
             self._room.long_bodies.give_back(self._turn_bytes, self._tenant)
             self._turn_bytes = 0
 
+    async def read_json(self, tenant: str = "") -> bytes:
+        """Read a body that says that it is JSON; see `read`.
+
+        Raises:
+            ServiceError: it says something else, or `read` raises it.
+        """
+        self._check_length()
+        kind = self.headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() != JSON:
+            self._has_failed = True
+            raise content_type_not_supported(kind)
+        return await self.read(tenant)
+
     async def read(self, tenant: str = "") -> bytes:
         """The body.
 
@@ -148,19 +175,24 @@ class Request:
         Raises:
             ServiceError: there is none, it is too large, malformed or late, or there is no room.
         """
-        headers, limits = self.headers, self._limits
-        declared = headers.get("content-length")
-        if declared is None and "transfer-encoding" not in headers:
-            raise length_required()
+        self._check_length()
         try:
-            if declared is not None and int(declared) > limits.max_body_bytes:
-                raise body_too_large(f"{int(declared)} bytes", limits.max_body_bytes)
             body = await self._read(tenant)
         except ServiceError:
             self._has_failed = True
             raise
         self._is_read = True
         return body
+
+    def _check_length(self) -> None:
+        """Raises ServiceError where there is no body, or one that says that it is too large."""
+        headers, limit = self.headers, self._limits.max_body_bytes
+        declared = headers.get("content-length")
+        if declared is None and "transfer-encoding" not in headers:
+            raise length_required()
+        if declared is not None and int(declared) > limit:
+            self._has_failed = True
+            raise body_too_large(f"{int(declared)} bytes", limit)
 
     async def _read(self, tenant: str) -> bytes:
         limit = self._limits.max_body_bytes
@@ -205,6 +237,8 @@ class Reply:
         self._send = send
         self._start: Message | None = None
         self._nudge: asyncio.Task[None] | None = None
+        self.headers: Headers = []
+        """Headers beside those of the endpoint."""
         self.has_begun = False
         self.is_complete = False
 
@@ -220,6 +254,8 @@ class Reply:
         """The head; sent with the first part of the body."""
         if self._request.ends_connection:
             headers = [*headers, (b"connection", b"close")]
+        if self.headers:
+            headers = [*headers, *self.headers]
         self._start = {"type": "http.response.start", "status": status, "headers": headers}
         self.has_begun = True
 

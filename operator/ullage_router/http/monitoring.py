@@ -148,19 +148,25 @@ class Siblings:
             routes,
         )
         """Pages of all processes together."""
-        self._shared = HTTPServer(self.pages)
+        self._shared: HTTPServer | None = None
 
-    async def start(self, metrics_listener: socket.socket) -> None:
-        """Answers the others from now on, and the network on the port of the metrics."""
+    async def start(self, metrics_listener: socket.socket, shared: HTTPServer) -> None:
+        """Answers the others from now on, and the network on the port of the metrics.
+
+        Args:
+            shared: serves `pages`.
+        """
+        self._shared = shared
         path = socket_path(self._folder, self._index)
         path.unlink(missing_ok=True)  # of a process that died in this place
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
         await self._own.start(listener)
-        await self._shared.start(metrics_listener)
+        await shared.start(metrics_listener)
 
     async def stop(self) -> None:
-        await self._shared.stop(ANSWER_TIMEOUT_S)
+        if self._shared:
+            await self._shared.stop(ANSWER_TIMEOUT_S)
         await self._own.stop(ANSWER_TIMEOUT_S)
 
     async def _metrics(self) -> tuple[str, bytes]:

@@ -230,7 +230,9 @@ class CommonStages:
                         call.request.model, call.tenant.rules.models
                     )
                     validate_request(call.request)
-                    call.tenant.open_request(call.request, self._config.model)
+                    call.tenant.open_request(
+                        call.request, self._config.model, is_handed_on=bool(call.path)
+                    )
                     return await proceed(call)
         except TimeoutError as error:
             raise errors.deadline(call.token_timeout_s) from error

@@ -22,6 +22,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def pairs(tokens: int) -> int:
@@ -112,6 +113,9 @@ class Credit:
     """Longest seconds of a step with which the request would still end in time."""
     counted_from: int | None = None
     """Which report must include the request, counted as they arrive; None before Accepted."""
+    holder: str = ""
+    """Who reserved it and pays nothing for that; empty where somebody pays, or a request is sent.
+    """
 
 
 @dataclass(slots=True)
@@ -128,6 +132,25 @@ class PromptSums:
     def remove(self, tokens: int) -> None:
         self.tokens -= tokens
         self.pairs -= pairs(tokens)
+
+
+class Held(NamedTuple):
+    """Reservations that no report is sure to include."""
+
+    requests: int = 0
+    size: int = 0
+    tokens: int = 0
+    """Prompt tokens."""
+
+    def plus(self, credit: Credit, sign: int = 1) -> "Held":
+        return Held(
+            self.requests + sign,
+            self.size + sign * credit.size,
+            self.tokens + sign * credit.tokens,
+        )
+
+
+NOTHING_HELD = Held()
 
 
 class CreditBook:
@@ -149,6 +172,9 @@ class CreditBook:
         """Credits of requests without a first token."""
         # Sums over prompts by whether a report includes them: every decision asks for them.
         self._unsure, self._sure = PromptSums(), PromptSums()
+        self._held: dict[str, Held] = {}
+        self.held_by_all = NOTHING_HELD
+        """Reservations of everybody who pays nothing for them."""
 
     @property
     def reports(self) -> int:
@@ -193,9 +219,18 @@ class CreditBook:
             heapq.heappop(limits)
         return limits[0][0] if limits else math.inf
 
-    def reserve(self, size: int, tokens: int, step_limit_s: float = math.inf) -> Credit:
-        credit = Credit(size, tokens, step_limit_s)
+    def held(self, holder: str) -> Held:
+        """Returns the reservations of somebody who pays nothing for them."""
+        return self._held.get(holder, NOTHING_HELD)
+
+    def reserve(
+        self, size: int, tokens: int, step_limit_s: float = math.inf, holder: str = ""
+    ) -> Credit:
+        credit = Credit(size, tokens, step_limit_s, holder=holder)
         self._open.add(credit)
+        if holder:
+            self._held[holder] = self.held(holder).plus(credit)
+            self.held_by_all = self.held_by_all.plus(credit)
         self._prompts.add(credit)
         if step_limit_s != math.inf:
             self._add_step_limit(credit)
@@ -238,6 +273,11 @@ class CreditBook:
     def _leave(self, credit: Credit) -> None:
         self._open.remove(credit)
         self._total -= credit.size
+        if credit.holder:
+            self.held_by_all = self.held_by_all.plus(credit, -1)
+            self._held[credit.holder] = self.held(credit.holder).plus(credit, -1)
+            if not self._held[credit.holder].requests:
+                del self._held[credit.holder]
 
     def _is_in_flight(self, credit: Credit) -> bool:
         return credit in self._open or credit in self._counted
@@ -259,6 +299,10 @@ class CreditBook:
         assert {credit for credit in inflight if credit.step_limit_s != math.inf} <= kept
         assert self._prompts <= self._open | self._counted
         assert self._total == sum(credit.size for credit in self._open)
+        of_holders = [credit for credit in self._open if credit.holder]
+        assert set(self._held) == {credit.holder for credit in of_holders}
+        assert self.held_by_all.requests == len(of_holders)
+        assert self.held_by_all.size == sum(credit.size for credit in of_holders)
         for sums, those in ((self._unsure, self._open), (self._sure, self._counted)):
             tokens = [credit.tokens for credit in self._prompts & those]
             assert sums == PromptSums(sum(tokens), sum(map(pairs, tokens)))

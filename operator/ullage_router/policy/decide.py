@@ -31,7 +31,13 @@ from ullage_router.policy.decision import (
     RoutingPolicy,
 )
 from ullage_router.policy.forecast import end_s, is_on_time, longest_wait_s, step_limit_s, turn_s
-from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S, earliest_s, retry_after
+from ullage_router.policy.retry import (
+    drain_s,
+    earliest_s,
+    free_s,
+    retry_after,
+    unknown_retry_after,
+)
 
 Step = Literal["accept", "shrinkOutput", "route"]
 Action = Literal["accept", "shrink", "queue", "route4", "reject"]
@@ -114,7 +120,7 @@ def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
             "unavailable",
             "NO_ENGINE",
             "no engine is known yet; retry when one has started",
-            retry_after_s=UNKNOWN_RETRY_AFTER_S,
+            retry_after_s=unknown_retry_after(facts.draw),
         )
     if not able:
         return _never_fits(facts, engines, policy)
@@ -297,12 +303,20 @@ class _LadderRun:
         available = max((e.available for e in usable), default=0)
         return Wait(reason, self.home, self._least(recoverable), longest_s, available)
 
-    def _turn_s(self, engines: Sequence[EngineView], *, comes_back: bool = False) -> float | None:
-        """Returns in how many seconds the request could run in its home and keep its limits."""
+    def _turn_s(
+        self, engines: Sequence[EngineView], *, comes_back: bool = False, is_first: bool = False
+    ) -> float | None:
+        """Returns in how many seconds the request could run in its home and keep its limits.
+
+        Args:
+            is_first: as if nobody waited before it.
+        """
         facts = self.facts
         limits = replace(facts.limits, waited_s=0.0) if comes_back else facts.limits
         demand = self._least(engines)
         ahead = facts.ahead.get(self.home, 0), facts.waiting.get(self.home, 0)
+        if is_first:
+            ahead = 0, 0
         output = max(1, demand.tokens - facts.prompt_tokens)
         return turn_s(
             engines,
@@ -340,22 +354,37 @@ class _LadderRun:
         if not engines:
             return self._unavailable()
         demand, available = self._least(engines), max(e.available for e in engines)
-        ahead, bounds = self.facts.ahead.get(self.home, 0), self.policy.rungs.reject
-        retry = retry_after(engines, demand.kv_bytes, ahead, bounds)
-        later_s = self._turn_s(engines, comes_back=True)
-        if later_s is not None:  # the second from which the limits can be kept
-            retry = max(retry, math.ceil(min(bounds.max_retry_after, later_s)))
+        retry = self._retry_after(engines, demand.kv_bytes)
         queue = self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN
         reason = _WAITED.get(queue, self._shortage_reason())
         message = _busy(reason, demand, available, retry)
         return Refuse("busy", reason, message, demand, available, retry, self.home)
+
+    def _retry_after(self, engines: Sequence[EngineView], needed: int) -> int:
+        """Returns the second by which there is memory, from which the limits can be kept, and by
+        which those who were refused before had their turn."""
+        facts = self.facts
+        ahead = facts.ahead.get(self.home, 0)
+        seconds = free_s(engines, needed, ahead)
+
+        later_s = self._turn_s(engines, comes_back=True)
+        if later_s == math.inf and ahead:  # the known releases are for those ahead
+            first_s = self._turn_s(engines, comes_back=True, is_first=True)
+            later_s = None if first_s is None else first_s + drain_s(engines, ahead)
+        if later_s is not None:
+            seconds = max(seconds or 0.0, later_s)
+
+        if seconds is not None:
+            seconds += drain_s(engines, facts.deferrals.ahead(self.home))
+        returns = facts.deferrals.returns(self.home)
+        return retry_after(seconds, returns, facts.draw, self.policy.rungs.reject)
 
     def _unavailable(self) -> Refuse:
         return Refuse(
             "unavailable",
             "NO_ENGINE",
             f"no engine of pool {self.home} is ready; retry when one is",
-            retry_after_s=UNKNOWN_RETRY_AFTER_S,
+            retry_after_s=unknown_retry_after(self.facts.draw),
             pool=self.home,
         )
 

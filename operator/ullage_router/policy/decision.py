@@ -15,6 +15,7 @@ import msgspec
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import PrefillSection, Rung, RungsSection
 from ullage_common.request_cost import Demand, MemoryProfile, most_tokens
+from ullage_router.policy.deferral import NOBODY, Deferrals
 
 KEPT_STEPS = 12
 MIB = 1 << 20
@@ -333,6 +334,8 @@ class RequestFacts(msgspec.Struct, frozen=True):
     first of those waits for; 0 where it may not be passed."""
     waiting: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Number of requests that wait before this one, by pool."""
+    deferrals: Deferrals = NOBODY
+    """Requests that were refused before this one and will come back."""
     limits: TimeLimits = TimeLimits()
     preferred: str = ""
     """Key of the engine whose caches have most of the prompt's beginning; empty when none is known.

@@ -2,7 +2,10 @@
 
 Retry-After says when memory is predicted to be free. Engines report when running requests will give
 memory back; requests that wait before take it first, wherever in the pool it is freed, and then one
-engine must have the request's own bytes.
+engine must have the request's own bytes. After the last release that is known, memory is taken to
+be released as fast as before. Requests that were told to come back take theirs first, too
+(`deferral.py`): so a burst of refusals is spread over the releases. Jitter parts those that would
+come back in one second, here and by the same forecast of other routers.
 
 The router's own retries are bounded by a token bucket, so that failures cannot multiply load: every
 request adds `share` of a token and every second adds `per_second` tokens, up to `burst`; a retry
@@ -11,33 +14,37 @@ takes one. When engines fail faster than that, clients get the errors at once.
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ullage_common.config.router import RejectSection, RetrySection
 from ullage_router.policy.decision import EngineView, Release
 
 MAX_RETRY_AFTER_S = 30
 UNKNOWN_RETRY_AFTER_S = 5
-
+JITTER = 0.2
+"""Share of a forecast by which a client may be told to come back later than that."""
+LEAST_SPAN_S = 0.1
+"""Shortest time over which releases make a rate."""
 
 _AFTER = operator.attrgetter("after_s")
 
 
-def retry_after(
-    engines: Sequence[EngineView], needed: int, ahead: int, bounds: RejectSection
-) -> int:
-    """Returns whole seconds until a request may fit; never less for a larger `needed` or `ahead`.
+def free_s(engines: Sequence[EngineView], needed: int, ahead: int) -> float | None:
+    """Return seconds until a request may fit; never less for a larger `needed` or `ahead`.
 
     Args:
         engines: of one pool, at least one.
         needed: bytes of the request.
         ahead: bytes that others wait for before it.
+
+    Returns:
+        None where no release is known.
     """
     alone = min(_alone_s(engine, needed) for engine in engines)
     available = sum(max(0, engine.available) for engine in engines)
     releases = [release for engine in engines for release in engine.releases]
     seconds = max(alone, release_s(available, releases, needed + ahead))
-    return max(bounds.min_retry_after, min(bounds.max_retry_after, math.ceil(seconds)))
+    return None if seconds == math.inf else seconds
 
 
 def _alone_s(engine: EngineView, needed: int) -> float:
@@ -46,24 +53,73 @@ def _alone_s(engine: EngineView, needed: int) -> float:
 
 
 def release_s(available: int, releases: Iterable[Release], needed: int) -> float:
-    """Seconds until `needed` bytes are predicted to be available."""
+    """Return seconds until `needed` bytes are predicted to be available; infinity where no release
+    is known."""
     if available >= needed:
         return 0.0
-    is_known = False
+    released, last_s = 0, 0.0
     for release in sorted(releases, key=_AFTER):
-        is_known = True
-        available += release.size
-        if available >= needed:
-            return release.after_s
-    return MAX_RETRY_AFTER_S if is_known else UNKNOWN_RETRY_AFTER_S
+        released += release.size
+        last_s = release.after_s
+        if available + released >= needed:
+            return last_s
+    if not released:
+        return math.inf
+    return last_s + (needed - available - released) * max(last_s, LEAST_SPAN_S) / released
+
+
+def drain_s(engines: Sequence[EngineView], size: int) -> float:
+    """Return the seconds in which engines release so many bytes; 0 where no release is known."""
+    rate = sum(map(_release_rate, engines))
+    return size / rate if rate else 0.0
+
+
+def _release_rate(engine: EngineView) -> float:
+    """Return bytes a second."""
+    if not engine.releases:
+        return 0.0
+    last_s = max(release.after_s for release in engine.releases)
+    return sum(release.size for release in engine.releases) / max(last_s, LEAST_SPAN_S)
+
+
+def retry_after(
+    seconds: float | None, returns: Mapping[int, int], draw: int, bounds: RejectSection
+) -> int:
+    """Return whole seconds for a forecast: of those that are not much later, one at which few
+    others come back.
+
+    Args:
+        seconds: of the forecast; None: unknown.
+        returns: bytes of others that come back then, by whole seconds from now.
+        draw: a random number, which decides between seconds that are alike.
+
+    Returns:
+        Up to JITTER of the forecast later, and up to twice as late where it is unknown. Beyond the
+        upper bound, where nobody will fit in time, clients are spread over its second half.
+    """
+    low, high = bounds.min_retry_after, bounds.max_retry_after
+    if seconds is None:
+        first, last = float(UNKNOWN_RETRY_AFTER_S), 2.0 * UNKNOWN_RETRY_AFTER_S
+    elif seconds > high:
+        first, last = high / 2, float(high)
+    else:
+        first, last = seconds, seconds * (1 + JITTER)
+    first, last = (min(high, max(low, math.ceil(limit))) for limit in (first, last))
+    least = min(returns.get(second, 0) for second in range(first, last + 1))
+    alike = [second for second in range(first, last + 1) if returns.get(second, 0) == least]
+    return alike[draw % len(alike)]
+
+
+def unknown_retry_after(draw: int) -> int:
+    """Return whole seconds with jitter for what nobody can predict, such as a first engine."""
+    return retry_after(None, {}, draw, RejectSection())
 
 
 def earliest_s(available: int, releases: Iterable[Release], needed: int) -> float:
     """Seconds before which `needed` bytes are not available, as far as releases are predicted."""
-    if available >= needed:
-        return 0.0
+    releases = tuple(releases)
     last_s = max((release.after_s for release in releases), default=0.0)
-    return min(last_s, release_s(available, releases, needed)) if last_s else 0.0
+    return min(last_s, release_s(available, releases, needed))
 
 
 class RetryBudget:

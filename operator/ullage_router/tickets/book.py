@@ -48,6 +48,8 @@ class _OpenTicket:
     charge: TicketCharge | None
     until: float
     """Time at which what remains of the ticket is forgotten."""
+    holder: str = ""
+    """Who picked it and pays nothing; empty where somebody pays."""
     used: list[Credit] = field(default_factory=list)
 
 
@@ -70,16 +72,32 @@ class OpenTickets:
         """Expired tickets whose accepted uses may run still."""
         self.open = 0
         """Uses that have neither ended nor expired."""
+        self._open_by_holder: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         """placed, ended, expired."""
 
+    def open_of(self, holder: str) -> int:
+        """Returns the open uses of somebody who pays nothing."""
+        return self._open_by_holder[holder]
+
     def add(
-        self, number: int, engine: Engine, credits: list[Credit], charge: TicketCharge | None
+        self,
+        number: int,
+        engine: Engine,
+        credits: list[Credit],
+        charge: TicketCharge | None,
+        holder: str = "",
     ) -> None:
-        """A ticket for as many uses as there are credits."""
+        """A ticket for as many uses as there are credits.
+
+        Args:
+            holder: who picked it and pays nothing; empty where somebody pays.
+        """
         until = self._clock() + self._ticket_s
-        self._fresh[number] = _OpenTicket(engine, credits, charge, until)
+        self._fresh[number] = _OpenTicket(engine, credits, charge, until, holder)
         self.open += len(credits)
+        if holder:
+            self._open_by_holder[holder] += len(credits)
         self.counts["placed"] += len(credits)
 
     def report(self, accepted: Iterable[int], ended: Iterable[int]) -> None:
@@ -124,6 +142,10 @@ class OpenTickets:
         for engine, credits in freed.credits.items():
             engine.release(*credits)
         self.open -= freed.count
+        for holder, count in freed.by_holder.items():
+            self._open_by_holder[holder] -= count
+            if not self._open_by_holder[holder]:
+                del self._open_by_holder[holder]
         self.counts[how] += freed.count
 
 
@@ -133,10 +155,13 @@ class _Freed:
     def __init__(self) -> None:
         self.credits: dict[Engine, list[Credit]] = {}
         self.count = 0
+        self.by_holder: Counter[str] = Counter()
 
     def add(self, ticket: _OpenTicket, ended: list[Credit]) -> None:
         self.credits.setdefault(ticket.engine, []).extend(ended)
         self.count += len(ended)
+        if ticket.holder and ended:
+            self.by_holder[ticket.holder] += len(ended)
         if ticket.charge and ended:
             ticket.charge.pay(len(ended))
 

@@ -9,6 +9,7 @@ decisions, made one by one, could have placed each of them.
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from ullage_router import errors
 from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
 from ullage_router.call import num_samples
+from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.engines.roster import DrawGroup
 from ullage_router.policy.affinity import CacheKey
@@ -51,11 +53,23 @@ from ullage_router.policy.forecast import is_on_time
 from ullage_router.tenants import TenantSession
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 from ullage_router.tickets.signing import PaidTickets, TicketSigner, new_ids
+from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer import Model
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16
 """Decisions that like requests are spread by, where all fit."""
+HELD = Refuse(
+    "busy",
+    "TICKETS_HELD",
+    "tickets that are not used yet hold as much of the engines as they may; report those that were "
+    "accepted or ended, or send the request to the router with Generate",
+    retry_after_s=WAIT_RETRY_S,
+)
+
+Room = Callable[[EngineView, int, int], int]
+"""Says of an engine, and of the bytes and prompt tokens of each request, how many may be reserved.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +130,14 @@ class Batch:
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
         return -(-count // min(len(home) or usable or 1, MAX_SHARES))
 
-    def place(self, ask: Ask, draw: int, most: int = 1) -> tuple[Run | Refuse, int]:
+    def place(
+        self, ask: Ask, draw: int, most: int = 1, room: Room | None = None
+    ) -> tuple[Run | Refuse, int]:
         """Places like requests on one engine, or says why they cannot run now as they are.
 
         Args:
             most: of them; 1 or more.
+            room: how many the caller may reserve on an engine; None: as many as fit.
 
         Returns:
             The decision, and how many of them it holds for.
@@ -131,6 +148,10 @@ class Batch:
         if isinstance(run, Refuse):
             return run, most
         view, prompt = self._views[run.engine], ask.prompt_tokens
+        if room:
+            most = min(most, room(view, run.demand.kv_bytes, prompt))
+        if not most:
+            return HELD, 1
         count = self._fitting(view, facts, run.demand, most)
         view = self._views[run.engine] = replace(
             view,
@@ -227,6 +248,8 @@ MAX_TICKET_CHARACTERS = 256
 SWEEP_INTERVAL_S = 1.0
 NO_CACHE_KEY = CacheKey("", ())
 NOBODY: frozenset[str] = frozenset()
+NO_NAME = "unknown"
+"""Name of callers of whom nothing is known."""
 REPORT_LAG_S = 1.0
 """Seconds after which an engine's reports include a request that was sent with the ticket's last
 moment."""
@@ -238,6 +261,8 @@ class _Call:
 
     batch: Batch
     response: pb.PickResponse
+    full: set[str] = field(default_factory=set)
+    """Keys of engines of which the caller holds as much as it may."""
     addresses: dict[str, int] = field(default_factory=dict)
     """Index of each engine in the response's list."""
 
@@ -279,6 +304,8 @@ class _PendingPick:
     priority: int = 0
     paid_by: Claims | None = None
     """The ticket with which the answer was paid for that the request goes on with."""
+    unpaid: Unpaid | None = None
+    """Bounds of what the caller may hold; None: it pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
         if self.session is None:
@@ -357,11 +384,14 @@ class TicketIssuer:
         """Picks that have neither ended nor expired."""
         return self._book.open
 
-    def pick(self, request: pb.PickRequest, session: TenantSession | None) -> pb.PickResponse:
+    def pick(
+        self, request: pb.PickRequest, session: TenantSession | None, peer: str = ""
+    ) -> pb.PickResponse:
         """Takes the reports and places the requests, without waiting.
 
         Args:
             session: of the tenant; None where there are no tenants.
+            peer: where the call comes from, as gRPC names it.
 
         Raises:
             ServiceError: Pick is off, a request is wrong, no model is known, or too many are open.
@@ -374,11 +404,28 @@ class TicketIssuer:
         response = pb.PickResponse(ttl_s=signer.ttl_s)
         if model is None or not request.requests:
             return response
-        self._check(request)
+        unpaid = self._unpaid(session, peer)
+        self._check(request, unpaid)
         call = _Call(self._batch(model), response)
+        if unpaid:
+            full = [e.key for e in self._engines.all() if self._is_full(e, unpaid)]
+            call.full.update(full)
         for priced in request.requests:
-            self._place(_PendingPick(priced, priced.count or 1, session), call)
+            pick = _PendingPick(priced, priced.count or 1, session, unpaid=unpaid)
+            self._place(pick, call)
         return call.finish()
+
+    def _unpaid(self, session: TenantSession | None, peer: str) -> Unpaid | None:
+        """Returns the bounds of a caller whose tickets cost it nothing."""
+        if session and session.is_limited:
+            return None
+        holder = session.name if session else caller_of(peer)
+        return Unpaid(holder or NO_NAME, self._config.slo.ttft_p95)
+
+    def _is_full(self, engine: Engine, unpaid: Unpaid) -> bool:
+        """Whether a caller may hold no more of an engine, however small a request is."""
+        view = engine.view(time.monotonic())
+        return view is not None and not unpaid.room(view, engine.held(unpaid.holder), 1, 1)
 
     def prepay(
         self, request: pb.GenerateRequest, ticket: str | None, session: TenantSession
@@ -435,7 +482,7 @@ class TicketIssuer:
             )
         return self._signer
 
-    def _check(self, request: pb.PickRequest) -> None:
+    def _check(self, request: pb.PickRequest, unpaid: Unpaid | None) -> None:
         count = sum([priced.count or 1 for priced in request.requests])
         if count > MAX_BATCH:
             message = f"requests has {count} with their counts; send at most {MAX_BATCH} at once"
@@ -447,6 +494,8 @@ class TicketIssuer:
                 f"{self.open} picks are open; report those that ended, and come back",
                 retry_after_s=1.0,
             )
+        if unpaid and self._book.open_of(unpaid.holder) + count > MAX_OPEN // 2:
+            raise errors.refusal(HELD)
         for i, priced in enumerate(request.requests):
             _check_priced(priced, f"requests[{i}]")
 
@@ -510,9 +559,15 @@ class TicketIssuer:
         engine = self._engines.at(run.engine)
         size, prompt_tokens = run.demand.kv_bytes, priced.prompt_tokens
         samples = priced.samples or 1
-        credits = [engine.reserve(size, prompt_tokens, run.step_limit_s) for _ in range(count)]
+        holder, step_limit_s = "", run.step_limit_s
+        if pick.unpaid:
+            # Nor may one keep an engine's steps short, and so the engine for itself.
+            holder, step_limit_s = pick.unpaid.holder, math.inf
+        credits = [engine.reserve(size, prompt_tokens, step_limit_s, holder) for _ in range(count)]
+        if pick.unpaid and self._is_full(engine, pick.unpaid):
+            call.full.add(engine.key)
         bill = pick.bill(run.max_tokens * samples)
-        self._book.add(number, engine, credits, bill)
+        self._book.add(number, engine, credits, bill, holder)
         self.on_resumed(pick.paid_by)
         pick.remaining -= count
         pick.entered -= count
@@ -552,18 +607,31 @@ class TicketIssuer:
             priced.max_tokens,
             samples,
             preferred.engine,
-            avoid.union(self._engines.claimed(self._queue.claims())),
+            avoid.union(self._engines.claimed(self._queue.claims()), call.full),
             limit,
             priced.comes_at_end,
         )
-        decision, count = call.batch.place(ask, draw, most)
+        decision, count = call.batch.place(ask, draw, most, self._room(pick.unpaid))
         if isinstance(decision, Refuse):
+            if call.full and decision.reason == "KV_HEADROOM":
+                decision = HELD
             if decision.kind == "unavailable":
                 self._on_no_engine()
             raise errors.refusal(decision)
         if has_cache_key:
             balancer.on_placed(cache_key, preferred, self._engines.at(decision.engine))
         return decision, count
+
+    def _room(self, unpaid: Unpaid | None) -> Room | None:
+        """Returns how many requests a caller may reserve on an engine; None: it pays for them."""
+        if unpaid is None:
+            return None
+
+        def room(view: EngineView, size: int, tokens: int) -> int:
+            held = self._engines.at(view.id).held(unpaid.holder)
+            return unpaid.room(view, held, size, tokens)
+
+        return room
 
     def _keys(self, addresses: Iterable[str]) -> frozenset[str]:
         """Returns the keys of the engines at these addresses."""

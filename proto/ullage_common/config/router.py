@@ -138,7 +138,9 @@ OTHER_TENANTS = "other"
 """Metrics' label of tenants with a key that are not listed."""
 
 Rung = Literal["shrinkContext", "shrinkOutput", "queue", "route", "reject"]
-DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkContext", "shrinkOutput", "queue", "route", "reject")
+DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkOutput", "queue", "route", "reject")
+"""A conversation is rewritten only where a ladder names `shrinkContext`: the oldest turns of an
+agent's conversation are its task."""
 
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 RetryAfter = Annotated[int, msgspec.Meta(ge=1, le=30)]
@@ -150,6 +152,19 @@ class HTTPSection(Strict, frozen=True, kw_only=True):
     """Port of the HTTP server; 0 takes a free one, which the log names."""
     public_stats: bool = False
     """Whether /stats and /metrics are served here, too, and not on the port of the metrics only."""
+
+
+ANY_ORIGIN = "*"
+_ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s,]+)$"
+Origin = Annotated[str, msgspec.Meta(pattern=_ORIGIN, max_length=300)]
+"""What browsers send as `Origin`: a scheme, a host and a port that is not the scheme's own."""
+
+
+class CORSSection(Strict, frozen=True, kw_only=True):
+    """Web pages of other origins that may use the API from a browser."""
+
+    allowed_origins: Annotated[tuple[Origin, ...], msgspec.Meta(max_length=32)] = ()
+    """`*`: those of all. The names of their hosts may be in `Host`, too, on loopback addresses."""
 
 
 class GRPCSection(Strict, frozen=True, kw_only=True):
@@ -505,6 +520,8 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     pools: Annotated[tuple[PoolSection, ...], msgspec.Meta(min_length=1)]
     """Pools in order of preference."""
     http: HTTPSection = HTTPSection()
+    cors: CORSSection | None = None
+    """Settings of CORS; None: only pages of the router itself may use it."""
     grpc: GRPCSection = GRPCSection()
     metrics: MetricsSection = MetricsSection()
     console: ConsoleSection | None = None

@@ -402,6 +402,12 @@ RULES = [
         "must not exceed reject.maxRetryAfter",
         {"routing.rungs.reject": {"minRetryAfter": 9, "maxRetryAfter": 3}},
     ),
+    Wrong(
+        {"router.cors.allowedOrigins": ["chat.example.com"]},
+        "spec.router.cors.allowedOrigins[0]",
+        "an origin is a scheme, a host",
+        is_rule=True,
+    ),
     rule("routing.ladder", "ladder must name each rung once", value=["Queue", "Queue"]),
     rule("routing.ladder", "nothing is tried after Reject", value=["Reject", "Queue"]),
     rule("routing.queue.aging", "aging must be above 0", value="0s"),

@@ -7,7 +7,12 @@ import msgspec
 import pytest
 import yaml
 
-from ullage_common.config.router import ConsoleSection, RouterConfig, StreamingSection
+from ullage_common.config.router import (
+    ConsoleSection,
+    CORSSection,
+    RouterConfig,
+    StreamingSection,
+)
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.controller.plan import ServicePlan
 
@@ -29,6 +34,7 @@ def test_defaults_of_the_api_and_of_the_router_agree(make_plan: MakePlan) -> Non
     assert config.processes == 1
     assert not config.http.public_stats
     assert config.console is None
+    assert config.cors is None
 
 
 def test_routers_read_them(make_plan: MakePlan) -> None:
@@ -51,6 +57,12 @@ def test_routers_read_them(make_plan: MakePlan) -> None:
     )
     assert config.processes == 3
     assert config.http.public_stats
+
+
+def test_routers_know_the_pages_that_may_use_them(make_plan: MakePlan) -> None:
+    origins = ["https://chat.example.com", "http://localhost:3000"]
+    config = router_config(make_plan(router={"cors": {"allowedOrigins": origins}}))
+    assert config.cors == CORSSection(allowed_origins=tuple(origins))
 
 
 def test_a_cluster_gets_the_console_that_only_watches(make_plan: MakePlan) -> None:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ullage.headroom.v1 import headroom_pb2
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes
 POOLS = ("single", "large", "spot")
+ALL: tuple[Rung, ...] = ("shrinkContext", *DEFAULT_LADDER)
+"""The default, and the rung that a manifest must ask for."""
 DEFAULT = RoutingPolicy(POOLS, 1000, 10_000_000, DEFAULT_LADDER)
 FAR = {
     "shrink_context": {"max_dropped_share": 1.0, "keep_turns": 1},
@@ -53,6 +57,7 @@ FAR = {
 """Bounds of shrinking that let the first two rungs go far."""
 POLICY = replace(
     DEFAULT,
+    ladder=ALL,
     rungs=RungsSection(
         shrink_context=ShrinkContextSection(**FAR["shrink_context"]),
         shrink_output=ShrinkOutputSection(**FAR["shrink_output"]),
@@ -133,7 +138,7 @@ WITHOUT = {
 @pytest.mark.parametrize("rung", WITHOUT)
 def test_a_rung_left_out_is_not_taken(rung: Rung) -> None:
     asked, expected = WITHOUT[rung]
-    policy = replace(POLICY, ladder=tuple(r for r in DEFAULT_LADDER if r != rung))
+    policy = replace(POLICY, ladder=tuple(r for r in ALL if r != rung))
     assert said(decide(asked, ELSEWHERE, policy)) == expected
 
 
@@ -155,7 +160,16 @@ def test_without_any_rung_it_is_refused() -> None:
 )
 def test_by_default_little_is_taken(asked: RequestFacts, expected: str) -> None:
     """A quarter of the context, and nothing of an answer as long as the engines expect."""
-    assert said(decide(asked, [HOME], DEFAULT)) == expected
+    assert said(decide(asked, [HOME], replace(DEFAULT, ladder=ALL))) == expected
+
+
+@given(st.integers(1, 3000), st.integers(0, 100), st.sampled_from(QueueState))
+def test_by_default_no_conversation_is_rewritten(
+    prompt: int, blocks: int, queue: QueueState
+) -> None:
+    asked = facts(prompt, droppable=True, queue=queue)
+    for engines in ([engine("single", blocks)], [engine("single", blocks), *ELSEWHERE[1:]]):
+        assert not isinstance(decide(asked, engines, DEFAULT), ShrinkContext)
 
 
 def with_rungs(**rungs: Any) -> RoutingPolicy:
@@ -257,7 +271,8 @@ async def chat(service: "Service") -> Any:
 
 def test_each_transition_through_a_router(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service(large=(200,), routing={"queue": QUICK, "rungs": FAR}) as service:
+        routing = {"ladder": ALL, "queue": QUICK, "rungs": FAR}
+        async with start_service(large=(200,), routing=routing) as service:
             assert words(await service.complete()) == (200, "accept", "", "accept=FITS")
             await free(service, 20)
             assert words(await chat(service)) == (
@@ -300,7 +315,7 @@ def test_a_ladder_of_one_rung(start_service: "StartService") -> None:
 
 def test_newest_turns_stay_and_too_much_is_not_dropped(start_service: "StartService") -> None:
     async def scenario(rung: dict[str, Any], degraded: str) -> None:
-        routing = {"queue": QUICK, "rungs": {"shrink_context": rung}}
+        routing = {"ladder": ALL, "queue": QUICK, "rungs": {"shrink_context": rung}}
         async with start_service(routing=routing) as service:
             await free(service, 20)
             answer = await chat(service)
@@ -309,6 +324,24 @@ def test_newest_turns_stay_and_too_much_is_not_dropped(start_service: "StartServ
     asyncio.run(scenario({"keep_turns": 3, "max_dropped_share": 1.0}, "dropped_messages=6"))
     asyncio.run(scenario({"keep_turns": 6, "max_dropped_share": 1.0}, ""))
     asyncio.run(scenario({"keep_turns": 1, "max_dropped_share": 0.3}, ""))
+
+
+def test_by_default_a_conversation_waits_as_it_is(start_service: "StartService") -> None:
+    """Also where turns could be dropped: the engine gets every one of them, or none."""
+
+    async def scenario() -> None:
+        async with start_service(routing={"queue": QUICK, "rungs": FAR}) as service:
+            await free(service, 20)
+            answer = await chat(service)
+            trail = "queue=KV_HEADROOM, reject=QUEUE_TIMEOUT"
+            assert words(answer) == (429, "reject", "", trail)
+            await free(service, 90)
+            assert words(await chat(service)) == (200, "accept", "", "accept=FITS")
+            served = service.engine.requests[-1].token_ids.ids
+            text = service.router.service.engines.model.decode(served)
+            assert all(turn["content"] in text for turn in TURNS)
+
+    asyncio.run(scenario())
 
 
 def test_no_engine_is_503(start_service: "StartService") -> None:

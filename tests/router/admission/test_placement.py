@@ -112,7 +112,8 @@ def test_output_is_shrunk_and_said(start_service: "StartService") -> None:
 
 def test_context_is_shrunk_and_said(start_service: "StartService") -> None:
     async def scenario() -> None:
-        async with start_service(routing={"rungs": FAR}) as service:
+        routing = {"ladder": ["shrinkContext", "queue"], "rungs": FAR}
+        async with start_service(routing=routing) as service:
             await refreshed(service, service.engine, headroom_bytes=20 * BLOCK)
             turns = [{"role": "system", "content": "Be brief."}]
             for i in range(4):

@@ -322,9 +322,62 @@ def test_at_the_peak_low_priorities_get_the_small_model(start_service: "StartSer
     asyncio.run(scenario())
 
 
-async def generate(big: "Service", priority: int) -> list[Any]:
+async def generate(
+    big: "Service", priority: int = 0, metadata: tuple[tuple[str, str], ...] = ()
+) -> list[Any]:
     request = inference_pb2.GenerateRequest(text="Hi", priority=priority)
-    return [response async for response in big.grpc.Generate(request)]
+    return [response async for response in big.grpc.Generate(request, metadata=metadata)]
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "there", "sent"),
+    [
+        ({"priority": 50}, 0, {}, 0),
+        ({"priority": 50}, 0, {"priority": 3}, 3),
+        ({"max_priority": 50}, 40, {"priority": 3, "max_priority": 9}, 3),
+        ({"priority": -10}, 0, {}, -10),
+        ({"priority": -10}, 0, {"priority": 3}, -10),
+        ({"priority": -10}, 0, {"priority": -20}, -20),
+        ({"max_priority": 50}, -7, {"priority": -20, "max_priority": -5}, -7),
+        ({"priority": 50}, 0, None, 0),
+        ({"priority": -10}, 0, None, -10),
+    ],
+)
+def test_a_priority_here_is_none_there(
+    start_service: "StartService",
+    tmp_path: Path,
+    here: dict[str, int],
+    asked: int,
+    there: dict[str, int] | None,
+    sent: int,
+) -> None:
+    """The other service's tenants have rules of their own, or it has none (None)."""
+    key = "sk-alice-0123456789"
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "alice").write_text(entry(key))
+
+    def tenants(rules: dict[str, int]) -> dict[str, Any]:
+        named = [{"name": "alice", **rules}]
+        return {"keys_dir": str(tmp_path / "keys"), "tenants": named}
+
+    async def scenario() -> None:
+        theirs = {} if there is None else {"tenants": tenants(there)}
+        async with start_service(model="small-model", **theirs) as small:
+            small.engine.script.logprob = SURE
+            steps = [
+                {"name": "small", "target": f"127.0.0.1:{small.router.grpc_port}"},
+                {"name": "big"},
+            ]
+            section = {"name": "default/big", "steps": steps, **TOKENS}
+            async with start_service(
+                model="big-model", cascade=section, tenants=tenants(here)
+            ) as big:
+                answer = await generate(big, asked, (("authorization", f"Bearer {key}"),))
+                attempts = [(a.step, a.outcome) for a in answer[0].accepted.attempts]
+                assert attempts == [("small", "served")]
+                assert [request.priority for request in small.engine.requests] == [sent]
+
+    asyncio.run(scenario())
 
 
 def test_a_client_that_goes_ends_every_step(start_service: "StartService") -> None:

@@ -195,7 +195,7 @@ async def test_an_overload_is_sent_once_and_only_for_the_page(
         await push(service, headroom_bytes=500)
         post = service.http.post
         form = {"content-type": "text/plain"}  # which other sites' pages may send
-        assert (await post("/console/overload", content="{}", headers=form)).status_code == 400
+        assert (await post("/console/overload", content="{}", headers=form)).status_code == 415
         assert (await post("/console/overload", json={"requests": 0})).status_code == 400
         async with events(service.http) as told:
             asked = {"requests": 5, "sentences": 2, "max_tokens": 8}

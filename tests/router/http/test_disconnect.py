@@ -13,7 +13,8 @@ async def post(service: "Service", **more: Any) -> asyncio.StreamWriter:
     """Sends a completion request over a raw socket; closing it is leaving."""
     body = json.dumps({"prompt": "x" * 100, **more}).encode()
     _, writer = await asyncio.open_connection("127.0.0.1", service.router.http_port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await writer.drain()
     return writer
@@ -79,7 +80,10 @@ def test_in_the_middle_of_the_body(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
             _, writer = await asyncio.open_connection("127.0.0.1", service.router.http_port)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                b"content-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+            )
             await writer.drain()
             writer.close()
             assert (await service.complete()).status_code == 200
@@ -97,7 +101,8 @@ def test_a_client_that_reads_nothing_pauses_only_itself(start_service: "StartSer
             )
             body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 1500}).encode()
             head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+                "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
             )
             writer.write(head.encode() + body)
             assert b"200" in await reader.readline()

@@ -75,9 +75,8 @@ def test_refused_at_the_head(
                 assert reply.startswith(b"HTTP/1.1 %d " % status), (head, reply)
                 assert b"connection: close\r\n" in reply
                 assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"]
-            body = json.dumps({"prompt": "Hi"})
             answer = await service.http.post(
-                "/v1/completions", content=body, headers={"authorization": f"Bearer {KEY}"}
+                "/v1/completions", json={"prompt": "Hi"}, headers={"authorization": f"Bearer {KEY}"}
             )
             assert answer.status_code == 200
 
@@ -101,6 +100,7 @@ def test_bodies_without_a_key_fill_no_room(
             reader, own = await asyncio.open_connection("127.0.0.1", service.router.http_port)
             own.write(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+                b"Content-Type: application/json\r\n"
                 b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n"
                 % (KEY.encode(), len(body))
                 + body[:10]

@@ -336,7 +336,8 @@ async def chunks_of(service: Any, body: Any) -> list[bytes]:
     """The chunks of an answer, as the router sends them."""
     reader, writer = await asyncio.open_connection("127.0.0.1", service.router.http_port)
     data = json.dumps(body).encode()
-    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     answer = await reader.readuntil(b"\r\n\r\n")
     assert b" 200 " in answer.splitlines()[0]

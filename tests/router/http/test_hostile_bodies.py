@@ -186,7 +186,8 @@ def test_no_long_request_holds_up_others(
 
 
 def http(path: str, body: bytes) -> bytes:
-    head = b"POST /v1/%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     return head % (path.encode(), len(body)) + body
 
 

@@ -170,6 +170,9 @@ BAD_BODIES: list[tuple[bytes, str]] = [
 ]
 
 
+JSON = {"content-type": "application/json"}
+
+
 def refused(answer: httpx.Response, status: int, param: str | None) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"].startswith("application/json")
@@ -199,7 +202,7 @@ def test_wrong_bodies(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
             for content, param in BAD_BODIES:
-                refused(await service.http.post(CHAT, content=content), 400, param)
+                refused(await service.http.post(CHAT, content=content, headers=JSON), 400, param)
                 assert (await service.stats())["latest"][0]["status"] == 400
             assert (await service.chat()).status_code == 200
 
@@ -227,7 +230,7 @@ def test_a_huge_body_is_refused_unread(start_service: "StartService", is_chunked
 
     async def scenario() -> None:
         async with start_service() as service:
-            headers = {} if is_chunked else {"content-length": str(12 << 20)}
+            headers = JSON if is_chunked else JSON | {"content-length": str(12 << 20)}
             answer = await service.http.post(CHAT, content=body(), headers=headers)
             assert refused(answer, 413, "body")["code"] == "BODY_TOO_LARGE"
             assert answer.headers["connection"] == "close"

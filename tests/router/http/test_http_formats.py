@@ -104,7 +104,9 @@ def test_wrong_formats_name_the_field(start_service: "StartService") -> None:
         async with start_service() as service:
             for body, field in WRONG:
                 answer = await service.http.post(
-                    "/v1/completions", content=json.dumps({"prompt": "x", **body})
+                    "/v1/completions",
+                    content=json.dumps({"prompt": "x", **body}),
+                    headers={"content-type": "application/json"},
                 )
                 assert answer.status_code == 400, body
                 error = answer.json()["error"]

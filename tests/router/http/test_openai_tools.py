@@ -300,7 +300,9 @@ def test_wrong_tools(start_service: "StartService") -> None:
         async with start_service() as service:
             for extra, field in WRONG:
                 answer = await service.http.post(
-                    "/v1/chat/completions", content=json.dumps({**ASK, **extra})
+                    "/v1/chat/completions",
+                    content=json.dumps({**ASK, **extra}),
+                    headers={"content-type": "application/json"},
                 )
                 error = answer.json()["error"]
                 assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), extra

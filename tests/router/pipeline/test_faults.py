@@ -246,6 +246,7 @@ def is_empty(stats: dict[str, Any]) -> bool:
     return [e.get("requests_running") for e in stats["engines"]] == [0]
 
 
+JSON = {"content-type": "application/json"}
 BAD_BODIES = (b"{", b"\xff\xfe", b"[" * 100_000, b'{"prompt": 1e999}', b"{}" * 1000)
 
 
@@ -253,10 +254,10 @@ def test_bad_bodies_are_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with service(tmp_path, engines=1) as run:
             for body in BAD_BODIES:
-                answer = await run.http.post("/v1/completions", content=body)
+                answer = await run.http.post("/v1/completions", content=body, headers=JSON)
                 assert answer.status_code == 400, body[:20]
             large = b'{"prompt": "' + b"x" * (9 << 20) + b'"}'
-            answer = await run.http.post("/v1/completions", content=large)
+            answer = await run.http.post("/v1/completions", content=large, headers=JSON)
             assert answer.status_code == 413
             assert answer.json()["error"]["code"] == "BODY_TOO_LARGE"
             assert (await run.ask()).status_code == 200

@@ -122,7 +122,8 @@ def test_a_shortened_prompt_stays_as_it_was_shortened(
     """Whether the next engine has room for that prompt only, or for the whole one."""
 
     async def scenario() -> None:
-        async with start_service(single=(60, 60)) as service:
+        routing = {"ladder": ["shrinkContext", "queue"]}
+        async with start_service(single=(60, 60), routing=routing) as service:
             script(service, pause=asyncio.Event())
             known = service.router.service.engines.all
             for engine in service.engines:

@@ -41,11 +41,13 @@ from ullage_router.policy.forecast import is_on_time
 SHRINK = ShrinkOutputSection(min_share=0.25, below_expected=True)
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes
+ALL = ("shrinkContext", *DEFAULT_LADDER)
+"""The default, and the rung that a manifest must ask for."""
 POLICY = RoutingPolicy(
     ("single", "large"),
     1000,
     10_000_000,
-    DEFAULT_LADDER,
+    ALL,
     RungsSection(shrink_context=ShrinkContextSection(max_dropped_share=1.0), shrink_output=SHRINK),
 )
 
@@ -358,7 +360,7 @@ all_facts = st.builds(
     draw=st.integers(0, 1 << 30),
     samples=st.integers(1, 16),
 )
-ladders = st.permutations(DEFAULT_LADDER).flatmap(
+ladders = st.permutations(ALL).flatmap(
     lambda rungs: st.integers(0, 5).map(lambda n: tuple(rungs[:n]))
 )
 
@@ -498,7 +500,7 @@ def test_without_a_usable_large_engine_a_large_request_waits_for_it() -> None:
     all_facts,
     st.sampled_from([{}, {"single": 10 * BLOCK}, {"single": 60 * BLOCK, "large": BLOCK}]),
     st.sampled_from([("single",), ("single", "large")]),
-    st.sampled_from([DEFAULT_LADDER, ("route", "queue", "reject"), ("queue", "reject")]),
+    st.sampled_from([ALL, ("route", "queue", "reject"), ("queue", "reject")]),
 )
 def test_who_waits_behind_others_hears_what_a_whole_decision_says(
     engines: list[EngineView],

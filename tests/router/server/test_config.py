@@ -18,7 +18,7 @@ pools:
 routing:
   large_request_tokens: 8000
   large_request_kv: 6291456000
-  ladder: [shrinkContext, shrinkOutput, queue, route, reject]
+  ladder: [shrinkOutput, queue, route, reject]
   rungs: {}
   queue: {max_requests: 256, timeout: 10.0}
 limits: {max_output_tokens: 4096, request_timeout: 30.0}

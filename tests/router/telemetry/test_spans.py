@@ -42,7 +42,8 @@ def test_a_request_is_one_trace_from_the_client_to_the_engine(
             answer = await service.http.post(url, json=body | {"max_tokens": 9}, headers=headers)
             assert answer.headers["x-request-id"] == "one"
             sent = service.engine.metadata[-1]
-            refused = await service.http.post(url, content=b"{", headers={"x-request-id": "two"})
+            own = {"x-request-id": "two", "content-type": "application/json"}
+            refused = await service.http.post(url, content=b"{", headers=own)
             assert refused.status_code == 400
             latest = (await service.stats())["latest"]
         spans = receiver.wait(lambda spans: len(roots(spans)) == 2)

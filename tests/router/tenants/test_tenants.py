@@ -168,6 +168,20 @@ def test_priorities(start_service: "StartService", keys: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_low_priority_of_a_tenant_is_no_refusal(
+    start_service: "StartService", keys: Path
+) -> None:
+    """0, as which no priority arrives, asks for nothing."""
+
+    async def scenario() -> None:
+        alice = {"name": "alice", "priority": -10}
+        async with start_service(tenants=section(keys, alice)) as service:
+            await chat(service, ALICE)
+            assert service.engine.requests[-1].priority == -10
+
+    asyncio.run(scenario())
+
+
 def test_requests_per_minute(start_service: "StartService", keys: Path) -> None:
     async def scenario() -> None:
         tenants = section(keys, {"name": "alice", "requests_per_minute": 2})

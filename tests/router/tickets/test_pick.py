@@ -221,7 +221,7 @@ def test_tickets_name_engine_and_size(start_service: "StartService", keys: Path)
 
 def test_credit_is_kept_until_the_end_is_told(start_service: "StartService", keys: Path) -> None:
     async def scenario() -> None:
-        async with start_service(single=(4,), **tickets(keys)) as service:
+        async with start_service(single=(8,), **tickets(keys)) as service:
             engine = service.router.service.engines.all()[0]
             first, second = (
                 await service.grpc.Pick(pb.PickRequest(requests=[ask(30, 16), ask(30, 16)]))

@@ -86,7 +86,7 @@ def test_many_at_once_share_picks(start_service: "StartService", tmp_path: Path)
         async with connected(start_service, tmp_path, single=(400, 400)) as (service, client):
             picker, calls = service.router.service.issuer, []
             pick = picker.pick
-            picker.pick = lambda asked, visit: calls.append(asked) or pick(asked, visit)
+            picker.pick = lambda asked, *caller: calls.append(asked) or pick(asked, *caller)
             answers = await asyncio.gather(*(ask(client) for _ in range(60)))
             assert {text(answer) for answer in answers} == {"Hello big world"}
             assert sent(service) == [True] * 60
@@ -285,8 +285,8 @@ def give_shorter_places(service: "Service") -> None:
     issuer = service.router.service.issuer
     pick = issuer.pick
 
-    def grant(asked: pb.PickRequest, session: object) -> pb.PickResponse:
-        response = pick(asked, session)
+    def grant(asked: pb.PickRequest, *caller: object) -> pb.PickResponse:
+        response = pick(asked, *caller)
         for placed in response.placed:
             placed.max_tokens = 1
         return response
@@ -299,8 +299,8 @@ def give_no_place(service: "Service") -> None:
     issuer = service.router.service.issuer
     pick = issuer.pick
 
-    def refuse(asked: pb.PickRequest, session: object) -> pb.PickResponse:
-        pick(pb.PickRequest(accepted=asked.accepted, ended=asked.ended), session)
+    def refuse(asked: pb.PickRequest, *caller: object) -> pb.PickResponse:
+        pick(pb.PickRequest(accepted=asked.accepted, ended=asked.ended), *caller)
         refused = pb.Placed(refusal=pb.Refusal(code=8, reason="KV_HEADROOM"), count=1)
         return pb.PickResponse(placed=[refused] * len(asked.requests))
 
@@ -356,9 +356,9 @@ def test_the_router_is_told_which_answers_come_at_their_end(
             issuer, priced = service.router.service.issuer, []
             pick = issuer.pick
 
-            def note(asked: pb.PickRequest, session: object) -> pb.PickResponse:
+            def note(asked: pb.PickRequest, *caller: object) -> pb.PickResponse:
                 priced.extend(asked.requests)
-                return pick(asked, session)
+                return pick(asked, *caller)
 
             issuer.pick = note
             await ask(client, request())

@@ -87,7 +87,7 @@ class EmbeddingsEndpoint:
         tenant: TenantSession | None = None
         try:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
-            data = await request.read(tenant.name)
+            data = await request.read_json(tenant.name)
             parsing = functools.partial(_parsed, data)
             body, asked = await service.intake.run(len(data), tenant.name, parsing)
             del data, parsing

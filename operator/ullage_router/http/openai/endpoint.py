@@ -218,7 +218,7 @@ class GenerateEndpoint:
         record_id = request_id(headers)
         try:
             tenant = self._tenants.open_session(headers.get("authorization"))
-            body = await request.read(tenant.name)
+            body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # its time begins when all of the body is there
             parse = functools.partial(self._dialect.parse, body)
             parsed = await self._intake.run(len(body), tenant.name, parse)

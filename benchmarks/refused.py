@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Whether clients that are refused and come back when they are told to are refused again.
+
+usage: refused.py [--refused 60] [--slots 8] [--token-s 0.05]
+
+Starts an engine without a model (`kv_engine.py`) and one `ullage-router` with its default ladder, a
+process each. Clients come at once, so many that `--refused` of them are refused, each on a
+connection of its own. Who is refused comes back after the seconds of Retry-After, until it is
+served. Prints one JSON object:
+
+clients         all of them
+refused         those that were refused at first
+refused_again   those of them that were refused when they came back
+retry_after     number of clients by the seconds that they were told at first
+took_s          from the first request to the last answer
+shortest_s      the same on an engine that is never idle
+
+exit status: 0 everybody was served and nobody was refused again; 1 otherwise
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+from kv_engine import MODEL, blocks_of
+from overload import HERE, START_S, process, ready, start_router
+
+PROMPT = OUTPUT = 40
+"""Tokens of each request."""
+LIMIT_S = 300.0
+
+
+@dataclass
+class Client:
+    """One client, which obeys.
+
+    told_s: what Retry-After said each time.
+    """
+
+    number: int
+    told_s: list[int] = field(default_factory=list)
+
+    async def ask(self, session: aiohttp.ClientSession, url: str) -> None:
+        """Sends the request until it is served."""
+        prompt = f"{self.number:010d}".ljust(PROMPT, "x")
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True}
+        while True:
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                text = await response.text()
+                if response.status == 200:
+                    return
+                if response.status != 429:
+                    sys.exit(f"error: status {response.status}: {text}")
+                self.told_s.append(int(response.headers["retry-after"]))
+            await asyncio.sleep(self.told_s[-1])
+
+
+async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
+    async with contextlib.AsyncExitStack() as stack:
+        to = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        blocks = slots * blocks_of(PROMPT, OUTPUT)
+        command = [sys.executable, str(HERE / "kv_engine.py"), "--blocks", str(blocks)]
+        engine = await stack.enter_async_context(
+            process(*command, "--token-s", str(token_s), log=to / "engine.log")
+        )
+        assert engine.stdout
+        line = await asyncio.wait_for(engine.stdout.readline(), START_S)
+        address = f"127.0.0.1:{json.loads(line)['port']}"
+        url, _ = await start_router(stack, MODEL, [address], to)
+        connector = aiohttp.TCPConnector(limit=0)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        await ready(session, url, 1)
+
+        clients, tasks = list[Client](), list[asyncio.Task[None]]()
+        numbers, began = itertools.count(), time.monotonic()
+        async with asyncio.timeout(LIMIT_S):
+            while sum(bool(client.told_s) for client in clients) < refused:
+                clients.append(Client(next(numbers)))
+                tasks.append(asyncio.create_task(clients[-1].ask(session, url)))
+                await asyncio.sleep(0.005)
+            await asyncio.gather(*tasks)
+        told = Counter(client.told_s[0] for client in clients if client.told_s)
+        return {
+            "clients": len(clients),
+            "refused": told.total(),
+            "refused_again": sum(len(client.told_s) > 1 for client in clients),
+            "retry_after": dict(sorted(told.items())),
+            "took_s": round(time.monotonic() - began, 1),
+            "shortest_s": round(len(clients) / slots * OUTPUT * token_s, 1),
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--refused", type=int, default=60)
+    parser.add_argument("--slots", type=int, default=8, help="requests the engine holds at once")
+    parser.add_argument("--token-s", type=float, default=0.05)
+    o = parser.parse_args()
+    figures = asyncio.run(run(o.refused, o.slots, o.token_s))
+    print(json.dumps(figures))
+    return 0 if figures["refused_again"] == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Which web pages may use a router: the checks of Host and Origin, and CORS.
+
+A router that listens on a loopback address is for its own machine, and a browser there runs the
+pages of strangers. Such a page may send requests to 127.0.0.1, which `Origin` shows. Or its name
+turns into 127.0.0.1 after it was loaded (DNS rebinding), so that the browser takes the router for
+the page's own server: then only `Host` shows it. The same holds for a connection that a forwarder,
+such as `kubectl port-forward`, makes to a pod over its loopback interface.
+
+Other connections come over a network that decides who may connect, often by a proxy with names of
+its own, so their Host and Origin are not checked.
+"""
+
+import ipaddress
+import socket
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from ullage_common.config.router import ANY_ORIGIN, CORSSection
+from ullage_common.wire.errors import ServiceError
+from ullage_router.errors import forbidden, http_status
+from ullage_router.http.messages import Endpoint, Headers, Reply, Request
+from ullage_router.http.openai.errors import envelope, error_headers
+
+API = "/v1/"
+"""CORS is for paths below this: what they answer is for whoever has a key."""
+_FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
+"""Pages that Prometheus and the operator read, through whatever proxies a mesh has."""
+_LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
+"""Ends of names that nobody can register, such as host.docker.internal."""
+_METHODS = b"GET, HEAD, POST, OPTIONS"
+_EXPOSED = (
+    b"retry-after, x-request-id, x-should-retry, x-ratelimit-limit-requests, "
+    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
+    b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens, x-ullage-action, x-ullage-route, "
+    b"x-ullage-degraded, x-ullage-trail, x-ullage-model, x-ullage-engine, x-ullage-cascade, "
+    b"x-ullage-cached, x-ullage-predicted-kv-bytes, x-ullage-discarded-tokens, x-ullage-revision"
+)
+_PREFLIGHT_S = b"600"
+
+
+class OriginGuard:
+    """Answers what web pages may not ask for, and tells browsers what they may.
+
+    Args:
+        serve: answers all else.
+        host: on which the server listens.
+        cors: origins that may use the API; None: only pages of the router itself.
+        is_api: whether the port is the API's: what is for machines there is checked, too, and a
+            connection of a forwarder only where a browser made the request.
+    """
+
+    def __init__(
+        self, serve: Endpoint, host: str, cors: CORSSection | None, *, is_api: bool
+    ) -> None:
+        self._serve = serve
+        self._is_local = is_loopback(host)
+        self._origins = frozenset(cors.allowed_origins) if cors else frozenset[str]()
+        self._hosts = frozenset(
+            name for origin in self._origins if (name := urlsplit(origin).hostname)
+        )
+        self._is_api = is_api
+
+    async def __call__(self, request: Request, reply: Reply) -> None:
+        origin = request.headers.get("origin")
+        if request.refusal is None:
+            try:
+                self._check(request, origin)
+            except ServiceError as error:
+                headers = [(b"content-type", b"application/json"), *error_headers(error)]
+                await reply.whole(http_status(error), headers, envelope(error))
+                return
+            if self._origins and self._is_api and request.path.startswith(API):
+                reply.headers = self._cors_headers(origin)
+                if origin and request.method == "OPTIONS" and self._allows(origin):
+                    await reply.whole(HTTPStatus.NO_CONTENT, _preflight_headers(request), b"")
+                    return
+        await self._serve(request, reply)
+
+    def _check(self, request: Request, origin: str | None) -> None:
+        """Raises ServiceError for a request that a stranger's page may have sent."""
+        if not self._is_local:
+            if not is_loopback(request.local_address):
+                return
+            is_for_machines = not origin if self._is_api else request.path in _FOR_MACHINES
+            if is_for_machines:
+                return
+        host = request.headers.get("host", "")
+        name = _name(host)
+        # Over TLS a name that turned into this machine has no certificate here.
+        if not (request.is_encrypted or name in self._hosts or _is_local_name(name)):
+            raise forbidden(
+                "HOST_NOT_ALLOWED",
+                f"host is {host[:100]!r}, which is no name of this machine; use 127.0.0.1 or "
+                "localhost, or allow an origin of that name in spec.router.cors.allowedOrigins",
+            )
+        if origin and not (self._allows(origin) or _is_same(origin, host)):
+            raise forbidden(
+                "ORIGIN_NOT_ALLOWED",
+                f"origin is {origin[:100]!r}, whose pages may not use this router; allow it in "
+                "spec.router.cors.allowedOrigins",
+            )
+
+    def _allows(self, origin: str) -> bool:
+        return origin in self._origins or ANY_ORIGIN in self._origins
+
+    def _cors_headers(self, origin: str | None) -> Headers:
+        """Returns what every answer says of CORS; caches must keep answers by origin apart."""
+        vary = (b"vary", b"origin")
+        if not (origin and self._allows(origin)):
+            return [vary]
+        allowed = ANY_ORIGIN if ANY_ORIGIN in self._origins else origin
+        return [
+            vary,
+            (b"access-control-allow-origin", allowed.encode()),
+            (b"access-control-expose-headers", _EXPOSED),
+        ]
+
+
+def _preflight_headers(request: Request) -> Headers:
+    wanted = request.headers.get("access-control-request-headers", "")
+    return [
+        (b"access-control-allow-methods", _METHODS),
+        (b"access-control-allow-headers", _names_of(wanted).encode()),
+        (b"access-control-max-age", _PREFLIGHT_S),
+    ]
+
+
+def _names_of(wanted: str) -> str:
+    """Returns the names in a list of headers; what is none is left out."""
+    names = (name.strip().lower() for name in wanted.split(","))
+    return ", ".join(n for n in names if n and n.replace("-", "").replace("_", "").isalnum())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server on this address is reached from its own machine alone."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _name(host: str) -> str:
+    """Returns the name in a Host header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".").lower()
+
+
+def _is_local_name(name: str) -> bool:
+    """Whether no stranger can make the name mean another address: an address itself, or a name that
+    nobody can register."""
+    if not name or name == socket.gethostname().lower():
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "." not in name or name.endswith(_LOCAL_SUFFIXES)
+    return True
+
+
+def _is_same(origin: str, host: str) -> bool:
+    """Whether a page of the router itself sent the request: schemes differ behind a proxy."""
+    return origin.partition("://")[2].lower() == host.lower()
