@@ -175,7 +175,8 @@ def test_words_and_code_survive(text: str) -> None:
 
 
 HOSTILE = [" ", "\t ", "a  ", "`", "`a", "\n", "\u200b", "a\u200b", "\\`", "<", "<a ", "<!--"]
-HOSTILE += ['<a x="', "<a b='\"", "</p>", "&lt", "~~~\n", "    a\n\n", "``a`", "[", "\u2028 ", "> ", "&#9", "9"]
+HOSTILE += ['<a x="', "<a b='\"", "</p>", "&lt", "~~~\n", "    a\n\n", "``a`", "[", "\u2028 ", "> "]
+HOSTILE += ["&#9", "9"]
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
