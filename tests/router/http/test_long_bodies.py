@@ -209,6 +209,26 @@ def test_clients_that_stop_in_a_long_body_hold_up_nobody(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "embeddings"])
+def test_a_body_that_is_parsed_lets_others_come(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Requests that wait for a pool which sleeps keep no turn."""
+    monkeypatch.setattr(long_bodies, "MAX_LONG_BYTES", 4 << 20)
+
+    async def scenario() -> None:
+        async with start_service(sleepy=("single",), wait=False) as service:
+            port = service.router.http_port
+            clients = [await post(port, path, request(3 << 19)) for _ in range(5)]
+            pipeline = service.router.service.pipeline
+            await service.until(lambda: pipeline.inflight == 5)
+            for _, writer in clients:
+                writer.close()
+            await service.until(lambda: pipeline.inflight == 0)
+
+    asyncio.run(scenario())
+
+
 def test_the_wait_for_a_turn_is_no_time_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_bodies, "MAX_LONG_BYTES", 3 << 20)
 
