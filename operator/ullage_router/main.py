@@ -21,7 +21,14 @@ from ullage_common.process import logs
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.memory import return_large_blocks
 from ullage_common.process.stacks import dump_loop_on_signal
-from ullage_common.wire.channels import NARROW_WINDOWS, Health, RequestGuard, bind, new_server
+from ullage_common.wire.channels import (
+    NARROW_WINDOWS,
+    Health,
+    RequestGuard,
+    bind,
+    new_probe_server,
+    new_server,
+)
 from ullage_router.grpc import CallGate, InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.console.console import Console
@@ -198,7 +205,7 @@ class Router:
     async def _serve_probes(self) -> None:
         """Health without TLS, which the kubelet's probes do not speak."""
         if section := self._config.probes:
-            self._probes = new_server(is_shared=self._place is not None)
+            self._probes = new_probe_server(is_shared=self._place is not None)
             self._health.attach_alone(self._probes)
             self.probe_port = _bind("probes", self._probes, section)
             await self._probes.start()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from ullage_common.wire.channels import (
     MAX_REQUEST_BYTES,
     Health,
     RequestGuard,
+    new_probe_server,
     new_server,
     open_channel,
 )
@@ -43,6 +44,12 @@ class Parrot(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelRequest, context: Any
     ) -> inference_pb2.GetModelResponse:
         return inference_pb2.GetModelResponse(model=request.model)
+
+    async def Multiplex(
+        self, requests: AsyncIterator[inference_pb2.MultiplexRequest], context: Any
+    ) -> AsyncIterator[inference_pb2.MultiplexResponse]:
+        async for _ in requests:
+            yield inference_pb2.MultiplexResponse()
 
 
 @contextlib.asynccontextmanager
@@ -242,5 +249,176 @@ def test_many_parts_are_refused() -> None:
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "BODY_TOO_LARGE",
             )
+
+    asyncio.run(scenario())
+
+
+HEALTH = "/grpc.health.v1.Health"
+ASKED = inference_pb2.GetModelRequest(model="m").SerializeToString()
+MODEL = inference_pb2.GetModelResponse(model="m").SerializeToString()
+LIVENESS = health_pb2.HealthCheckRequest(service="liveness")
+
+
+def health_for_everybody(method: str, metadata: Mapping[str, str]) -> str | None:
+    return None if method.startswith(HEALTH) else metadata.get("key", "")
+
+
+def model(channel: grpc.aio.Channel, key: str = "") -> Any:
+    """A call that sends its request at once."""
+    method = channel.unary_unary(f"{SERVICE}/GetModel")
+    return method(ASKED, metadata=(("key", key),), timeout=WAIT_S)
+
+
+async def first_refused(calls: Iterable[Any]) -> ServiceError:
+    """The error of the call that ends first."""
+    waiting = [asyncio.create_task(refused(call)) for call in calls]
+    done, others = await asyncio.wait(waiting, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    return await done.pop()
+
+
+def cancel(calls: Iterable[Any]) -> None:
+    for call in calls:
+        call.cancel()
+
+
+def test_watches_leave_room_for_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_CALLS", 64)
+
+    async def scenario() -> None:
+        async with served(RequestGuard(health_for_everybody)) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            watches = [health.Watch(LIVENESS) for _ in range(200)]
+            for watch in watches:
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            assert await model(channel) == MODEL
+            answer = await health.Check(LIVENESS, timeout=WAIT_S)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            cancel(watches)
+
+    asyncio.run(scenario())
+
+
+def test_the_oldest_watch_makes_way_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_PUBLIC_CALLS", 4)
+
+    async def scenario() -> None:
+        async with served(RequestGuard(health_for_everybody)) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            watches = []
+            for _ in range(5):
+                watches.append(health.Watch(LIVENESS))
+                await watches[-1].read()
+            async with asyncio.timeout(WAIT_S):
+                error = await refused(watches.pop(0).read())
+            assert (error.reason, error.retry_after_s) == ("CALLS_FULL", 1)
+            assert not any(watch.done() for watch in watches)
+            cancel(watches)
+
+    asyncio.run(scenario())
+
+
+def test_calls_of_one_tenant_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_CALLS", 8)
+
+    async def scenario() -> None:
+        async with served(RequestGuard(admit)) as channel:
+            stream = channel.stream_stream(f"{SERVICE}/Multiplex")
+            open_streams = [stream(metadata=(("key", "one"),)) for _ in range(4)]
+            for call in open_streams:
+                await call.write(b"")
+                assert await call.read() == b""
+            error = await refused(model(channel, "one"))
+            assert (error.code, error.reason, error.retry_after_s) == (
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "CALLS_FULL",
+                1,
+            )
+            assert await model(channel, "two") == MODEL
+            cancel(open_streams)
+
+    asyncio.run(scenario())
+
+
+def test_idle_checks_do_not_delay_probes() -> None:
+    async def scenario() -> None:
+        async with served(RequestGuard(health_for_everybody)) as channel:
+            idle = [channel.stream_unary(f"{HEALTH}/Check")() for _ in range(100)]
+            await asyncio.gather(*(call.wait_for_connection() for call in idle))
+            for _ in range(10):
+                answer = await health_pb2_grpc.HealthStub(channel).Check(LIVENESS, timeout=WAIT_S)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            error = await first_refused(idle)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "BODIES_FULL")
+            cancel(idle)
+
+    asyncio.run(scenario())
+
+
+def test_requests_for_everybody_are_small() -> None:
+    async def scenario() -> None:
+        async with served(RequestGuard(for_everybody)) as channel:
+            error = await refused(channel.unary_unary(f"{HEALTH}/Check")(b"x" * (17 << 10)))
+            assert error.reason == "BODY_TOO_LARGE"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_finds_no_place_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_RECEIVED_AT_ONCE", 4)
+    monkeypatch.setattr(channels, "PLACE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with served(RequestGuard(admit)) as channel:
+            idle = [await begun(channel, "one") for _ in range(2)]
+            error = await refused(model(channel, "one"))
+            assert (error.code, error.reason, error.retry_after_s) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "BODIES_FULL",
+                1,
+            )
+            cancel(idle)
+
+    asyncio.run(scenario())
+
+
+def test_idle_calls_lose_their_places_to_those_who_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "MAX_RECEIVED_AT_ONCE", 6)
+    monkeypatch.setattr(channels, "PLACE_GRACE_S", 0.05)
+
+    async def scenario() -> None:
+        async with served(RequestGuard(admit)) as channel:
+            slow = await begun(channel, "slow")
+            idle = [await begun(channel, "one") for _ in range(3)]
+            idle += [await begun(channel, "two") for _ in range(2)]
+            assert await model(channel, "three") == MODEL
+            error = await first_refused(idle)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "BODIES_FULL")
+            await slow.write(ASKED)
+            assert await slow == MODEL
+            cancel(idle)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_a_server_for_probes_answers_whatever_is_idle(method: str) -> None:
+    async def scenario() -> None:
+        server = new_probe_server()
+        health = Health()
+        health.attach_alone(server)
+        await health.set_live(True)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            idle = [channel.stream_stream(f"{HEALTH}/{method}")() for _ in range(600)]
+            await asyncio.gather(*(call.wait_for_connection() for call in idle))
+            answer = await health_pb2_grpc.HealthStub(channel).Check(LIVENESS, timeout=WAIT_S)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            cancel(idle)
+        await server.stop(None)
 
     asyncio.run(scenario())

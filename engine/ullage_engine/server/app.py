@@ -29,7 +29,13 @@ from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import free_bytes, trim_heap
 from ullage_common.process.tracing import start_tracing
 from ullage_common.tickets.tickets import TICKET_KEY
-from ullage_common.wire.channels import Health, RequestGuard, bind, new_server
+from ullage_common.wire.channels import (
+    Health,
+    RequestGuard,
+    bind,
+    new_probe_server,
+    new_server,
+)
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.tls import Certificates, Material
 from ullage_engine.gpu.monitor import GpuMonitor, MonitorTimes
@@ -316,7 +322,7 @@ class EngineApp:
         if server.probe_port is None:
             yield
             return
-        probes = new_server()
+        probes = new_probe_server()
         self._health.attach_alone(probes)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(
             HeadroomService(self._config, self._engine_status), probes

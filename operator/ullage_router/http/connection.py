@@ -217,6 +217,7 @@ class Connection(HttpToolsProtocol):
         self._phase = Phase.OPENED
         self._phase_began = self._opened
         """Begins anew with the reply to the request before."""
+        self._ticked_at = self._opened
         self._budget = self._limits.max_head_bytes
         """Bytes that may come before the head ends, or before more of the body does."""
         self._num_events = 0
@@ -285,6 +286,9 @@ class Connection(HttpToolsProtocol):
             self.abort()
             return
         is_body = self._phase is Phase.BODY
+        if is_body and self.flow.read_paused:  # the body waits here, and not for its client
+            self._phase_began += now - max(self._ticked_at, self._phase_began)
+        self._ticked_at = now
         if self._answered and not (is_body and self._answered is self.cycle):
             return
         if now - self._phase_began < self._shared.timeouts_s[self._phase]:

@@ -1,11 +1,15 @@
 """Turns of long bodies, of which a process has few bytes at a time.
 
-A body and what is made of it take three times its bytes until it is a prompt. Bodies that find
-others before them wait on their clients' side: nothing more of them is received.
+A body and what is made of it take three times its bytes until it is parsed. Bodies that find
+others before them wait on their clients' side: nothing more of them is received. A client that lets
+others wait for it loses its turn.
 """
 
 import asyncio
+import contextlib
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 LONG_BODY_BYTES = 1 << 20
 """Bytes that every body may have without waiting for its turn."""
@@ -13,10 +17,45 @@ MAX_LONG_BYTES = 16 << 20
 """Bytes of long bodies at one time, by the lengths that they declare; half of them for one tenant.
 """
 TURN_TIMEOUT_S = 20.0
-"""Seconds that a body waits for its turn, fewer than it has to arrive."""
+"""Seconds that a body waits for its turn."""
+IDLE_TIMEOUT_S = 2.0
+"""Seconds for which a body that has its turn may bring nothing while others wait for theirs."""
+MIN_BYTES_PER_S = 512 << 10
+"""Rate above which a body brings enough."""
 
-_Waiting = tuple[int, "asyncio.Future[None]"]
-"""A size in bytes, and the turn."""
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One body's turn, of which a part has not come yet.
+
+    size
+        bytes that it may have
+    idle_s
+        seconds for which it brought nothing although it was waited for, before `idle_since`
+    idle_since
+        when it was waited for last, on the event loop's clock; None: it is not
+    """
+
+    size: int
+    tenant: str
+    num_bytes: int = 0
+    idle_s: float = 0.0
+    idle_since: float | None = None
+    timeout: asyncio.Timeout | None = None
+    is_lost: bool = False
+
+    def lost_at(self) -> float:
+        """Return when the turn is lost where others wait, if nothing comes until then."""
+        if self.idle_since is None or self.is_lost:
+            return float("inf")
+        allowed_s = IDLE_TIMEOUT_S + self.num_bytes / MIN_BYTES_PER_S
+        return self.idle_since + max(0.0, allowed_s - self.idle_s)
+
+    def lose(self) -> None:
+        """End what the body's reader waits for."""
+        self.is_lost = True
+        if self.timeout and not self.timeout.expired():
+            self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class LongBodies:
@@ -25,31 +64,61 @@ class LongBodies:
     def __init__(self) -> None:
         self._taken = Counter[str]()
         """Bytes by tenant."""
-        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
+        self._turns: dict[Turn, None] = {}
+        self._waiting: OrderedDict[str, deque[tuple[Turn, asyncio.Future[None]]]] = OrderedDict()
         """By tenant; the first one that may have a turn is next."""
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def take(self, size: int, tenant: str) -> None:
+    async def take(self, size: int, tenant: str) -> Turn:
         """Wait for a turn of so many bytes and take it.
 
         Raises:
             TimeoutError: there was none in time.
         """
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append((size, turn))
+        turn = Turn(size, tenant)
+        came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append((turn, came))
         self._give_turns()
         try:
             async with asyncio.timeout(TURN_TIMEOUT_S):
-                await asyncio.shield(turn)
+                await asyncio.shield(came)
         except BaseException:
-            if not turn.cancel():  # it came at this moment
-                self.give_back(size, tenant)
+            if came.cancel():
+                self._give_turns()
+            else:  # it came at this moment
+                self.give_back(turn)
             raise
+        return turn
 
-    def give_back(self, size: int, tenant: str) -> None:
+    def shrink(self, turn: Turn, size: int) -> None:
+        """Give back what a body that is complete did not need of its turn."""
+        self._taken[turn.tenant] -= turn.size - size
+        turn.size = size
+        self._give_turns()
+
+    @contextlib.contextmanager
+    def awaited(self, turn: Turn, timeout: asyncio.Timeout) -> Iterator[None]:
+        """Count the time of the block as one in which the client is to send more of the body.
+
+        Args:
+            timeout: ends the block when the turn is lost.
+        """
+        loop = asyncio.get_running_loop()
+        turn.timeout, turn.idle_since = timeout, loop.time()
+        if self._waiting:
+            self._make_room()
+        try:
+            yield
+        finally:
+            turn.idle_s += loop.time() - turn.idle_since
+            turn.idle_since = None
+
+    def give_back(self, turn: Turn) -> None:
         """End a turn."""
-        self._taken[tenant] -= size
-        if not self._taken[tenant]:
-            del self._taken[tenant]
+        del self._turns[turn]
+        self._taken[turn.tenant] -= turn.size
+        if not self._taken[turn.tenant]:
+            del self._taken[turn.tenant]
         self._give_turns()
 
     def _give_turns(self) -> None:
@@ -57,16 +126,41 @@ class LongBodies:
             queue = self._waiting[tenant]
             while queue and queue[0][1].cancelled():
                 queue.popleft()
-            if queue and self._may_take(queue[0][0], tenant):
-                size, turn = queue.popleft()
-                turn.set_result(None)
-                self._taken[tenant] += size
+            if queue and self._may_take(queue[0][0].size, tenant):
+                turn, came = queue.popleft()
+                came.set_result(None)
+                self._turns[turn] = None
+                self._taken[tenant] += turn.size
                 self._waiting.move_to_end(tenant)
             if not queue:
                 del self._waiting[tenant]
+        self._make_room()
 
     def _may_take(self, size: int, tenant: str) -> bool:
         # Those without a name are many clients.
         most = MAX_LONG_BYTES // 2 if tenant else MAX_LONG_BYTES
         total = self._taken.total() + size
         return total <= MAX_LONG_BYTES and self._taken[tenant] + size <= most
+
+    def _make_room(self) -> None:
+        """Take the turn of a body that others wait for and that brings too little, or do it once
+        that is due."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        slow = min(self._in_the_way(), key=Turn.lost_at, default=None)
+        if slow is None or (due := slow.lost_at()) == float("inf"):
+            return
+        loop = asyncio.get_running_loop()
+        if due > loop.time():
+            self._timer = loop.call_at(due, self._make_room)
+        else:
+            slow.lose()
+
+    def _in_the_way(self) -> Iterator[Turn]:
+        """Yield the turns that keep others from theirs: a tenant's own, or all."""
+        waiting = {tenant: queue[0][0].size for tenant, queue in self._waiting.items()}
+        is_full = any(self._taken.total() + size > MAX_LONG_BYTES for size in waiting.values())
+        for turn in self._turns:
+            if is_full or turn.tenant in waiting:
+                yield turn

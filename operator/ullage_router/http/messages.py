@@ -14,7 +14,7 @@ from ullage_router.errors import (
     length_required,
     malformed,
 )
-from ullage_router.http.long_bodies import LONG_BODY_BYTES, LongBodies
+from ullage_router.http.long_bodies import LONG_BODY_BYTES, LongBodies, Turn
 
 Headers = list[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
@@ -110,8 +110,8 @@ class Request:
         self._is_read = False
         self._has_failed = False
         self._taken_bytes = 0
-        self._turn_bytes = 0
-        """Bytes of its turn among long bodies; 0: it has none."""
+        self._turn: Turn | None = None
+        """Its turn among long bodies, where it is one."""
         self._tenant = ""
 
     @property
@@ -145,13 +145,20 @@ class Request:
             or int(headers.get("content-length", 0)) > MAX_DISCARDED_BYTES
         )
 
+    def end_turn(self) -> None:
+        """Let other long bodies come, once this one is parsed, or never will be.
+
+        What was made of it still takes its room, until that is released.
+        """
+        if self._turn:
+            self._room.long_bodies.give_back(self._turn)
+            self._turn = None
+
     def release(self) -> None:
         """Give back the room for the body, which whoever reads it does not need any more."""
+        self.end_turn()
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
-        if self._turn_bytes:
-            self._room.long_bodies.give_back(self._turn_bytes, self._tenant)
-            self._turn_bytes = 0
 
     async def read_json(self, tenant: str = "") -> bytes:
         """Read a body that says that it is JSON; see `read`.
@@ -180,6 +187,7 @@ class Request:
             body = await self._read(tenant)
         except ServiceError:
             self._has_failed = True
+            self.end_turn()
             raise
         self._is_read = True
         return body
@@ -195,38 +203,55 @@ class Request:
             raise body_too_large(f"{int(declared)} bytes", limit)
 
     async def _read(self, tenant: str) -> bytes:
-        limit = self._limits.max_body_bytes
         body = bytearray()  # a list of pieces could have one for each byte
         has_more = True
         self._tenant = tenant
         while has_more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise asyncio.CancelledError
-            if self.refusal:
-                raise self.refusal
-            part: bytes = message["body"]
-            has_more = message["more_body"]
-            if len(body) + len(part) > limit:
-                raise body_too_large(f"more than {limit} bytes", limit)
-            if not self._room.take(len(part), tenant):
-                raise bodies_full()
-            self._taken_bytes += len(part)
-            if len(body) + len(part) > LONG_BODY_BYTES and not self._turn_bytes:
-                await self._wait_for_turn()
+            part, has_more = await self._receive_part(len(body))
             if not (has_more or body):
                 return part
             body += part
+            if len(body) > LONG_BODY_BYTES:
+                await self._read_long(body, has_more)
+                break
         return bytes(body)
 
-    async def _wait_for_turn(self) -> None:
-        """Receive nothing until few other long bodies are here."""
+    async def _read_long(self, body: bytearray, has_more: bool) -> None:
+        """Read the rest of a long body in its turn, and nothing of it before."""
+        bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
-            await self._room.long_bodies.take(size, self._tenant)
+            turn = self._turn = await bodies.take(size, self._tenant)
+            turn.num_bytes = len(body)
+            while has_more:
+                async with asyncio.timeout(None) as timeout:
+                    with bodies.awaited(turn, timeout):
+                        part, has_more = await self._receive_part(len(body))
+                body += part
+                turn.num_bytes = len(body)
         except TimeoutError as error:
             raise bodies_full() from error
-        self._turn_bytes = size
+        bodies.shrink(turn, len(body))
+
+    async def _receive_part(self, num_before: int) -> tuple[bytes, bool]:
+        """Return the next part of the body, which takes room, and whether more is to come.
+
+        Args:
+            num_before: bytes that came before.
+        """
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise asyncio.CancelledError
+        if self.refusal:
+            raise self.refusal
+        part: bytes = message["body"]
+        limit = self._limits.max_body_bytes
+        if num_before + len(part) > limit:
+            raise body_too_large(f"more than {limit} bytes", limit)
+        if not self._room.take(len(part), self._tenant):
+            raise bodies_full()
+        self._taken_bytes += len(part)
+        return part, message["more_body"]
 
 
 class Reply:

@@ -99,9 +99,9 @@ class _Page:
 
     def text(self, raw: str) -> None:
         if self._code is not None:
-            self._code.append(html.unescape(raw))
+            self._code.append(_unescape(raw))
         elif raw:
-            self._parts.append(_SPACE.sub(" ", html.unescape(raw)))
+            self._parts.append(_SPACE.sub(" ", _unescape(raw)))
 
     def tag(self, name: str, is_open: bool, attributes: str) -> None:
         if name in ("pre", "code"):
@@ -115,7 +115,7 @@ class _Page:
         elif name == "br":
             self._parts.append("\n")
         elif name == "img" and (alt := _ALT.search(attributes)):
-            self._parts.append(html.unescape(alt[1] or alt[2] or ""))
+            self._parts.append(_unescape(alt[1] or alt[2] or ""))
         elif name in _BLOCKS:
             self._block(name, is_open)
 
@@ -141,7 +141,7 @@ class _Page:
     def _link(self, is_open: bool, attributes: str) -> None:
         if is_open:
             href = _HREF.search(attributes)
-            self._links.append(html.unescape(next(filter(None, href.groups()), "")) if href else "")
+            self._links.append(_unescape(next(filter(None, href.groups()), "")) if href else "")
         elif self._links and (address := self._links.pop()):
             self._parts.append(f" ({address})")
 
@@ -165,6 +165,14 @@ class _Page:
             ticks = "`" * (longest + 1)
             self._parts.append(f"{ticks}{code}{ticks}")
         self._fence = ""
+
+
+def _unescape(text: str) -> str:
+    """Return the text without its character references; unchanged where one has too many digits."""
+    try:
+        return html.unescape(text)
+    except ValueError:  # of int, above a few thousand
+        return text
 
 
 Range = tuple[int, int]

@@ -7,7 +7,9 @@ memory one after another.
 """
 
 import asyncio
+import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ class _Job:
     tenant: str = field(compare=False)
     work: Callable[[], Any] = field(compare=False)
     future: "asyncio.Future[Any]" = field(compare=False)
+    is_waiting: bool = field(default=True, compare=False)
 
 
 class TokenizerThreads:
@@ -41,19 +44,27 @@ class TokenizerThreads:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
-        self._waiting: list[_Job] = []
+        self._short: list[_Job] = []
+        """Heap of jobs, some of which may not wait any more."""
+        self._long: list[_Job] = []
+        """The same of jobs with long texts."""
         self._numbers = itertools.count()
+        self._sizes = Counter[str]()
+        """Characters of the texts that wait, by tenant."""
+        self._total_size = 0
         self._now = 0.0
         """Virtual time: the latest beginning of a job."""
         self._ends: dict[str, float] = {}
         """Virtual time at which a tenant's last job ends, where that is to come."""
+        self._end_times: list[tuple[float, str]] = []
+        """Heap of the ends of all jobs that are to come, by which tenants are forgotten."""
         self._num_running = 0
         self._is_long_running = False
 
     @property
     def waiting_characters(self) -> int:
         """Characters of the texts that wait for a thread."""
-        return sum(job.size for job in self._waiting)
+        return self._total_size
 
     async def run(self, num_characters: int, work: Callable[[], T], tenant: str = "") -> T:
         """Return the result of `work`, done here where it is short.
@@ -69,47 +80,70 @@ class TokenizerThreads:
             return work()
         job = self._add(num_characters, work, tenant)
         self._start_jobs()
-        return cast(T, await job.future)
+        try:
+            return cast(T, await job.future)
+        finally:
+            self._leave_queue(job)
 
     def close(self) -> None:
-        for job in self._waiting:
+        for job in (*self._short, *self._long):
             job.future.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _add(self, size: int, work: Callable[[], Any], tenant: str) -> _Job:
-        self._waiting = [job for job in self._waiting if not job.future.done()]
-        own = sum(job.size for job in self._waiting if job.tenant == tenant)
-        of_others = self.waiting_characters - own
+        own = self._sizes[tenant]
         is_too_much = tenant and own and own + size > MAX_WAITING_CHARACTERS // 2
-        if is_too_much or (self._waiting and of_others + own + size > MAX_WAITING_CHARACTERS):
+        if is_too_much or (self._total_size and self._total_size + size > MAX_WAITING_CHARACTERS):
             raise texts_full()
 
         start = max(self._now, self._ends.get(tenant, 0.0))
         self._ends[tenant] = start + size
+        heapq.heappush(self._end_times, (start + size, tenant))
         future = asyncio.get_running_loop().create_future()
         job = _Job(start, next(self._numbers), size, tenant, work, future)
-        self._waiting.append(job)
+        heapq.heappush(self._long if size >= LONG_CHARACTERS else self._short, job)
+        self._sizes[tenant] += size
+        self._total_size += size
         return job
+
+    def _leave_queue(self, job: _Job) -> None:
+        """Count a job as one that does not wait, if it did; it may stay in its heap."""
+        if not job.is_waiting:
+            return
+        job.is_waiting = False
+        job.work = _do_nothing  # which has the text
+        self._total_size -= job.size
+        self._sizes[job.tenant] -= job.size
+        if not self._sizes[job.tenant]:
+            del self._sizes[job.tenant]
 
     def _start_jobs(self) -> None:
         while self._num_running < 2 and (job := self._next_job()):
-            self._waiting.remove(job)
-            self._now = max(self._now, job.start)
-            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            work = job.work
+            self._leave_queue(job)
+            self._pass_time(job.start)
             self._num_running += 1
             is_long = job.size >= LONG_CHARACTERS
             self._is_long_running = self._is_long_running or is_long
-            running = asyncio.get_running_loop().run_in_executor(self._pool, job.work)
+            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
             running.add_done_callback(lambda done, job=job: self._end_job(job, done))  # type: ignore[misc]
+
+    def _pass_time(self, start: float) -> None:
+        """Move virtual time on, and forget the tenants whose jobs have ended by then."""
+        self._now = max(self._now, start)
+        while self._end_times and self._end_times[0][0] <= self._now:
+            end, tenant = heapq.heappop(self._end_times)
+            if self._ends.get(tenant) == end:
+                del self._ends[tenant]
 
     def _next_job(self) -> _Job | None:
         """Return the job to begin, long ones only where none is running."""
-        ready = (
-            job
-            for job in self._waiting
-            if not job.future.done() and not (self._is_long_running and job.size >= LONG_CHARACTERS)
-        )
-        return min(ready, default=None)
+        heaps = [self._short] if self._is_long_running else [self._short, self._long]
+        for heap in heaps:
+            while heap and not heap[0].is_waiting:
+                heapq.heappop(heap)
+        first = min((heap for heap in heaps if heap), key=lambda heap: heap[0], default=None)
+        return heapq.heappop(first) if first else None
 
     def _end_job(self, job: _Job, done: "asyncio.Future[Any]") -> None:
         self._num_running -= 1
@@ -120,6 +154,10 @@ class TokenizerThreads:
         elif not done.cancelled():
             done.exception()  # nobody waits for it
         self._start_jobs()
+
+
+def _do_nothing() -> None:
+    """Do what is left of a job that nobody waits for."""
 
 
 def _copy(done: "asyncio.Future[Any]", waiting: "asyncio.Future[Any]") -> None:

@@ -209,15 +209,14 @@ class Call:
 ParseCalls = Callable[[str], list[Call] | None]
 """None: the text is not calls and nothing but calls."""
 
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```)?", re.DOTALL)
 _BETWEEN = re.compile(r"[\s;,]*")
 
 
 def parse_json_calls(text: str) -> list[Call] | None:
     """Parses one or several objects, perhaps in a list: {"name", "arguments" or "parameters"}."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
-    if text.startswith("```") and (fenced := _FENCE.fullmatch(text)):
-        text = fenced[1]
+    if text.startswith("```"):
+        text = text.removeprefix("```").removeprefix("json").removesuffix("```").strip()
     objects = _json_objects(text)
     calls = [_from_json(item) for item in objects or ()]
     whole = [call for call in calls if call]

@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from ullage_common.wire.call_limits import CallCount, OpenPlaces, Place, ReceiveRoom
 from ullage_common.wire.errors import ServiceError, abort, invalid
 from ullage_common.wire.message_size import check_message
 
@@ -41,17 +42,26 @@ MAX_REQUEST_BYTES = 8 << 20
 SMALL_REQUEST_BYTES = 16 << 10
 """Longest serialized request whose parts are not counted."""
 MAX_RECEIVED_AT_ONCE = 32
-"""Requests that arrive at one time on a server: what they may take is MAX_RECEIVED_BYTES each."""
+"""Requests that arrive at one time on a server: what they may take is MAX_RECEIVED_BYTES each. One
+tenant, or one peer where there are no tenants, has at most half of them."""
 MAX_RECEIVED_PUBLIC = 8
 """Requests of methods for everybody that arrive at one time."""
+PLACE_TIMEOUT_S = 20.0
+"""Longest wait in seconds for one of the places where requests arrive; as long as over HTTP."""
+PLACE_GRACE_S = 5.0
+"""Seconds for which a request may be on its way while others wait for its place."""
 RECEIVE_TIMEOUT_S = 30.0
-"""Seconds within which a request must have its turn and arrive; as long as over HTTP."""
+"""Seconds within which a request must arrive once it has a place; as long as over HTTP."""
 PUBLIC_TIMEOUT_S = 5.0
 """The same for methods for everybody, whose requests are small."""
 STREAM_TIMEOUT_S = 30.0
 """Longest stream of requests to a method for everybody: reflection."""
 MAX_CALLS = 4096
-"""Calls that a server has at one time."""
+"""Calls that a server has at one time; half of them for one tenant, or for one peer where there are
+no tenants."""
+MAX_PUBLIC_CALLS = 512
+"""Calls of methods for everybody that a server has beside them, watches of health and headroom
+among them."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -81,9 +91,11 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     A server that knows nothing of its clients receives whatever they send before it calls anything.
     So a call that is not admitted ends with its metadata, the requests that arrive at one time are
-    few, none may take long, and one is parsed only when its parts were counted.
+    few, none may take long, and one is parsed only when its parts were counted. Calls are counted
+    by tenants, and by peers where nobody knows whose they are.
 
     reasons
+        CALLS_FULL         the server has too many calls, or the tenant
         BODIES_FULL        too many requests arrive
         BODY_LATE          it does not arrive in time
         BODY_TOO_LARGE     more than MAX_REQUEST_BYTES, or too many parts
@@ -97,7 +109,10 @@ class RequestGuard(grpc.aio.ServerInterceptor):
     def __init__(self, admit: Admit = admit_all, run: Run = run_apart) -> None:
         self._admit = admit
         self._run = run
-        self._room = _ReceiveRoom()
+        self._calls = CallCount(MAX_CALLS)
+        self._public_calls = OpenPlaces(MAX_PUBLIC_CALLS)
+        self._room = ReceiveRoom(MAX_RECEIVED_AT_ONCE, PLACE_GRACE_S, PLACE_TIMEOUT_S)
+        self._public_room = OpenPlaces(MAX_RECEIVED_PUBLIC)
         self._streams = asyncio.Semaphore(MAX_RECEIVED_PUBLIC)
 
     async def intercept_service(
@@ -113,19 +128,53 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             tenant = self._admit(handler_call_details.method or "", metadata)
         except ServiceError as error:
             return _refusing(error)
-        if handler.request_streaming:
-            return self._public_stream(handler) if tenant is None else handler
-        behavior: Any = handler.unary_stream or handler.unary_unary
-        read = partial(self._read, handler.request_deserializer, tenant)
+        if handler.request_streaming and tenant is None:
+            return self._public_stream(handler)
+        behavior: Any = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        read = None
+        if not handler.request_streaming:
+            read = partial(self._read, handler.request_deserializer, tenant)
+        enter = partial(self._enter, tenant)
         # Handlers of streams are called before anything is received.
         if inspect.isasyncgenfunction(behavior):
-            return _streaming(_guarded_generator(read, behavior), handler)
-        guarded = _guarded_coroutine(read, behavior)
-        if handler.response_streaming:
-            return _streaming(guarded, handler)
-        return _handler(
-            grpc.stream_unary_rpc_method_handler(guarded, None, handler.response_serializer)
-        )
+            return _served(_guarded_generator(enter, read, behavior), handler)
+        return _served(_guarded_coroutine(enter, read, behavior), handler)
+
+    @contextlib.asynccontextmanager
+    async def _enter(self, tenant: str | None, context: Context) -> AsyncIterator[None]:
+        """Count a call within the block.
+
+        Raises:
+            ServiceError: there are too many, or this one made way for others.
+        """
+        if tenant is None:
+            async with self._enter_public(context):
+                yield
+            return
+        owner = tenant or _address(context)
+        if not self._calls.add(owner):
+            raise _calls_full()
+        try:
+            yield
+        finally:
+            self._calls.remove(owner)
+
+    @contextlib.asynccontextmanager
+    async def _enter_public(self, context: Context) -> AsyncIterator[None]:
+        place: Place | None = None
+        try:
+            async with asyncio.timeout(None) as timeout:
+                with self._public_calls.place(_address(context), timeout) as place:
+                    yield
+        except TimeoutError as error:
+            if place and place.is_lost:
+                raise _calls_full() from error
+            raise
 
     def _public_stream(self, handler: "Handler") -> "Handler":
         """Return a handler of few streams at a time, each of which ends soon: a message that
@@ -153,31 +202,59 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         )
         return _handler(made)
 
-    async def _read(self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes]) -> Any:
+    async def _read(
+        self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes], context: Context
+    ) -> Any:
         """Receive the one request of a call.
 
         Raises:
-            ServiceError: it is not there in time, too large, or cannot be read.
+            ServiceError: it has no place or is not there in time, is too large, or cannot be read.
         """
         # A generated message's FromString is a method of its class.
         kind = getattr(parse, "__self__", None)
         name = getattr(kind, "__name__", "request")
-        limit_s = PUBLIC_TIMEOUT_S if tenant is None else RECEIVE_TIMEOUT_S
+        owner = tenant or _address(context)
+        if tenant is None:
+            data = await _receive(requests, name, PUBLIC_TIMEOUT_S, owner, self._public_room.place)
+            if len(data) > SMALL_REQUEST_BYTES:
+                raise _too_large(name, len(data), SMALL_REQUEST_BYTES)
+            return data if parse is None else _parse(parse, kind, name, data)
+
         async with contextlib.AsyncExitStack() as stack:
             try:
-                async with asyncio.timeout(limit_s):
-                    await stack.enter_async_context(self._room.place(tenant))
-                    data = await anext(requests)
+                await stack.enter_async_context(self._room.place(owner))
             except TimeoutError as error:
-                raise _late(name, limit_s) from error
-            except StopAsyncIteration as error:
-                raise invalid(name, f"the call has no {name}; send one") from error
+                raise _bodies_full() from error
+            data = await _receive(requests, name, RECEIVE_TIMEOUT_S, owner, self._room.arriving)
             if len(data) > MAX_REQUEST_BYTES:
-                raise _too_large(name, len(data))
+                raise _too_large(name, len(data), MAX_REQUEST_BYTES)
             if parse is None:
                 return data
             work = partial(_parse, parse, kind, name, data)
-            return await self._run(len(data), tenant or "", work)
+            return await self._run(len(data), tenant, work)
+
+
+Hold = Callable[[str, asyncio.Timeout], contextlib.AbstractContextManager[Place]]
+
+
+async def _receive(
+    requests: AsyncIterator[bytes], name: str, limit_s: float, owner: str, hold: Hold
+) -> bytes:
+    """Return the bytes of a request that has a place, which it may lose.
+
+    Raises:
+        ServiceError: it is not there in time, the place is lost, or no request comes.
+    """
+    place: Place | None = None
+    try:
+        async with asyncio.timeout(limit_s) as timeout:
+            with hold(owner, timeout) as place:
+                return await anext(requests)
+    except TimeoutError as error:
+        is_lost = place is not None and place.is_lost
+        raise (_bodies_full() if is_lost else _late(name, limit_s)) from error
+    except StopAsyncIteration as error:
+        raise invalid(name, f"the call has no {name}; send one") from error
 
 
 def _parse(parse: Any, kind: Any, name: str, data: bytes) -> Any:
@@ -187,32 +264,6 @@ def _parse(parse: Any, kind: Any, name: str, data: bytes) -> Any:
         return parse(data)
     except DecodeError as error:
         raise _malformed(name, error) from error
-
-
-class _ReceiveRoom:
-    """Places for requests that arrive or are parsed; one tenant gets at most half of them, and
-    methods for everybody have places of their own."""
-
-    def __init__(self) -> None:
-        self._public = asyncio.Semaphore(MAX_RECEIVED_PUBLIC)
-        self._all = asyncio.Semaphore(MAX_RECEIVED_AT_ONCE)
-        self._of_tenants: dict[str, asyncio.Semaphore] = {}
-
-    @contextlib.asynccontextmanager
-    async def place(self, tenant: str | None) -> AsyncIterator[None]:
-        """Wait for a place and hold it within the block."""
-        if tenant is None:
-            async with self._public:
-                yield
-        elif not tenant:
-            async with self._all:
-                yield
-        else:
-            own = self._of_tenants.get(tenant)
-            if own is None:
-                own = self._of_tenants[tenant] = asyncio.Semaphore(MAX_RECEIVED_AT_ONCE // 2)
-            async with own, self._all:
-                yield
 
 
 def text_metadata(metadata: Any) -> dict[str, str]:
@@ -226,10 +277,21 @@ def _handler(handler: Any) -> "Handler":
     return made
 
 
-def _streaming(behavior: Any, handler: "Handler") -> "Handler":
-    return _handler(
-        grpc.stream_stream_rpc_method_handler(behavior, None, handler.response_serializer)
+def _address(context: Context) -> str:
+    """Return a peer's address without its port, which is another for each connection."""
+    return str(context.peer()).rpartition(":")[0]
+
+
+def _served(behavior: Any, handler: "Handler") -> "Handler":
+    """Return a handler of a behaviour that receives its request itself, or its requests."""
+    parse = handler.request_deserializer if handler.request_streaming else None
+    is_streaming = handler.response_streaming or inspect.isasyncgenfunction(behavior)
+    make = (
+        grpc.stream_stream_rpc_method_handler
+        if is_streaming
+        else grpc.stream_unary_rpc_method_handler
     )
+    return _handler(make(behavior, parse, handler.response_serializer))
 
 
 def _refusing(error: ServiceError) -> "Handler":
@@ -241,31 +303,56 @@ def _refusing(error: ServiceError) -> "Handler":
     return _handler(grpc.stream_stream_rpc_method_handler(refuse))
 
 
-Read = Callable[[AsyncIterator[bytes]], Awaitable[Any]]
+Enter = Callable[[Context], contextlib.AbstractAsyncContextManager[None]]
+Read = Callable[[AsyncIterator[bytes], Context], Awaitable[Any]]
 
 
-def _guarded_generator(read: Read, behavior: Any) -> Callable[[Any, Context], AsyncGenerator[Any]]:
+def _guarded_generator(
+    enter: Enter, read: Read | None, behavior: Any
+) -> Callable[[Any, Context], AsyncGenerator[Any]]:
     async def respond(requests: Any, context: Context) -> AsyncGenerator[Any]:
         try:
-            request = await read(requests)
+            async with enter(context):
+                request = await read(requests, context) if read else requests
+                async with contextlib.aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        yield response
         except ServiceError as error:
             await abort(context, error)
-        async with contextlib.aclosing(behavior(request, context)) as responses:
-            async for response in responses:
-                yield response
 
     return respond
 
 
-def _guarded_coroutine(read: Read, behavior: Any) -> Callable[[Any, Context], Awaitable[Any]]:
+def _guarded_coroutine(
+    enter: Enter, read: Read | None, behavior: Any
+) -> Callable[[Any, Context], Awaitable[Any]]:
     async def respond(requests: Any, context: Context) -> Any:
         try:
-            request = await read(requests)
+            async with enter(context):
+                request = await read(requests, context) if read else requests
+                return await behavior(request, context)
         except ServiceError as error:
             await abort(context, error)
-        return await behavior(request, context)
 
     return respond
+
+
+def _calls_full() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "CALLS_FULL",
+        "the server has as many calls as it takes of you or of all; end some, or retry",
+        retry_after_s=1,
+    )
+
+
+def _bodies_full() -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "BODIES_FULL",
+        "requests that arrive have all places; retry",
+        retry_after_s=1,
+    )
 
 
 def _too_many_streams() -> ServiceError:
@@ -285,8 +372,8 @@ def _late(name: str, limit_s: float) -> ServiceError:
     )
 
 
-def _too_large(name: str, size: int) -> ServiceError:
-    message = f"{name} has {size} bytes; send at most {MAX_REQUEST_BYTES}"
+def _too_large(name: str, size: int, most: int) -> ServiceError:
+    message = f"{name} has {size} bytes; send at most {most}"
     return invalid(name, message, "BODY_TOO_LARGE")
 
 
@@ -418,8 +505,20 @@ def new_server(
     return grpc.aio.server(
         options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)), *options),
         interceptors=(guard or RequestGuard(),),
-        maximum_concurrent_rpcs=MAX_CALLS,
+        # The guard counts calls and says why it refuses one; this bounds refusals on their way.
+        maximum_concurrent_rpcs=2 * (MAX_CALLS + MAX_PUBLIC_CALLS),
     )
+
+
+def new_probe_server(is_shared: bool = False) -> grpc.aio.Server:
+    """Create a server whose methods are for everybody and have small requests: health, for the
+    kubelet's probes, and headroom.
+
+    Args:
+        is_shared: other processes of the same user may listen on its port too.
+    """
+    small = (("grpc.max_receive_message_length", 2 * SMALL_REQUEST_BYTES),)
+    return new_server(is_shared, RequestGuard(lambda method, metadata: None), small)
 
 
 LIVENESS = "liveness"

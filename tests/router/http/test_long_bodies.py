@@ -1,14 +1,22 @@
 """Long bodies have turns: few at a time, tenants after one another, none lost."""
 
 import asyncio
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ullage_common.wire.errors import ServiceError
 from ullage_router.http import long_bodies
-from ullage_router.http.long_bodies import MAX_LONG_BYTES, LongBodies
-from ullage_router.http.messages import Limits
+from ullage_router.http.long_bodies import MAX_LONG_BYTES, LongBodies, Turn
+from ullage_router.http.messages import Limits, Reply, Request
+from ullage_router.http.server import HTTPServer
+from ullage_router.server.processes import listen
+
+if TYPE_CHECKING:
+    StartService = Any
 
 QUARTER = MAX_LONG_BYTES // 4
+WAIT_S = 20.0
 
 
 async def settled() -> None:
@@ -20,10 +28,12 @@ def test_few_have_a_turn_and_tenants_follow_one_another() -> None:
     async def scenario() -> None:
         bodies = LongBodies()
         order: list[str] = []
+        turns: dict[str, Turn] = {}
 
         async def take(tenant: str, number: int) -> None:
-            await bodies.take(QUARTER, tenant)
+            turn = await bodies.take(QUARTER, tenant)
             order.append(f"{tenant}{number}")
+            turns[order[-1]] = turn
 
         names = [("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 1), ("b", 2), ("c", 1)]
         async with asyncio.TaskGroup() as group:
@@ -31,11 +41,11 @@ def test_few_have_a_turn_and_tenants_follow_one_another() -> None:
                 group.create_task(take(*name))
                 await settled()
             assert order == ["a1", "a2", "b1", "b2"]
-            bodies.give_back(QUARTER, "b")
+            bodies.give_back(turns["b1"])
             await settled()
             assert order[4:] == ["c1"]  # a has half of all
-            bodies.give_back(QUARTER, "a")
-            bodies.give_back(QUARTER, "a")
+            bodies.give_back(turns["a1"])
+            bodies.give_back(turns["a2"])
             await settled()
             assert order[5:] == ["a3", "a4"]
 
@@ -46,12 +56,11 @@ def test_clients_without_a_name_may_have_all_turns() -> None:
     async def scenario() -> None:
         bodies = LongBodies()
         async with asyncio.timeout(20):
-            for _ in range(4):
-                await bodies.take(QUARTER, "")
+            turns = [await bodies.take(QUARTER, "") for _ in range(4)]
         waiting = asyncio.create_task(bodies.take(QUARTER, ""))
         await settled()
         assert not waiting.done()
-        bodies.give_back(QUARTER, "")
+        bodies.give_back(turns[0])
         await waiting
 
     asyncio.run(scenario())
@@ -60,24 +69,23 @@ def test_clients_without_a_name_may_have_all_turns() -> None:
 def test_who_goes_or_waits_too_long_takes_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         bodies = LongBodies()
-        for _ in range(4):
-            await bodies.take(QUARTER, "")
+        turns = [await bodies.take(QUARTER, "") for _ in range(4)]
         gone, last = (asyncio.create_task(bodies.take(QUARTER, "")) for _ in range(2))
         await settled()
         gone.cancel()
         await settled()
-        bodies.give_back(QUARTER, "")
+        bodies.give_back(turns[0])
         await last
         both = asyncio.create_task(bodies.take(QUARTER, ""))
         await settled()
-        bodies.give_back(QUARTER, "")
+        bodies.give_back(turns[1])
         both.cancel()  # its turn has come at this moment
         await settled()
         await bodies.take(QUARTER, "")
         monkeypatch.setattr(long_bodies, "TURN_TIMEOUT_S", 0.01)
         with pytest.raises(TimeoutError):
             await bodies.take(QUARTER, "")
-        bodies.give_back(QUARTER, "")
+        bodies.give_back(turns[2])
         await bodies.take(QUARTER, "")
 
     asyncio.run(scenario())
@@ -86,12 +94,171 @@ def test_who_goes_or_waits_too_long_takes_no_turn(monkeypatch: pytest.MonkeyPatc
 def test_a_body_of_any_size_has_its_turn() -> None:
     async def scenario() -> None:
         bodies = LongBodies()
-        await bodies.take(1, "a")
+        turn = await bodies.take(1, "a")
         await bodies.take(1, "")
         largest = asyncio.create_task(bodies.take(Limits().max_body_bytes, "a"))
         await settled()
         assert not largest.done()
-        bodies.give_back(1, "a")
+        bodies.give_back(turn)
         await largest
+
+    asyncio.run(scenario())
+
+
+async def awaited(bodies: LongBodies, turn: Turn) -> None:
+    """Wait for more of a body that has its turn until it is lost."""
+    async with asyncio.timeout(None) as timeout:
+        with bodies.awaited(turn, timeout):
+            await asyncio.Event().wait()
+
+
+async def is_lost(bodies: LongBodies, turn: Turn) -> bool:
+    try:
+        await awaited(bodies, turn)
+    except TimeoutError:
+        bodies.give_back(turn)
+        return True
+    return False
+
+
+def test_a_body_that_brings_nothing_loses_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_bodies, "IDLE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        bodies = LongBodies()
+        slow, brisk = [await bodies.take(2 * QUARTER, "") for _ in range(2)]
+        brisk.num_bytes = 1 << 40  # so many that it may be idle for long
+        watches = [asyncio.create_task(is_lost(bodies, turn)) for turn in (slow, brisk)]
+        await asyncio.sleep(0.2)
+        assert not any(watch.done() for watch in watches)  # nobody else wants a turn
+        async with asyncio.timeout(WAIT_S):
+            await bodies.take(QUARTER, "")
+            assert await watches[0]
+        assert not watches[1].done()
+        watches[1].cancel()
+        await settled()
+
+    asyncio.run(scenario())
+
+
+def test_a_tenant_that_waits_for_its_own_bodies_ends_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(long_bodies, "IDLE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        bodies = LongBodies()
+        own = [await bodies.take(QUARTER, "a") for _ in range(2)]
+        other = await bodies.take(QUARTER, "b")
+        watch = asyncio.create_task(is_lost(bodies, other))
+        waiting = asyncio.create_task(bodies.take(QUARTER, "a"))
+        await asyncio.sleep(0.2)
+        assert not watch.done()
+        bodies.give_back(own[0])
+        await waiting
+        watch.cancel()
+        await settled()
+
+    asyncio.run(scenario())
+
+
+async def post(port: int, path: str, rest: bytes) -> tuple[Any, Any]:
+    """Send a request of which the head is complete but for its length; returns reader and writer.
+
+    The body is sent as far as the router takes it.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /v1/%b HTTP/1.1\r\nHost: x\r\n" % path.encode() + rest)
+    return reader, writer
+
+
+def request(size: int) -> bytes:
+    padding = b"x" * size
+    body = b'{"messages":[{"role":"user","content":"Hi"}],"input":"Hi","padding":"%b"}' % padding
+    return b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def test_clients_that_stop_in_a_long_body_hold_up_nobody(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_bodies, "IDLE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            port = service.router.http_port
+            half = 1_200_000
+            slow = [
+                await post(
+                    port,
+                    "chat/completions",
+                    b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % (half + 1) + b" " * half,
+                )
+                for _ in range(2)
+            ]
+            reader, writer = await post(port, "chat/completions", request(2 << 20))
+            async with asyncio.timeout(WAIT_S):
+                assert b" 200 " in await reader.readline()
+                ends = [asyncio.create_task(each[0].readline()) for each in slow]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            assert any(end.done() and b" 503 " in end.result() for end in ends)
+            for end in ends:
+                end.cancel()
+            for _, each in (*slow, (reader, writer)):
+                each.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "embeddings"])
+def test_a_body_that_is_parsed_lets_others_come(
+    start_service: "StartService", monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Requests that wait for a pool which sleeps keep no turn."""
+    monkeypatch.setattr(long_bodies, "MAX_LONG_BYTES", 4 << 20)
+
+    async def scenario() -> None:
+        async with start_service(sleepy=("single",), wait=False) as service:
+            port = service.router.http_port
+            clients = [await post(port, path, request(3 << 19)) for _ in range(5)]
+            pipeline = service.router.service.pipeline
+            await service.until(lambda: pipeline.inflight == 5)
+            for _, writer in clients:
+                writer.close()
+            await service.until(lambda: pipeline.inflight == 0)
+
+    asyncio.run(scenario())
+
+
+def test_the_wait_for_a_turn_is_no_time_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_bodies, "MAX_LONG_BYTES", 3 << 20)
+
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+
+        async def serve(request: Request, reply: Reply) -> None:
+            try:
+                body = await request.read()
+            except ServiceError as error:
+                await reply.whole(503, [], error.reason.encode())
+                return
+            if request.path == "/v1/wait":
+                await go_on.wait()
+            await reply.whole(200, [], b"%d" % len(body))
+
+        server = HTTPServer(serve, Limits(body_timeout_s=2.0))
+        listener = listen("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        await server.start(listener)
+        first = await post(port, "wait", request(3 << 19))
+        await asyncio.sleep(0.5)
+        second = await post(port, "now", request(7 << 18))
+        await asyncio.sleep(4)
+        go_on.set()
+        async with asyncio.timeout(WAIT_S):
+            assert b" 200 " in await first[0].readline()
+            assert b" 200 " in await second[0].readline()
+        for _, writer in (first, second):
+            writer.close()
+        await server.stop(WAIT_S)
 
     asyncio.run(scenario())

@@ -140,6 +140,12 @@ def test_unfinished_html_loses_nothing() -> None:
     assert to_text("<p>1 < 2") == "1 < 2"
 
 
+def test_character_references_may_be_of_any_length() -> None:
+    assert to_text("<p>&#65; &lt;</p>").strip() == "A <"
+    endless = f"&#{'9' * 5000};"
+    assert to_text(f"<p>{endless}</p><p>&lt;</p>").split() == [endless, "<"]
+
+
 ROUGH = st.lists(
     st.sampled_from([*'ab  \t\n\n\r`~\\->1.{}"', "    ", "```", "\u200b", "\u200d", "é", "\u00a0"])
     | st.sampled_from(["\u2028", "\u3000", "\x1c", "\x85", "<p>", "</p>", "&lt;", "<pre>", "</b"]),
@@ -170,6 +176,7 @@ def test_words_and_code_survive(text: str) -> None:
 
 HOSTILE = [" ", "\t ", "a  ", "`", "`a", "\n", "\u200b", "a\u200b", "\\`", "<", "<a ", "<!--"]
 HOSTILE += ['<a x="', "<a b='\"", "</p>", "&lt", "~~~\n", "    a\n\n", "``a`", "[", "\u2028 ", "> "]
+HOSTILE += ["&#9", "9"]
 
 
 @pytest.mark.parametrize("piece", HOSTILE)

@@ -1,6 +1,7 @@
 """Long texts share threads evenly, and are refused where too many wait."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -111,6 +112,56 @@ async def test_a_text_that_nobody_waits_for_is_left_out(threads: TokenizerThread
     assert await tasks[0] == "a"
     assert await threads.run(LONG_CHARACTERS, lambda: "c") == "c"
     assert gate.begun == ["a"]
+
+
+async def test_texts_that_nobody_waits_for_take_no_room(threads: TokenizerThreads) -> None:
+    gate = Gate()
+    running = [asyncio.create_task(threads.run(SHORT, gate.work("x"), "x")) for _ in range(2)]
+    await until(lambda: len(gate.begun) == 2)
+    for _ in range(3):
+        tasks = [
+            asyncio.create_task(threads.run(MAX_WAITING_CHARACTERS // 2, gate.work("gone"), name))
+            for name in "ab"
+        ]
+        await until(lambda: threads.waiting_characters == MAX_WAITING_CHARACTERS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert threads.waiting_characters == 0
+    gate.open()
+    await asyncio.gather(*running)
+    assert await threads.run(SHORT, lambda: "late", "a") == "late"
+    assert gate.begun == ["x", "x"]
+
+
+class Name(str):
+    """A tenant's name that counts how often it is looked at."""
+
+    __slots__ = ()
+    num_looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.num_looks += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+async def test_a_job_costs_no_look_at_all_others(threads: TokenizerThreads) -> None:
+    gate, count = Gate(), 2000
+    running = [asyncio.create_task(threads.run(SHORT, gate.work("x"), "x")) for _ in range(2)]
+    await until(lambda: len(gate.begun) == 2)
+    Name.num_looks = 0
+    tasks = [
+        asyncio.create_task(threads.run(SHORT, functools.partial(int, i), Name(f"t{i % 10}")))
+        for i in range(count)
+    ]
+    await until(lambda: threads.waiting_characters == count * SHORT)
+    gate.open()
+    assert await asyncio.gather(*tasks) == list(range(count))
+    await asyncio.gather(*running)
+    assert threads.waiting_characters == 0
+    assert Name.num_looks < 50 * count
 
 
 async def test_an_error_is_the_callers(threads: TokenizerThreads) -> None:

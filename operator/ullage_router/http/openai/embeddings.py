@@ -89,7 +89,10 @@ class EmbeddingsEndpoint:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
             data = await request.read_json(tenant.name)
             parsing = functools.partial(_parsed, data)
-            body, asked = await service.intake.run(len(data), tenant.name, parsing)
+            try:
+                body, asked = await service.intake.run(len(data), tenant.name, parsing)
+            finally:
+                request.end_turn()
             del data, parsing
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))

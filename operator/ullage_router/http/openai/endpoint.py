@@ -221,7 +221,10 @@ class GenerateEndpoint:
             body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # its time begins when all of the body is there
             parse = functools.partial(self._dialect.parse, body)
-            parsed = await self._intake.run(len(body), tenant.name, parse)
+            try:
+                parsed = await self._intake.run(len(body), tenant.name, parse)
+            finally:
+                request.end_turn()
         except Exception as error:
             record = RequestRecord(record_id)
             # Its frames have the body, and this one would have the error: a cycle.

@@ -228,3 +228,9 @@ def test_arguments_survive_both_syntaxes(arguments: dict[str, Any]) -> None:
         python = f"[f({', '.join(f'{k}={v!r}' for k, v in arguments.items())})]"
         (call,) = parse_python_calls(python) or []
         assert json.loads(call.arguments) == arguments
+
+
+def test_blanks_in_a_fence_end() -> None:
+    """What is quadratic in half a megabyte takes longer than the test may."""
+    assert parse_json_calls(f"```json\n{CALL}{' ' * 500_000}\n```") == parse_json_calls(CALL)
+    assert parse_json_calls(f"```{CALL}{' ' * 500_000}x") is None

@@ -1,0 +1,215 @@
+"""Places of a server's calls, and of their requests that arrive, shared by those who call.
+
+The owner of a place is a tenant, or a peer's address where nobody knows whose a call is. A call
+that sends nothing costs its client nothing, so a place is never held long while others need it.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A place that may be lost: its holder's timeout passes then.
+
+    since
+        when it was taken, on the event loop's clock
+    """
+
+    owner: str
+    timeout: asyncio.Timeout
+    since: float
+    is_lost: bool = False
+
+    def lose(self) -> None:
+        """End what the holder waits for."""
+        self.is_lost = True
+        if not self.timeout.expired():
+            self.timeout.reschedule(self.since)
+
+
+class _Held:
+    """Places that may be lost, by owner, the oldest first."""
+
+    def __init__(self) -> None:
+        self._by_owner: dict[str, dict[Place, None]] = {}
+
+    def add(self, owner: str, timeout: asyncio.Timeout) -> Place:
+        place = Place(owner, timeout, asyncio.get_running_loop().time())
+        self._by_owner.setdefault(owner, {})[place] = None
+        return place
+
+    def remove(self, place: Place) -> bool:
+        """Return whether it was there."""
+        of_owner = self._by_owner.get(place.owner, {})
+        if place not in of_owner:
+            return False
+        del of_owner[place]
+        if not of_owner:
+            del self._by_owner[place.owner]
+        return True
+
+    def oldest_of_greediest(self) -> Place | None:
+        """Return the oldest place of the owner with most."""
+        most = max(self._by_owner.values(), key=len, default=None)
+        return next(iter(most)) if most else None
+
+
+class OpenPlaces:
+    """Places for everybody: a newcomer always has one, and where they are too many, the owner of
+    most loses its oldest."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._held = _Held()
+        self._num_held = 0
+
+    @contextlib.contextmanager
+    def place(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
+        """Hold a place within the block, which the timeout ends once the place is lost."""
+        place = self._held.add(owner, timeout)
+        self._num_held += 1
+        if self._num_held > self._count and (oldest := self._held.oldest_of_greediest()):
+            self._remove(oldest)
+            oldest.lose()
+        try:
+            yield place
+        finally:
+            self._remove(place)
+
+    def _remove(self, place: Place) -> None:
+        if self._held.remove(place):
+            self._num_held -= 1
+
+
+class CallCount:
+    """The calls that a server has, of which one owner has at most half."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._total = 0
+        self._by_owner = Counter[str]()
+
+    def add(self, owner: str) -> bool:
+        """Return False, and count nothing, where there are too many."""
+        if self._total >= self._most or self._by_owner[owner] >= self._most // 2:
+            return False
+        self._total += 1
+        self._by_owner[owner] += 1
+        return True
+
+    def remove(self, owner: str) -> None:
+        self._total -= 1
+        self._by_owner[owner] -= 1
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+
+class ReceiveRoom:
+    """Places for requests that arrive or are parsed, of which one owner has at most half.
+
+    Owners who wait have their turns one after the other. One that has more places than who waits
+    loses the oldest whose request has not come for `grace_s`.
+
+    Args:
+        count: number of places.
+        grace_s: seconds for which no place is lost.
+        wait_s: longest wait in seconds for a place.
+    """
+
+    def __init__(self, count: int, grace_s: float, wait_s: float) -> None:
+        self._count = count
+        self._grace_s = grace_s
+        self._wait_s = wait_s
+        self._num_held = Counter[str]()
+        self._total = 0
+        self._arriving = _Held()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """Turns by owner; the first one that may have a place is next."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextlib.asynccontextmanager
+    async def place(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a place and hold it within the block.
+
+        Raises:
+            TimeoutError: there was none in time.
+        """
+        await self._take(owner)
+        try:
+            yield
+        finally:
+            self._give_back(owner)
+
+    @contextlib.contextmanager
+    def arriving(self, owner: str, timeout: asyncio.Timeout) -> Iterator[Place]:
+        """Hold a place, within the block, as one whose request has not come: it may be lost."""
+        place = self._arriving.add(owner, timeout)
+        self._make_room()
+        try:
+            yield place
+        finally:
+            self._arriving.remove(place)
+
+    async def _take(self, owner: str) -> None:
+        if not self._waiting and self._may_take(owner):
+            self._add(owner)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self._give_turns()
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await asyncio.shield(turn)
+        except BaseException:
+            if not turn.cancel():  # it came at this moment
+                self._give_back(owner)
+            raise
+
+    def _may_take(self, owner: str) -> bool:
+        return self._total < self._count and self._num_held[owner] < self._count // 2
+
+    def _add(self, owner: str) -> None:
+        self._total += 1
+        self._num_held[owner] += 1
+
+    def _give_back(self, owner: str) -> None:
+        self._total -= 1
+        self._num_held[owner] -= 1
+        if not self._num_held[owner]:
+            del self._num_held[owner]
+        if self._waiting:
+            self._give_turns()
+
+    def _give_turns(self) -> None:
+        for owner in list(self._waiting):
+            queue = self._waiting[owner]
+            while queue and queue[0].cancelled():
+                queue.popleft()
+            if queue and self._may_take(owner):
+                queue.popleft().set_result(None)
+                self._add(owner)
+                self._waiting.move_to_end(owner)
+            if not queue:
+                del self._waiting[owner]
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Take a place away for the first who waits for one of others, or do it once it is due."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        half = self._count // 2
+        waiting = next((name for name in self._waiting if self._num_held[name] < half), None)
+        place = self._arriving.oldest_of_greediest() if waiting is not None else None
+        if place is None or self._num_held[place.owner] <= self._num_held[waiting or ""]:
+            return
+        loop = asyncio.get_running_loop()
+        if (due := place.since + self._grace_s) > loop.time():
+            self._timer = loop.call_at(due, self._make_room)
+        else:
+            self._arriving.remove(place)
+            place.lose()
