@@ -318,7 +318,8 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     session_kv_limit: Bytes = 512 << 20
     """Most KV of one session, between its requests and while they run; 0: none is kept, and nothing
     is bounded."""
-    max_kv: Bytes = 20 << 30
+    max_kv: Bytes | None = None
+    """Most KV of a device; None: `kv_limit` has the default."""
     adapter_share: Share = 0.1
     """Share of each device that LoRA adapters may take: as many as fit into it are loaded at a
     time, and one at least."""
@@ -330,6 +331,18 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     """Seconds without a request after which a session's KV is evicted before any other."""
     host_kv: Bytes = 0
     """Host memory for sequences preempted by swapping; 0 recomputes them."""
+
+
+MAX_CPU_KV = 20 << 30
+
+
+def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
+    """Return the most KV bytes of a device; None: all that its budget leaves.
+
+    A GPU's memory is there for nothing else. Of a CPU's, other processes want a part, and KV that
+    its cores cannot read in time is of no use.
+    """
+    return MAX_CPU_KV if memory.max_kv is None and on_cpu else memory.max_kv
 
 
 def default_host_tier(
