@@ -32,6 +32,7 @@ VALUE_SETS = [
     ("podMonitor.enabled=true", "podMonitor.additionalLabels.release=prometheus"),
     ("serviceAccount.create=false", "serviceAccount.name=mine", "rbac.create=false"),
     ("fullnameOverride=other", "image.tag=v1", "imagePullSecrets[0].name=registry"),
+    tuple(f"podSecurityContext.{name}=null" for name in ("runAsUser", "runAsGroup", "fsGroup")),
     ("podLabels.team=x", "podAnnotations.note=y", "nodeSelector.disk=ssd", "priorityClassName=p"),
 ]
 
@@ -287,6 +288,14 @@ def test_the_operator_understands_its_arguments(render, values):
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["ullage-operator"]
     assert arguments_parser().parse_args(container["args"])
+
+
+def test_users_that_are_null_are_left_to_the_cluster(render):
+    names = ("runAsUser", "runAsGroup", "fsGroup")
+    values = (f"podSecurityContext.{name}=null" for name in names)
+    (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
+    context = deployment["spec"]["template"]["spec"]["securityContext"]
+    assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def images(render, *values):

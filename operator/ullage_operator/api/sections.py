@@ -414,3 +414,17 @@ class ServiceAccount(Strict, frozen=True, kw_only=True):
 
 class PullSecret(Strict, frozen=True, kw_only=True):
     name: str
+    name: str | None = None
+    """Account that is there already; None: the operator's own ones."""
+USER = 65532
+"""User and group of the images, and the definition's default."""
+
+
+class SecurityContext(Strict, frozen=True, kw_only=True):
+    """User and groups of all pods; what is None, the cluster or the image chooses."""
+
+    run_as_user: int | None = None
+    run_as_group: int | None = None
+    fs_group: int | None = None
+
+

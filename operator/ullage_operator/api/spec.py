@@ -50,6 +50,7 @@ from ullage_operator.api.sections import (
     PullSecret,
     RolloutSpec,
     RouterSpec,
+    SecurityContext,
     ServiceAccount,
     amount,
     camel,
@@ -196,6 +197,7 @@ class Spec(Strict, frozen=True, kw_only=True):
     image: str | None = None
     allow_fault_injection: bool
     service_account: ServiceAccount
+    security_context: SecurityContext
     image_pull_secrets: tuple[PullSecret, ...] = ()
     router: RouterSpec
     pools: dict[str, PoolSpec]

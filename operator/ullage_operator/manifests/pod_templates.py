@@ -14,7 +14,7 @@ from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.overlay import conflicts, lies_in, over_template, overlap
 from ullage_operator.api.pod_rules import template_problems
-from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
+from ullage_operator.api.sections import USER, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.healing import HUNG_GRACE_S
@@ -77,11 +77,11 @@ def ticket_secrets(service: Service) -> list[MountedSecret]:
     return [MountedSecret("tickets", tickets.secret_name, naming.TICKETS_DIR)] if tickets else []
 
 
-def secret_volumes(secrets: Iterable[MountedSecret]) -> list[Manifest]:
-    # Readable by the pod's own group, fsGroup, and by nobody else.
+def secret_volumes(service: Service, secrets: Iterable[MountedSecret]) -> list[Manifest]:
+    # Readable by the pod's own group, fsGroup, and by nobody else. Without it the files are root's.
+    mode = 0o444 if service.spec.security_context.fs_group is None else 0o440
     return [
-        {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": 0o440}}
-        for s in secrets
+        {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": mode}} for s in secrets
     ]
 
 
@@ -99,7 +99,7 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
         scratch_volume("tmp"),
         memory_volume("shm", shm_size(service, pool)),
         *claim_volumes(service),
-        *secret_volumes(engine_secrets(service)),
+        *secret_volumes(service, engine_secrets(service)),
     ]
 
 
@@ -208,7 +208,6 @@ def claim_mounts(service: Service) -> list[Manifest]:
     ]
 
 
-USER = 65532
 PRE_STOP_S = 15
 """Seconds until nobody sends new work to a pod that ends, once its address is withdrawn."""
 LAST_MARGIN_S = 15
@@ -305,7 +304,7 @@ def own_engine(
 ) -> Manifest:
     """Returns what the operator sets of an engine's pod."""
     spec = {
-        "serviceAccountName": naming.engine_name(service.name),
+        "serviceAccountName": account_name(service, naming.engine_name(service.name)),
         **pod_defaults(service, settings, engine_pre_stop_s(settings)),
         "containers": [engine_container(service, pool, settings)],
         "volumes": engine_volumes(service, pool_name, pool),
@@ -330,7 +329,12 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
             "--engine-id",
             "$(POD_NAME)",
         ],
-        "env": [*ENGINE_ENV, *group_env(pool), *vllm_env(service, pool, settings)],
+        "env": [
+            *ENGINE_ENV,
+            *user_env(service, pool),
+            *group_env(pool),
+            *vllm_env(service, pool, settings),
+        ],
         "ports": [
             port("grpc", naming.GRPC_PORT),
             port("metrics", naming.METRICS_PORT),
@@ -412,13 +416,7 @@ def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
     }
     if not any(source.startswith("hf://") for source in service.spec.sources):
         env["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, so nothing may wait for the hub
-    containers = pool.pod_template.get("spec", {}).get("containers", ())
-    given = {
-        variable["name"]
-        for container in containers
-        if container["name"] == naming.ENGINE
-        for variable in container.get("env", ())
-    }
+    given = given_env(pool)
     return [{"name": name, "value": value} for name, value in env.items() if name not in given]
 
 
@@ -458,14 +456,14 @@ def own_router(service: Service, config: str, settings: Settings) -> Manifest:
         ],
     }
     spec = {
-        "serviceAccountName": naming.router_name(service.name),
+        "serviceAccountName": account_name(service, naming.router_name(service.name)),
         **pod_defaults(service, settings, PRE_STOP_S),
         "terminationGracePeriodSeconds": grace_s(service, PRE_STOP_S) + held_s(service),
         "containers": [container],
         "volumes": [
             config_volume(naming.router_name(service.name)),
             scratch_volume("tmp"),
-            *secret_volumes(secrets),
+            *secret_volumes(service, secrets),
         ],
     }
     match = naming.selector(service.name, naming.ROUTER)
@@ -485,15 +483,7 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace_s(service, pre_stop_s),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            # Or a whole model cache would change hands, file by file, at each start.
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security(service),
         **({"imagePullSecrets": pulled} if pulled else {}),
     }
 
@@ -550,6 +540,27 @@ def router_probes(is_secure: bool) -> Manifest:
 def follower_probes() -> Manifest:
     """Returns the port and probes of a pod that computes a part of an engine: it is ready while its
     group is complete and computes, and is killed when it hangs."""
+def account_name(service: Service, own: str) -> str:
+    """Return the ServiceAccount of pods: the spec's, or the operator's own for them."""
+    return service.spec.service_account.name or own
+
+
+def pod_security(service: Service) -> Manifest:
+    context = service.spec.security_context
+    ids = {
+        "runAsUser": context.run_as_user,
+        "runAsGroup": context.run_as_group,
+        "fsGroup": context.fs_group,
+    }
+    return {
+        "runAsNonRoot": True,
+        **{name: number for name, number in ids.items() if number is not None},
+        # Or a whole model cache would change hands, file by file, at each start.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
     failures = math.ceil(FOLLOWER_START_S / START_PERIOD_S)
     return {
         "ports": [port("probe", naming.PROBE_PORT)],
