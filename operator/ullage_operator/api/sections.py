@@ -314,6 +314,26 @@ class RemoteTierSpec(Strict, frozen=True, kw_only=True):
 
     deadline: Seconds
     copy: bool
+    claim_template: ClaimTemplate | None = None
+
+
+Retention = Literal["retain", "delete"]
+
+
+class ClaimRetention(Strict, frozen=True, kw_only=True):
+    """What becomes of the disks of a claim template."""
+
+    when_deleted: Retention
+    when_scaled: Retention
+
+
+class ResourceClaim(Strict, frozen=True, kw_only=True):
+    """Devices of each pod's own, by dynamic resource allocation."""
+
+    name: str
+    resource_claim_template_name: str
+    request: str | None = None
+    """Which of the claim's requests the engine has; None: all."""
 
 
 class FileTierSpec(Strict, frozen=True, kw_only=True):
@@ -394,6 +414,8 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     memory: MemorySpec
     """The service's memory with the pool's own fields over it."""
     shm_size: int | str | None = None
+    resource_claims: tuple[ResourceClaim, ...] = ()
+    """What gives the pods their GPUs in the place of `gpu_resource_name`."""
     start_timeout: Seconds
     model_cache: ModelCache = ModelCache()
 

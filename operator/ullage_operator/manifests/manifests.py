@@ -25,6 +25,7 @@ from ullage_operator.manifests.pod_templates import (
     engine_template,
     follower_template,
     router_template,
+    volume_claim_templates,
 )
 
 Manifest = dict[str, Any]
@@ -135,6 +136,26 @@ def pool_objects(
 
 
 def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
+def disks(pool_name: str, pool: PoolSpec) -> Manifest:
+    """Return what a StatefulSet says of its pods' disks; nothing where they have none.
+
+    A canary's are of no use once it ends: those of the engines that follow it are others.
+    """
+    templates = volume_claim_templates(pool)
+    if not templates:
+        return {}
+    policy = pool.persistent_volume_claim_retention_policy
+    whens = {"whenDeleted": policy.when_deleted, "whenScaled": policy.when_scaled}
+    if naming.is_canary_pool(pool_name):
+        whens = dict.fromkeys(whens, "delete")
+    return {
+        "volumeClaimTemplates": templates,
+        "persistentVolumeClaimRetentionPolicy": {
+            name: word.capitalize() for name, word in whens.items()
+        },
+    }
+
+
     """Returns the selector of a pool's disruption budget, which takes in all pods of its engines.
 
     One pod that is away leaves no member of its group ready. So a budget of one pod protects all

@@ -116,9 +116,33 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
     ]
 
 
-def cache_volume(cache: ModelCache) -> Manifest:
-    """Downloads and compiled kernels; shared by pods only where the spec names a place for it."""
-    return storage_volume("cache", cache.claim_name, cache.host_path, cache.size_limit)
+CACHE_VOLUME = "cache"
+
+
+def cache_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
+    """Downloads and compiled kernels, which pods share only where the spec names a place for them;
+    nothing where each pod has a disk, which its StatefulSet mounts."""
+    cache = pool.model_cache
+    if cache.claim_template:
+        return []
+    limit = cache.size_limit
+    if limit is None and (size := cache_bytes(service, pool)):
+        limit = f"{CACHE_LIMIT * size >> 20}Mi"
+    return [storage_volume(CACHE_VOLUME, cache.claim_name, cache.host_path, limit)]
+
+
+def volume_claim_templates(pool: PoolSpec) -> list[Manifest]:
+    """Return the disks of each pod of a StatefulSet."""
+    template = pool.model_cache.claim_template
+    if template is None:
+        return []
+    spec: Manifest = {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": canonical(template.size)}},
+    }
+    if template.storage_class_name is not None:
+        spec["storageClassName"] = template.storage_class_name
+    return [{"metadata": {"name": CACHE_VOLUME}, "spec": spec}]
 
 
 def storage_volume(
@@ -299,6 +323,7 @@ def completed(given: Manifest, own: Manifest) -> Manifest:
     return over_template(given, {**own, "spec": own["spec"] | (constraints if spread else {})})
 
 
+        **claims_of_pods(pool),
 def own_engine(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
@@ -340,8 +365,44 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
             port("metrics", naming.METRICS_PORT),
             port("probe", naming.PROBE_PORT),
         ],
-        "resources": engine_resources(service, pool, settings),
+        "resources": engine_resources(service, pool, settings) | claims_of_container(pool),
         "securityContext": container_security(),
+def claims_of_pods(pool: PoolSpec) -> Manifest:
+    """Return what pods claim of devices; nothing where they ask for them by limits."""
+    claims = [
+        {"name": each.name, "resourceClaimTemplateName": each.resource_claim_template_name}
+        for each in pool.resource_claims
+    ]
+    return {"resourceClaims": claims} if claims else {}
+
+
+def claims_of_container(pool: PoolSpec) -> Manifest:
+    """Return what an engine's container has of its pod's claims."""
+    claims = [
+        {"name": each.name, **({"request": each.request} if each.request else {})}
+        for each in pool.resource_claims
+    ]
+    return {"claims": claims} if claims else {}
+
+
+def user_env(service: Service, pool: PoolSpec) -> list[Manifest]:
+    """Return a name for a user that the image does not know: torch and Triton put it into paths."""
+    if service.spec.security_context.run_as_user == USER or "USER" in given_env(pool):
+        return []
+    return [{"name": "USER", "value": "ullage"}]
+
+
+def given_env(pool: PoolSpec) -> set[str]:
+    """Return the names of variables that a pod template gives to engines."""
+    containers = pool.pod_template.get("spec", {}).get("containers", ())
+    return {
+        variable["name"]
+        for container in containers
+        if container["name"] == naming.ENGINE
+        for variable in container.get("env", ())
+    }
+
+
         "startupProbe": killing(grpc_probe("readiness", START_PERIOD_S, failures, is_secure)),
         "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
         # Lenient: a busy engine is not a dead one.

@@ -45,14 +45,15 @@ _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 
 
 def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
-    """The pool's own resources over defaults, and its GPUs unless it computes on the CPU.
+    """The pool's own resources over defaults, and its GPUs unless it computes on the CPU or claims
+    them.
 
     GPUs are limits, by which the DCGM exporter, too, tells whose they are.
     """
     size = _engine_bytes(service, pool, vllm=is_vllm(service.spec, pool, settings))
     requests = {"cpu": f"{_WORKER_MILLICPU * pool.gpus_per_pod}m", "memory": f"{size // _MIB}Mi"}
     resources = _over(pool.resources, {"requests": requests})
-    if service.spec.device != "cpu":
+    if service.spec.device != "cpu" and not pool.resource_claims:
         resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus_per_pod)
     return resources
 
