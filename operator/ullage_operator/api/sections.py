@@ -303,17 +303,17 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
 SINGLE, LARGE = "single", "large"
 
 
+class ClaimTemplate(Strict, frozen=True, kw_only=True):
+    """A disk of each pod's own."""
+
+    size: int | str
+    storage_class_name: str | None = None
+
+
 class ModelCache(Strict, frozen=True, kw_only=True):
     claim_name: str | None = None
     host_path: str | None = None
     size_limit: int | str | None = None
-
-
-class RemoteTierSpec(Strict, frozen=True, kw_only=True):
-    """KV of the other engines of a pool, which find one another by the pool's Service."""
-
-    deadline: Seconds
-    copy: bool
     claim_template: ClaimTemplate | None = None
 
 
@@ -334,6 +334,13 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
     resource_claim_template_name: str
     request: str | None = None
     """Which of the claim's requests the engine has; None: all."""
+
+
+class RemoteTierSpec(Strict, frozen=True, kw_only=True):
+    """KV of the other engines of a pool, which find one another by the pool's Service."""
+
+    deadline: Seconds
+    copy: bool
 
 
 class FileTierSpec(Strict, frozen=True, kw_only=True):
@@ -407,6 +414,8 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     nodes: int
     """Pods that an engine spans."""
     gpu_resource_name: str
+    resource_claims: tuple[ResourceClaim, ...] = ()
+    """What gives the pods their GPUs in the place of `gpu_resource_name`."""
     parallelism: RankGrid
     micro_batches: int
     standby_worker: bool = False
@@ -414,10 +423,9 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     memory: MemorySpec
     """The service's memory with the pool's own fields over it."""
     shm_size: int | str | None = None
-    resource_claims: tuple[ResourceClaim, ...] = ()
-    """What gives the pods their GPUs in the place of `gpu_resource_name`."""
     start_timeout: Seconds
     model_cache: ModelCache = ModelCache()
+    persistent_volume_claim_retention_policy: ClaimRetention
 
     @property
     def gpus_per_pod(self) -> int:
@@ -431,13 +439,11 @@ class RouterSpec(PodSection, frozen=True, kw_only=True):
 
 
 class ServiceAccount(Strict, frozen=True, kw_only=True):
+    name: str | None = None
+    """Account that is there already; None: the operator's own ones."""
     annotations: dict[str, str] = field(default_factory=dict)
 
 
-class PullSecret(Strict, frozen=True, kw_only=True):
-    name: str
-    name: str | None = None
-    """Account that is there already; None: the operator's own ones."""
 USER = 65532
 """User and group of the images, and the definition's default."""
 
@@ -450,3 +456,5 @@ class SecurityContext(Strict, frozen=True, kw_only=True):
     fs_group: int | None = None
 
 
+class PullSecret(Strict, frozen=True, kw_only=True):
+    name: str

@@ -429,7 +429,9 @@ def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
             for name, value in each.items()
         }
         amounts["shmSize"] = section.get("shmSize", 0)
-        amounts["modelCache.sizeLimit"] = section.get("modelCache", {}).get("sizeLimit", 0)
+        cache = section.get("modelCache", {})
+        amounts["modelCache.sizeLimit"] = cache.get("sizeLimit", 0)
+        amounts["modelCache.claimTemplate.size"] = cache.get("claimTemplate", {}).get("size", 0)
         for path, value in amounts.items():
             try:
                 amount(value)

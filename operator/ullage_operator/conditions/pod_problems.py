@@ -236,7 +236,7 @@ def _claim_templates(pod: Pod) -> list[str]:
 
 
 def _asks(pod: Pod) -> str:
-    """Its GPUs and the like, as `4 nvidia.com/gpu`."""
+    """Its GPUs and the like, as `4 nvidia.com/gpu`, or the templates of its claims."""
     limits = _limits(pod)
     asked = [f"{size} {name}" for name, size in sorted(limits.items())]
     return ", ".join([*asked, *(f"a claim of {each}" for each in _claim_templates(pod))])
@@ -293,6 +293,13 @@ def _memory_remedy(pod: Pod, pool: str) -> str:
     return (
         f"its containers request {amounts or 'no'} memory, which is an estimate where {pool} says "
         f"nothing: set {pool}.resources.requests.memory to what they need, or add a node"
+    )
+
+
+def _disk_remedy(pool: str) -> str:
+    return (
+        f"set {pool}.resources.requests.ephemeral-storage to what the pod needs of its node's "
+        f"disk, or give each pod a disk of its own by {pool}.modelCache.claimTemplate"
     )
 
 
@@ -399,7 +406,13 @@ def _failed(pod: Pod, now: datetime) -> PodProblem | None:
         return None
     reason = status.get("reason") or "PodFailed"
     message = status.get("message", "").strip() or "no reason given"
-    return _problem(pod, reason, f"{message}; it is being replaced")
+    remedy = "it is being replaced"
+    if f'EmptyDir volume "{_CACHE}"' in message:
+        cache = f"{_section(pod)}.modelCache"
+        remedy = f"raise {cache}.sizeLimit, or give each pod a disk by {cache}.claimTemplate"
+    elif "ephemeral-storage" in message or "ephemeral local storage" in message:
+        remedy = _disk_remedy(_section(pod))
+    return _problem(pod, reason, f"{message}; {remedy}")
 
 
 def _creating(pod: Pod, now: datetime) -> PodProblem | None:

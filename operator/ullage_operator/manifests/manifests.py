@@ -122,6 +122,7 @@ def pool_objects(
         "updateStrategy": {"type": "RollingUpdate"},
         "selector": {"matchLabels": match},
         "template": template,
+        **disks(pool_name, pool),
     }
     build = Builder(service, naming.ENGINE, pool_name)
     return [
@@ -135,7 +136,6 @@ def pool_objects(
     ]
 
 
-def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
 def disks(pool_name: str, pool: PoolSpec) -> Manifest:
     """Return what a StatefulSet says of its pods' disks; nothing where they have none.
 
@@ -156,6 +156,7 @@ def disks(pool_name: str, pool: PoolSpec) -> Manifest:
     }
 
 
+def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
     """Returns the selector of a pool's disruption budget, which takes in all pods of its engines.
 
     One pod that is away leaves no member of its group ready. So a budget of one pod protects all
@@ -203,6 +204,7 @@ def group_objects(
         "updateStrategy": {"type": "OnDelete"},
         "selector": {"matchLabels": match},
         "template": template,
+        **disks(pool_name, pool),
     }
     build = Builder(service, naming.FOLLOWER, group)
     # vLLM and NCCL choose their ports freely.

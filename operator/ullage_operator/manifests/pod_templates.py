@@ -12,7 +12,7 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
-from ullage_operator.api.overlay import conflicts, lies_in, over_template, overlap
+from ullage_operator.api.overlay import conflicts, over_template, overlap
 from ullage_operator.api.pod_rules import template_problems
 from ullage_operator.api.sections import USER, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
@@ -20,7 +20,14 @@ from ullage_operator.autoscaling import may_sleep
 from ullage_operator.healing import HUNG_GRACE_S
 from ullage_operator.manifests.config_files import digest
 from ullage_operator.manifests.engine_choice import engine_image, may_be_vllm
-from ullage_operator.manifests.resources import engine_resources, router_resources
+from ullage_operator.manifests.resources import (
+    CACHE_LIMIT,
+    cache_bytes,
+    engine_resources,
+    kv_file_bytes,
+    kv_holders,
+    router_resources,
+)
 
 Manifest = dict[str, Any]
 
@@ -94,7 +101,7 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
         config_volume(naming.pool_name(service.name, pool_name)),
         # In memory: weights there outlive a worker, so that its restart takes seconds.
         memory_volume("run"),
-        cache_volume(pool.model_cache),
+        *cache_volumes(service, pool),
         *kv_volumes(pool),
         scratch_volume("tmp"),
         memory_volume("shm", shm_size(service, pool)),
@@ -159,10 +166,6 @@ def storage_volume(
 
 
 KV_VOLUME = "kv"
-KV_MARGIN_BYTES = 64 << 20
-"""What the file tier may take of its volume beside its files' bytes, with a sixteenth of them: the
-file system's own, and what is written while something older is removed. Beyond it the pod would be
-evicted."""
 
 
 def kv_volumes(pool: PoolSpec) -> list[Manifest]:
@@ -170,8 +173,8 @@ def kv_volumes(pool: PoolSpec) -> list[Manifest]:
     file = pool.memory.tiers.file
     if file is None or not kv_mounts(pool):
         return []
-    limit = file.size + file.size // 16 + KV_MARGIN_BYTES
-    return [storage_volume(KV_VOLUME, file.claim_name, file.host_path, f"{limit >> 20}Mi")]
+    limit = f"{kv_file_bytes(file.size) >> 20}Mi"
+    return [storage_volume(KV_VOLUME, file.claim_name, file.host_path, limit)]
 
 
 def kv_mounts(pool: PoolSpec) -> list[Manifest]:
@@ -179,18 +182,6 @@ def kv_mounts(pool: PoolSpec) -> list[Manifest]:
     if file is None or (kv_holders(pool) and not (file.claim_name or file.host_path)):
         return []
     return [{"name": KV_VOLUME, "mountPath": file.folder}]
-
-
-def kv_holders(pool: PoolSpec) -> list[Manifest]:
-    """Returns the mounts of a pool's pod template that hold the folder of its file tier."""
-    file, containers = pool.memory.tiers.file, pool.pod_template.get("spec", {}).get("containers")
-    return [
-        mount
-        for container in containers or ()
-        if file and container["name"] == naming.ENGINE
-        for mount in container.get("volumeMounts") or ()
-        if isinstance(mount, dict) and lies_in(file.folder, mount.get("mountPath", "-"))
-    ]
 
 
 def config_volume(config_map: str) -> Manifest:
@@ -323,7 +314,6 @@ def completed(given: Manifest, own: Manifest) -> Manifest:
     return over_template(given, {**own, "spec": own["spec"] | (constraints if spread else {})})
 
 
-        **claims_of_pods(pool),
 def own_engine(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
@@ -333,6 +323,7 @@ def own_engine(
         **pod_defaults(service, settings, engine_pre_stop_s(settings)),
         "containers": [engine_container(service, pool, settings)],
         "volumes": engine_volumes(service, pool_name, pool),
+        **claims_of_pods(pool),
     }
     match = naming.selector(service.name, naming.ENGINE, pool_name)
     return {"metadata": metadata(match, config), "spec": spec}
@@ -367,6 +358,15 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
         ],
         "resources": engine_resources(service, pool, settings) | claims_of_container(pool),
         "securityContext": container_security(),
+        "startupProbe": killing(grpc_probe("readiness", START_PERIOD_S, failures, is_secure)),
+        "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
+        # Lenient: a busy engine is not a dead one.
+        "livenessProbe": killing(grpc_probe("liveness", 10, 10, is_secure)),
+        "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
+        "volumeMounts": engine_mounts(service, pool),
+    }
+
+
 def claims_of_pods(pool: PoolSpec) -> Manifest:
     """Return what pods claim of devices; nothing where they ask for them by limits."""
     claims = [
@@ -400,15 +400,6 @@ def given_env(pool: PoolSpec) -> set[str]:
         for container in containers
         if container["name"] == naming.ENGINE
         for variable in container.get("env", ())
-    }
-
-
-        "startupProbe": killing(grpc_probe("readiness", START_PERIOD_S, failures, is_secure)),
-        "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
-        # Lenient: a busy engine is not a dead one.
-        "livenessProbe": killing(grpc_probe("liveness", 10, 10, is_secure)),
-        "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
-        "volumeMounts": engine_mounts(service, pool),
     }
 
 
@@ -549,6 +540,27 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
     }
 
 
+def account_name(service: Service, own: str) -> str:
+    """Return the ServiceAccount of pods: the spec's, or the operator's own for them."""
+    return service.spec.service_account.name or own
+
+
+def pod_security(service: Service) -> Manifest:
+    context = service.spec.security_context
+    ids = {
+        "runAsUser": context.run_as_user,
+        "runAsGroup": context.run_as_group,
+        "fsGroup": context.fs_group,
+    }
+    return {
+        "runAsNonRoot": True,
+        **{name: number for name, number in ids.items() if number is not None},
+        # Or a whole model cache would change hands, file by file, at each start.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
 def engine_pre_stop_s(settings: Settings) -> int:
     """Routers know engines by DNS, which withdraws an address late, and tells one that takes its
     place late: until then the engine that ends must serve."""
@@ -601,27 +613,6 @@ def router_probes(is_secure: bool) -> Manifest:
 def follower_probes() -> Manifest:
     """Returns the port and probes of a pod that computes a part of an engine: it is ready while its
     group is complete and computes, and is killed when it hangs."""
-def account_name(service: Service, own: str) -> str:
-    """Return the ServiceAccount of pods: the spec's, or the operator's own for them."""
-    return service.spec.service_account.name or own
-
-
-def pod_security(service: Service) -> Manifest:
-    context = service.spec.security_context
-    ids = {
-        "runAsUser": context.run_as_user,
-        "runAsGroup": context.run_as_group,
-        "fsGroup": context.fs_group,
-    }
-    return {
-        "runAsNonRoot": True,
-        **{name: number for name, number in ids.items() if number is not None},
-        # Or a whole model cache would change hands, file by file, at each start.
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-
-
     failures = math.ceil(FOLLOWER_START_S / START_PERIOD_S)
     return {
         "ports": [port("probe", naming.PROBE_PORT)],

@@ -55,7 +55,7 @@ SAME_ANSWERS = ("batching", "limits")
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
 """Sections with fields of the API, and those in them; other maps are filled by people."""
-NOT_OF_A_POOL = ("replicas", "autoscaling")
+NOT_OF_A_POOL = ("replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
 
 
 def release_of(service: Service, settings: Settings) -> Release:
