@@ -37,6 +37,7 @@ from ullage_common.config.router import (
     StreamingSection,
     TenantRules,
 )
+from ullage_common.process.addresses import split
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
@@ -73,6 +74,10 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
     tls: StepTLSSpec | None = None
     key_secret_name: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.address:
+            split(self.address)
+
     def name(self, service: str) -> str:
         """Returns the step's name in headers, metrics and logs.
 
@@ -94,7 +99,7 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
             return self.tls.server_name
         if self.service:
             return f"{naming.router_name(self.service)}.{namespace}.svc"
-        return self.target.rpartition(":")[0]
+        return split(self.target)[0]
 
 
 class CascadeSpec(Strict, frozen=True, kw_only=True):

@@ -598,7 +598,7 @@ def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]
         if is_taken and "resourceClaims" not in live["spec"]["template"]["spec"]:
             message = (
                 f"spec.pools.{name}.resourceClaims: the API server keeps no claims of pods, "
-                "so they have no GPUs; use Kubernetes 1.34 or newer, turn DynamicResourceAllocation "
+                "so they have no GPUs; use Kubernetes 1.34, turn DynamicResourceAllocation "
                 "on, or leave resourceClaims out, for limits of gpuResourceName"
             )
             problems.append(PodProblem("", "ClaimsDropped", message, blocks=False))

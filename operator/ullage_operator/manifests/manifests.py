@@ -65,7 +65,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
     return [
         build.account(name),
         build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
-        build.object("v1", "Service", name, {"selector": match, "ports": ports}),
+        build.service(name, {"selector": match, "ports": ports}),
         build.network_policy(name, match, policy),
         *build.disruption_budget(name, {"matchLabels": match}, service.spec.router.replicas),
         build.object("apps/v1", "Deployment", name, deployment),
@@ -127,7 +127,7 @@ def pool_objects(
     build = Builder(service, naming.ENGINE, pool_name)
     return [
         build.config_map(name, naming.ENGINE_CONFIG, config),
-        build.object("v1", "Service", name, headless),
+        build.service(name, headless),
         *build.disruption_budget(
             name, budget_selector(service, pool_name, pool), max_engines(pool)
         ),
@@ -210,7 +210,7 @@ def group_objects(
     # vLLM and NCCL choose their ports freely.
     policy = {"ingress": [{"from": members}]}
     return [
-        build.object("v1", "Service", name, rendezvous),
+        build.service(name, rendezvous),
         build.network_policy(f"{name}-leaders", leaders, policy),
         build.network_policy(name, match, policy),
         build.object("apps/v1", "StatefulSet", name, stateful_set),
@@ -251,6 +251,10 @@ class Builder:
             "metadata": self.metadata(name),
             "spec": spec,
         }
+
+    def service(self, name: str, spec: Manifest) -> Manifest:
+        """Builds a Service, which has addresses of IPv4 and IPv6 where the cluster has both."""
+        return self.object("v1", "Service", name, {"ipFamilyPolicy": "PreferDualStack", **spec})
 
     def config_map(
         self, name: str, key: str, text: str, more: dict[str, str] | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ullage_common.process import addresses
 from ullage_common.process.config_file import (
     Bytes,
     LogLevel,
@@ -273,9 +274,7 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for peer in self.peers:
-            host, _, port = peer.rpartition(":")
-            if not (host and port.isdecimal()):
-                raise ValueError(f"peers has {peer!r}; write host:port, such as demo-single:9000")
+            addresses.split(peer)
 
 
 DEFAULT_HOST_TIER = 256 << 20
@@ -432,7 +431,8 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     engine_id: str = "engine-0"
     """Id of the engine, unique in the service; the pod's name on Kubernetes."""
     pool: str = "single"
-    host: str = "0.0.0.0"
+    host: str | None = None
+    """Address to listen at; None: every address, of IPv4 and IPv6."""
     grpc_port: int = 9000
     metrics_port: int = 9090
     probe_port: int | None = None
