@@ -347,7 +347,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
         ],
         "env": [
             *ENGINE_ENV,
-            *user_env(service, pool),
+            *user_env(service, pool, settings),
             *group_env(pool),
             *vllm_env(service, pool, settings),
         ],
@@ -385,9 +385,10 @@ def claims_of_container(pool: PoolSpec) -> Manifest:
     return {"claims": claims} if claims else {}
 
 
-def user_env(service: Service, pool: PoolSpec) -> list[Manifest]:
+def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
     """Return a name for a user that the image does not know: torch and Triton put it into paths."""
-    if service.spec.security_context.run_as_user == USER or "USER" in given_env(pool):
+    is_known = service.spec.security_context.run_as_user == USER or not settings.on_kubernetes
+    if is_known or "USER" in given_env(pool):
         return []
     return [{"name": "USER", "value": "ullage"}]
 
