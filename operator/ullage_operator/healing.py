@@ -16,6 +16,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from ullage.headroom.v1 import headroom_pb2
+from ullage_common.process.addresses import joined
 from ullage_operator.api import naming
 from ullage_operator.api.spec import HealingSpec
 from ullage_operator.conditions.conditions import timestamp
@@ -373,7 +374,7 @@ def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTa
     return {
         pod["metadata"]["uid"]: EngineTarget(
             pool_of(pod),
-            _address(pod["status"]["podIP"]),
+            joined(pod["status"]["podIP"], naming.PROBE_PORT),
             min_health,
             TRIAL_INTERVAL_MS if naming.is_canary_pool(pool_of(pod)) else REPORT_INTERVAL_MS,
         )
@@ -385,10 +386,6 @@ def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTa
 def _is_reachable(pod: Pod) -> bool:
     has_address = bool(pod.get("status", {}).get("podIP"))
     return has_address and has_started(pod) and not _is_terminating(pod)
-
-
-def _address(ip: str) -> str:
-    return f"[{ip}]:{naming.PROBE_PORT}" if ":" in ip else f"{ip}:{naming.PROBE_PORT}"
 
 
 def _is_terminating(pod: Pod) -> bool:

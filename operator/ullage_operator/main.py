@@ -20,7 +20,7 @@ from ullage_operator.api.spec import VERSION, Settings
 from ullage_operator.controller.controller import Controller, Options
 from ullage_operator.kube.connection import load_configuration
 from ullage_operator.kube.leader_election import Times, own_namespace
-from ullage_operator.kube.operator import Operator
+from ullage_operator.kube.operator import Operator, PortTaken
 
 log = logging.getLogger(__name__)
 PROBES_PORT = 8081
@@ -53,7 +53,9 @@ def arguments_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="serve this namespace only; may be given several times (default: all)",
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address of probes and metrics")
+    parser.add_argument(
+        "--host", help="address of probes and metrics (default: all, of IPv4 and IPv6)"
+    )
     parser.add_argument(
         "--probes-port", type=int, default=PROBES_PORT, help="port of /healthz (%(default)s)"
     )
@@ -150,6 +152,9 @@ def main(arguments: Sequence[str] | None = None, defaults: Options | None = None
         return 2
     try:
         asyncio.run(operator.run(options.host, options.probes_port))
+    except PortTaken as error:
+        print(f"error: port {options.probes_port} for probes: {error}", file=sys.stderr)
+        return 2
     finally:
         stop_metrics()
     return 0

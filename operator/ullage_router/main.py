@@ -18,6 +18,7 @@ from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
 from ullage_common import version
 from ullage_common.config.router import GRPCSection, ProbesSection, RouterConfig
 from ullage_common.process import logs
+from ullage_common.process.addresses import host_of, joined
 from ullage_common.process.config_file import ConfigError, read_file, warn_unknown
 from ullage_common.process.memory import return_large_blocks
 from ullage_common.process.stacks import dump_loop_on_signal
@@ -236,7 +237,7 @@ def _bind(
     at: GRPCSection | ProbesSection,
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
-    address = f"{at.host}:{at.port}"
+    address = joined(host_of(at.host), at.port)
     try:
         return bind(server, address, credentials)
     except RuntimeError as error:

@@ -2,6 +2,8 @@
 
 import itertools
 import re
+import subprocess
+import sys
 import tomllib
 import warnings
 from datetime import UTC, datetime
@@ -9,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
+from ullage_testing.ports import free_port
 
+from ullage_common.process.logs import serve_metrics
 from ullage_operator.api.naming import OWNED, operator_selector, selector
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.plan import Observed, plan
@@ -32,6 +37,7 @@ VALUE_SETS = [
     ("podMonitor.enabled=true", "podMonitor.additionalLabels.release=prometheus"),
     ("serviceAccount.create=false", "serviceAccount.name=mine", "rbac.create=false"),
     ("fullnameOverride=other", "image.tag=v1", "imagePullSecrets[0].name=registry"),
+    tuple(f"podSecurityContext.{name}=null" for name in ("runAsUser", "runAsGroup", "fsGroup")),
     ("podLabels.team=x", "podAnnotations.note=y", "nodeSelector.disk=ssd", "priorityClassName=p"),
 ]
 
@@ -287,6 +293,31 @@ def test_the_operator_understands_its_arguments(render, values):
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["ullage-operator"]
     assert arguments_parser().parse_args(container["args"])
+
+
+def test_users_that_are_null_are_left_to_the_cluster(render):
+    names = ("runAsUser", "runAsGroup", "fsGroup")
+    values = (f"podSecurityContext.{name}=null" for name in names)
+    (deployment,) = by_kind(render("crds.enabled=false", *values), "Deployment")
+    context = deployment["spec"]["template"]["spec"]["securityContext"]
+    assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_test_of_a_release_reaches_services_of_both_families(render, host):
+    (pod,) = (obj for obj in render("crds.enabled=false") if obj["kind"] == "Pod")
+    [container] = pod["spec"]["containers"]
+    [script] = container["args"]
+    port = free_port()
+    stop = serve_metrics(CollectorRegistry(), port, host, lambda: True)
+    try:
+        script = re.sub(r"\$\([A-Z_]+_SERVICE_HOST\)", host, script).replace("9090", str(port))
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        )
+    finally:
+        stop()
+    assert (done.returncode, done.stdout) == (0, "ready\n\n"), done.stderr
 
 
 def images(render, *values):

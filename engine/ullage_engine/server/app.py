@@ -24,6 +24,7 @@ from ullage.kv.v1 import kv_pb2_grpc
 from ullage_common.chat.special_tokens import GuardedTokenizer, SpecialTokenGuard
 from ullage_common.chat.template import ChatTemplate, ChatTemplateError
 from ullage_common.config.engine import EngineConfig, default_host_tier
+from ullage_common.process.addresses import host_of, joined
 from ullage_common.process.config_file import ConfigError
 from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import free_bytes, trim_heap
@@ -372,7 +373,7 @@ class EngineApp:
         try:
             return serve_metrics(self._metrics.registry, server.metrics_port, server.host)
         except OSError as error:
-            address = f"{server.host}:{server.metrics_port}"
+            address = joined(host_of(server.host), server.metrics_port)
             raise AppError(
                 f"server.metrics_port: cannot listen on {address} ({error.strerror}); "
                 "choose a free port"
@@ -497,17 +498,18 @@ def _make_run_dir(path: Path) -> None:
 def _bind(
     field: str,
     server: grpc.aio.Server,
-    host: str,
+    host: str | None,
     port: int,
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
+    address = joined(host_of(host), port)
     try:
-        bound = bind(server, f"{host}:{port}", credentials)
+        bound = bind(server, address, credentials)
     except RuntimeError:
         bound = 0
     if not bound:
         raise AppError(
-            f"server.{field}: cannot listen on {host}:{port}; choose a free port and own host"
+            f"server.{field}: cannot listen on {address}; choose a free port and own host"
         )
     return bound
 

@@ -26,6 +26,7 @@ import msgspec
 
 from ullage_common.config.engine import EngineConfig, GroupSection, follower_place
 from ullage_common.process import logs
+from ullage_common.process.addresses import listen
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
 from ullage_engine.protocol.messages import Loading
@@ -158,19 +159,6 @@ def _unmapped(address: str) -> str:
 # the leader -----------------------------------------------------------------------------------
 
 
-def listen(port: int) -> socket.socket:
-    """Opens a leader's port, for followers on IPv4 and IPv6.
-
-    Raises:
-        OSError: it is taken.
-    """
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
-        )
-    return socket.create_server(("", port), backlog=128)
-
-
 class Leader:
     """Waits for followers, then ends with the first of them that ends."""
 
@@ -287,7 +275,7 @@ def lead(group: GroupSection, report: Report, rank_bytes: int) -> Node:
         WorkerStartError: the port is taken.
     """
     try:
-        listener = listen(group.join_port)
+        listener = listen(None, group.join_port)
     except OSError as error:
         raise WorkerStartError(
             f"group.join_port: cannot listen at {group.join_port} ({error.strerror}); set another"
@@ -464,7 +452,7 @@ def follow(arguments: Sequence[str]) -> int:
     leader, rank = follower_place(options.index, config.group.nodes)
     health = FollowerHealth()
     if config.server.probe_port is not None:
-        health.serve(listen(config.server.probe_port))
+        health.serve(listen(None, config.server.probe_port))
     logs.configure(config.server.log_level, fields={"node": rank})
     host = options.leader.replace("{group}", str(leader))
     command = [sys.executable, "-m", "ullage_engine.vllm_worker", "--node", str(rank)]

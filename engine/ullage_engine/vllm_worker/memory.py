@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ullage_common.config.engine import EngineConfig
+from ullage_common.config.engine import EngineConfig, kv_limit
 from ullage_common.process.memory import free_bytes
 from ullage_engine.memory.ledger import Ledger, mib
 from ullage_engine.memory.shared_device import largest_share_of_others, own_bytes
@@ -178,11 +178,12 @@ class StartMemory:
         share = ledger.available_bytes // self._num_ranks
         if share <= 0:
             raise ledger.shortage("kv_pool", 1 << 20)
-        limit = config.memory.max_kv
+        limit = kv_limit(config.memory, on_cpu=self.is_cpu)
+        bound = share if limit is None else min(share, limit)
         if most is not None:
-            limit = min(limit, most // self._num_ranks)
-        log.info("KV: %s are free a rank, at most %s are taken", mib(share), mib(limit))
-        return [min(share, limit, share if self.is_cpu else size) for size in vllm_bytes]
+            bound = min(bound, most // self._num_ranks)
+        log.info("KV: %s are free a rank, at most %s are taken", mib(share), mib(bound))
+        return [min(bound, bound if self.is_cpu else size) for size in vllm_bytes]
 
     def _contexts(self, free_first: list[int]) -> list[int]:
         """Return the bytes of each rank's context, libraries and buffers of transfers.

@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 import ullage_engine
-from ullage_common.config.engine import EngineConfig
+from ullage_common.config.engine import EngineConfig, kv_limit
 from ullage_common.process.memory import free_bytes
 from ullage_common.wire.fingerprint import Fingerprint, fingerprint_of
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.kernels.kv_pool import LAYOUT_VERSION, kv_block_bytes
 from ullage_engine.kernels.ranges import ranges
 from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
-from ullage_engine.memory.ledger import mib, wrong_price
+from ullage_engine.memory.ledger import Ledger, mib, wrong_price
 from ullage_engine.model_config.dtypes import dtype_name, is_emulated, kv_itemsize, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import ALIGNMENT, LoadedModel, check_loaded, load_weights
@@ -546,21 +546,13 @@ class RankStartup:
             log.warning("this processor emulates bfloat16, slowly; model.dtype auto is faster here")
 
     def _fitting_blocks(self) -> int:
-        """Counts whole KV blocks that fit, at least those of the largest prompt chunk.
+        """Count the KV blocks that fit.
 
         A rank whose layers keep no KV does not limit the others.
         """
-        limits, memory, ledger = self.step_limits, self.config.memory, self.ledger
-        block = self.runner.kv_block_bytes
-        needed = -(-self.limits.prompt_tokens // limits.block_tokens) * block
-        if memory.max_kv < needed:
-            raise WorkerStartError(
-                f"memory.maxKV: {mib(memory.max_kv)} is less than the {mib(needed)} of KV that one "
-                f"prompt chunk needs; set {mib(needed + block)} or more"
-            )
-        if ledger.available_bytes < needed:
-            raise ledger.shortage("kv_pool", needed)
-        return min(memory.max_kv, ledger.available_bytes) // max(1, block)
+        chunk_blocks = -(-self.limits.prompt_tokens // self.step_limits.block_tokens)
+        limit = kv_limit(self.config.memory, on_cpu=self.device.type == "cpu")
+        return fitting_blocks(self.ledger, limit, self.runner.kv_block_bytes, chunk_blocks)
 
     def _reserve_host_kv(self) -> None:
         host_kv, block = self.config.memory.host_kv, self.block_bytes
@@ -736,6 +728,28 @@ class RankStartup:
             self._report(Loading(stage=stage, done_bytes=done, total_bytes=total))
 
         return report
+
+
+def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_blocks: int) -> int:
+    """Count the whole KV blocks that fit a device, at least those of the largest prompt chunk.
+
+    Args:
+        limit: most bytes of them; None: all that the ledger has left.
+
+    Raises:
+        WorkerStartError: the limit holds no chunk.
+        LedgerError: the device does not.
+    """
+    needed = chunk_blocks * block_bytes
+    if limit is not None and limit < needed:
+        raise WorkerStartError(
+            f"memory.maxKV: {mib(limit)} is less than the {mib(needed)} of KV that one "
+            f"prompt chunk needs; set {mib(needed + block_bytes)} or more"
+        )
+    available = ledger.available_bytes
+    if available < needed:
+        raise ledger.shortage("kv_pool", needed)
+    return (available if limit is None else min(limit, available)) // max(1, block_bytes)
 
 
 def read_layout(config: EngineConfig) -> RankLayout:

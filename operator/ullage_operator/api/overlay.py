@@ -42,6 +42,10 @@ def _over(given: Any, own: Any, name: str = "") -> Any:
 _ELSEWHERE = {
     "[engine].image": "spec.image",
     ".resources": "{section}.resources",
+    ".serviceAccountName": "spec.serviceAccount.name",
+    ".securityContext.runAsUser": "spec.securityContext",
+    ".securityContext.runAsGroup": "spec.securityContext",
+    ".securityContext.fsGroup": "spec.securityContext",
     ".terminationGracePeriodSeconds": "spec.limits.totalTimeout",
     ".volumes[cache]": "{section}.modelCache",
     ".env[HF_HOME]": "{section}.modelCache",

@@ -303,10 +303,37 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
 SINGLE, LARGE = "single", "large"
 
 
+class ClaimTemplate(Strict, frozen=True, kw_only=True):
+    """A disk of each pod's own."""
+
+    size: int | str
+    storage_class_name: str | None = None
+
+
 class ModelCache(Strict, frozen=True, kw_only=True):
     claim_name: str | None = None
     host_path: str | None = None
     size_limit: int | str | None = None
+    claim_template: ClaimTemplate | None = None
+
+
+Retention = Literal["retain", "delete"]
+
+
+class ClaimRetention(Strict, frozen=True, kw_only=True):
+    """What becomes of the disks of a claim template."""
+
+    when_deleted: Retention
+    when_scaled: Retention
+
+
+class ResourceClaim(Strict, frozen=True, kw_only=True):
+    """Devices of each pod's own, by dynamic resource allocation."""
+
+    name: str
+    resource_claim_template_name: str
+    request: str | None = None
+    """Which of the claim's requests the engine has; None: all."""
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
@@ -387,6 +414,8 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     nodes: int
     """Pods that an engine spans."""
     gpu_resource_name: str
+    resource_claims: tuple[ResourceClaim, ...] = ()
+    """What gives the pods their GPUs in the place of `gpu_resource_name`."""
     parallelism: RankGrid
     micro_batches: int
     standby_worker: bool = False
@@ -396,6 +425,7 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     shm_size: int | str | None = None
     start_timeout: Seconds
     model_cache: ModelCache = ModelCache()
+    persistent_volume_claim_retention_policy: ClaimRetention
 
     @property
     def gpus_per_pod(self) -> int:
@@ -410,7 +440,21 @@ class RouterSpec(PodSection, frozen=True, kw_only=True):
 
 
 class ServiceAccount(Strict, frozen=True, kw_only=True):
+    name: str | None = None
+    """Account that is there already; None: the operator's own ones."""
     annotations: dict[str, str] = field(default_factory=dict)
+
+
+USER = 65532
+"""User and group of the images, and the definition's default."""
+
+
+class SecurityContext(Strict, frozen=True, kw_only=True):
+    """User and groups of all pods; what is None, the cluster or the image chooses."""
+
+    run_as_user: int | None = None
+    run_as_group: int | None = None
+    fs_group: int | None = None
 
 
 class PullSecret(Strict, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ from ullage_common.config.router import (
     StreamingSection,
     TenantRules,
 )
+from ullage_common.process.addresses import split
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
@@ -50,6 +51,7 @@ from ullage_operator.api.sections import (
     PullSecret,
     RolloutSpec,
     RouterSpec,
+    SecurityContext,
     ServiceAccount,
     amount,
     camel,
@@ -72,6 +74,10 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
     tls: StepTLSSpec | None = None
     key_secret_name: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.address:
+            split(self.address)
+
     def name(self, service: str) -> str:
         """Returns the step's name in headers, metrics and logs.
 
@@ -93,7 +99,7 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
             return self.tls.server_name
         if self.service:
             return f"{naming.router_name(self.service)}.{namespace}.svc"
-        return self.target.rpartition(":")[0]
+        return split(self.target)[0]
 
 
 class CascadeSpec(Strict, frozen=True, kw_only=True):
@@ -196,6 +202,7 @@ class Spec(Strict, frozen=True, kw_only=True):
     image: str | None = None
     allow_fault_injection: bool
     service_account: ServiceAccount
+    security_context: SecurityContext
     image_pull_secrets: tuple[PullSecret, ...] = ()
     router: RouterSpec
     pools: dict[str, PoolSpec]
@@ -427,7 +434,9 @@ def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
             for name, value in each.items()
         }
         amounts["shmSize"] = section.get("shmSize", 0)
-        amounts["modelCache.sizeLimit"] = section.get("modelCache", {}).get("sizeLimit", 0)
+        cache = section.get("modelCache", {})
+        amounts["modelCache.sizeLimit"] = cache.get("sizeLimit", 0)
+        amounts["modelCache.claimTemplate.size"] = cache.get("claimTemplate", {}).get("size", 0)
         for path, value in amounts.items():
             try:
                 amount(value)

@@ -36,6 +36,10 @@ MOUNTING_S = 20.0
 """Time to mount a pod's volumes and to set up its network, which usually takes seconds."""
 EVENTS_S = 30.0
 """Time after which the Events of a pod that still does not start are read again."""
+_CACHE = "cache"
+_TEMPLATE = "resourceClaimTemplateName"
+_UNALLOCATED = "cannot allocate all claims"
+"""The scheduler's words for a node without the devices that a pod claims."""
 _ORDINARY = ("cpu", "memory", "ephemeral-storage", "hugepages")
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -202,7 +206,8 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
     placed = _condition(pod, "PodScheduled")
     if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
         return None
-    if "Insufficient" not in placed.get("message", ""):
+    message = placed.get("message", "")
+    if "Insufficient" not in message and _UNALLOCATED not in message:
         return None
     since = parse_time(placed.get("lastTransitionTime"))
     return (now - since).total_seconds() if since else age_s(pod, now)
@@ -226,13 +231,23 @@ def _requests(pod: Pod) -> dict[str, Decimal]:
         asked = {**resources.get("limits", {}), **resources.get("requests", {})}
         for name, size in asked.items():
             sums[name] = sums.get(name, Decimal(0)) + amount(size)
+    for template in _claim_templates(pod):
+        name = f"claims of {template}"
+        sums[name] = sums.get(name, Decimal(0)) + 1
     return sums
 
 
+def _claim_templates(pod: Pod) -> list[str]:
+    """Return the templates of the claims by which a pod has its devices."""
+    claims = pod.get("spec", {}).get("resourceClaims", ())
+    return [str(each[_TEMPLATE]) for each in claims if _TEMPLATE in each]
+
+
 def _asks(pod: Pod) -> str:
-    """Its GPUs and the like, as `4 nvidia.com/gpu`."""
+    """Its GPUs and the like, as `4 nvidia.com/gpu`, or the templates of its claims."""
     limits = _limits(pod)
-    return ", ".join(f"{size} {name}" for name, size in sorted(limits.items()))
+    asked = [f"{size} {name}" for name, size in sorted(limits.items())]
+    return ", ".join([*asked, *(f"a claim of {each}" for each in _claim_templates(pod))])
 
 
 def _limits(pod: Pod) -> dict[str, str]:
@@ -253,6 +268,15 @@ def _placing_remedy(pod: Pod, message: str) -> str:
     if "Insufficient memory" in message:
         return _memory_remedy(pod, pool)
     remedies = (
+        (
+            _UNALLOCATED,
+            f"add a node with free devices, free some, or correct {pool}.resourceClaims",
+        ),
+        (
+            "ResourceClaim not created yet",
+            f"make the ResourceClaimTemplate that {pool}.resourceClaims names in this namespace",
+        ),
+        ("Insufficient ephemeral-storage", _disk_remedy(pool)),
         ("untolerated taint", f"add the taint to {template}.tolerations"),
         ("node affinity/selector", f"correct {template}.nodeSelector or label a node"),
         ("persistentvolumeclaim", "make the claim that the pod names"),
@@ -277,6 +301,13 @@ def _memory_remedy(pod: Pod, pool: str) -> str:
     return (
         f"its containers request {amounts or 'no'} memory, which is an estimate where {pool} says "
         f"nothing: set {pool}.resources.requests.memory to what they need, or add a node"
+    )
+
+
+def _disk_remedy(pool: str) -> str:
+    return (
+        f"set {pool}.resources.requests.ephemeral-storage to what the pod needs of its node's "
+        f"disk, or give each pod a disk of its own by {pool}.modelCache.claimTemplate"
     )
 
 
@@ -383,7 +414,13 @@ def _failed(pod: Pod, now: datetime) -> PodProblem | None:
         return None
     reason = status.get("reason") or "PodFailed"
     message = status.get("message", "").strip() or "no reason given"
-    return _problem(pod, reason, f"{message}; it is being replaced")
+    remedy = "it is being replaced"
+    if f'EmptyDir volume "{_CACHE}"' in message:
+        cache = f"{_section(pod)}.modelCache"
+        remedy = f"raise {cache}.sizeLimit, or give each pod a disk by {cache}.claimTemplate"
+    elif "ephemeral-storage" in message or "ephemeral local storage" in message:
+        remedy = _disk_remedy(_section(pod))
+    return _problem(pod, reason, f"{message}; {remedy}")
 
 
 def _creating(pod: Pod, now: datetime) -> PodProblem | None:

@@ -539,6 +539,7 @@ def status_of(
     about_pods = (observed.now, observed.lost_nodes, observed.warnings)
     wrong += diagnose(stable_pods(observed), *about_pods)
     wrong += deferred_problems(healing.deferred)
+    wrong += dropped_claims(rollout, observed)
     pods = workload_pods(service, observed)
     wrong += missing_pods(pods, observed.status, observed.now, observed.warnings)
     trying = diagnose(canary_pods(observed), *about_pods)
@@ -582,6 +583,27 @@ def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
         return []
     message = "; ".join(map(str, problems))
     return [PodProblem("", INVALID_SPEC, f"{message}{_GOES_ON}", blocks=False)]
+
+
+def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]:
+    """Return what is wrong with pools whose claims of devices the API server did not keep."""
+    stable = rollout.stable
+    problems = []
+    for name, pool in stable.spec.pools.items():
+        workload = naming.pool_name(stable.name, name)
+        live = observed.objects.get(ObjectKey("StatefulSet", workload))
+        if live is None or not pool.resource_claims:
+            continue
+        annotations = live["metadata"].get("annotations") or {}
+        is_taken = annotations.get(naming.REVISION) == rollout.progress.stable
+        if is_taken and "resourceClaims" not in live["spec"]["template"]["spec"]:
+            message = (
+                f"spec.pools.{name}.resourceClaims: the API server keeps no claims of pods, "
+                "so they have no GPUs; use Kubernetes 1.34, turn DynamicResourceAllocation "
+                "on, or leave resourceClaims out, for limits of gpuResourceName"
+            )
+            problems.append(PodProblem("", "ClaimsDropped", message, blocks=False))
+    return problems
 
 
 def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from ullage_common.process.addresses import joined
 from ullage_operator.api import naming
 from ullage_operator.autoscaling import parse_reports
 from ullage_operator.conditions.pod_problems import is_ready, is_router, parse_time
@@ -114,14 +115,14 @@ def metrics_url(pod: Pod) -> str:
     address = pod.get("status", {}).get("podIP", "")
     if not address or not is_router(pod):
         return ""
-    host = f"[{address}]" if ":" in address else address
     ports = [
         port["containerPort"]
         for container in pod.get("spec", {}).get("containers", ())
         for port in container.get("ports", ())
         if port.get("name") == "metrics"
     ]
-    return f"http://{host}:{(ports or [naming.METRICS_PORT])[0]}/metrics"
+    port = (ports or [naming.METRICS_PORT])[0]
+    return f"http://{joined(address, port)}/metrics"
 
 
 def router_addresses(

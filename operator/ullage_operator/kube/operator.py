@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import kopf
+from aiohttp import web
 
+from ullage_common.process.addresses import listen
 from ullage_operator.kube.cache import Cache
 from ullage_operator.kube.connection import Connection
 from ullage_operator.kube.informer import keep_signals
@@ -14,6 +16,10 @@ from ullage_operator.kube.informer import keep_signals
 _RETRY_S = 2.0
 _SILENT_S = 900.0
 """A watch that was not begun again for so long is beyond the operator's own help."""
+
+
+class PortTaken(Exception):
+    """Raised when the port of the probes cannot be used."""
 
 
 class Runnable(Protocol):
@@ -51,8 +57,30 @@ class Operator:
         """Whether all that exists has been seen, though another operator may lead."""
         return self._running is not None and self._running.cache.complete
 
-    async def run(self, host: str, probes_port: int) -> None:
-        """Until SIGINT or SIGTERM."""
+    async def run(self, host: str | None, probes_port: int) -> None:
+        """Until SIGINT or SIGTERM.
+
+        Args:
+            host: address of the probes; None: every address.
+
+        Raises:
+            PortTaken: the probes' port cannot be used.
+        """
+        try:
+            listener = listen(host, probes_port)
+        except OSError as error:
+            raise PortTaken(error.strerror) from error
+        probes = web.Application()
+        probes.add_routes([web.get("/healthz", self.health)])
+        runner = web.AppRunner(probes, handle_signals=False, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        try:
+            await self._run_kopf()
+        finally:
+            await runner.cleanup()
+
+    async def _run_kopf(self) -> None:
         registry = kopf.OperatorRegistry()
         self.register(registry)
         settings = kopf.OperatorSettings()
@@ -66,15 +94,12 @@ class Operator:
             standalone=True,
             clusterwide=True,
             stop_flag=self._stop,
-            liveness_endpoint=f"http://{host}:{probes_port}/healthz",
         )
 
     def register(self, registry: kopf.OperatorRegistry) -> None:
         kopf.on.login(registry=registry)(self.log_in)
         kopf.on.startup(registry=registry)(self.start)
         kopf.on.cleanup(registry=registry)(self.close)
-        for probe in (self.services, self.complete, self.leads, self.watches):
-            kopf.on.probe(registry=registry, id=probe.__name__)(probe)
 
     async def log_in(self, **_: Any) -> kopf.AiohttpSession:
         return await self._connection.kopf_session()
@@ -89,21 +114,16 @@ class Operator:
             await self._running.close()
         await self._connection.close()
 
-    async def services(self, **_: Any) -> int:
-        """How many LLMServices the operator knows."""
-        return 0 if self._running is None else len(self._running.cache.services())
-
-    async def complete(self, **_: Any) -> bool:
-        """Whether the operator has seen all that is there."""
-        return self.is_ready
-
-    async def leads(self, **_: Any) -> bool:
-        """Whether this operator acts, or stands by."""
-        return self._running is not None and self._running.leads
-
-    async def watches(self, **_: Any) -> str:
-        """Whether every watch is alive; fails /healthz where one is not."""
-        silent_s = 0.0 if self._running is None else self._running.silent_s
-        if silent_s > _SILENT_S:
-            raise kopf.PermanentError(f"a watch has brought nothing for {silent_s:.0f} s")
-        return "alive"
+    async def health(self, _: web.Request) -> web.Response:
+        """Answer whether the watches live, with how many LLMServices the operator knows, whether it
+        has seen all that is there, and whether it acts or stands by."""
+        running = self._running
+        silent_s = running.silent_s if running else 0.0
+        is_alive = silent_s <= _SILENT_S
+        facts = {
+            "services": len(running.cache.services()) if running else 0,
+            "complete": self.is_ready,
+            "leads": running is not None and running.leads,
+            "watches": "alive" if is_alive else f"nothing for {silent_s:.0f} s",
+        }
+        return web.json_response(facts, status=200 if is_alive else 500)

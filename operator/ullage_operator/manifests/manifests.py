@@ -25,6 +25,7 @@ from ullage_operator.manifests.pod_templates import (
     engine_template,
     follower_template,
     router_template,
+    volume_claim_templates,
 )
 
 Manifest = dict[str, Any]
@@ -64,7 +65,7 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
     return [
         build.account(name),
         build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
-        build.object("v1", "Service", name, {"selector": match, "ports": ports}),
+        build.service(name, {"selector": match, "ports": ports}),
         build.network_policy(name, match, policy),
         *build.disruption_budget(name, {"matchLabels": match}, service.spec.router.replicas),
         build.object("apps/v1", "Deployment", name, deployment),
@@ -121,17 +122,38 @@ def pool_objects(
         "updateStrategy": {"type": "RollingUpdate"},
         "selector": {"matchLabels": match},
         "template": template,
+        **disks(pool_name, pool),
     }
     build = Builder(service, naming.ENGINE, pool_name)
     return [
         build.config_map(name, naming.ENGINE_CONFIG, config),
-        build.object("v1", "Service", name, headless),
+        build.service(name, headless),
         *build.disruption_budget(
             name, budget_selector(service, pool_name, pool), max_engines(pool)
         ),
         build.object("apps/v1", "StatefulSet", name, stateful_set),
         *group,
     ]
+
+
+def disks(pool_name: str, pool: PoolSpec) -> Manifest:
+    """Return what a StatefulSet says of its pods' disks; nothing where they have none.
+
+    A canary's are of no use once it ends: those of the engines that follow it are others.
+    """
+    templates = volume_claim_templates(pool)
+    if not templates:
+        return {}
+    policy = pool.persistent_volume_claim_retention_policy
+    whens = {"whenDeleted": policy.when_deleted, "whenScaled": policy.when_scaled}
+    if naming.is_canary_pool(pool_name):
+        whens = dict.fromkeys(whens, "delete")
+    return {
+        "volumeClaimTemplates": templates,
+        "persistentVolumeClaimRetentionPolicy": {
+            name: word.capitalize() for name, word in whens.items()
+        },
+    }
 
 
 def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
@@ -182,12 +204,13 @@ def group_objects(
         "updateStrategy": {"type": "OnDelete"},
         "selector": {"matchLabels": match},
         "template": template,
+        **disks(pool_name, pool),
     }
     build = Builder(service, naming.FOLLOWER, group)
     # vLLM and NCCL choose their ports freely.
     policy = {"ingress": [{"from": members}]}
     return [
-        build.object("v1", "Service", name, rendezvous),
+        build.service(name, rendezvous),
         build.network_policy(f"{name}-leaders", leaders, policy),
         build.network_policy(name, match, policy),
         build.object("apps/v1", "StatefulSet", name, stateful_set),
@@ -228,6 +251,10 @@ class Builder:
             "metadata": self.metadata(name),
             "spec": spec,
         }
+
+    def service(self, name: str, spec: Manifest) -> Manifest:
+        """Builds a Service, which has addresses of IPv4 and IPv6 where the cluster has both."""
+        return self.object("v1", "Service", name, {"ipFamilyPolicy": "PreferDualStack", **spec})
 
     def config_map(
         self, name: str, key: str, text: str, more: dict[str, str] | None = None

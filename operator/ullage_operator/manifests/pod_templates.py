@@ -12,15 +12,22 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import Problem
-from ullage_operator.api.overlay import conflicts, lies_in, over_template, overlap
+from ullage_operator.api.overlay import conflicts, over_template, overlap
 from ullage_operator.api.pod_rules import template_problems
-from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
+from ullage_operator.api.sections import USER, PoolSpec, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.healing import HUNG_GRACE_S
 from ullage_operator.manifests.config_files import digest
 from ullage_operator.manifests.engine_choice import engine_image, may_be_vllm
-from ullage_operator.manifests.resources import engine_resources, router_resources
+from ullage_operator.manifests.resources import (
+    CACHE_LIMIT,
+    cache_bytes,
+    engine_resources,
+    kv_file_bytes,
+    kv_holders,
+    router_resources,
+)
 
 Manifest = dict[str, Any]
 
@@ -77,11 +84,11 @@ def ticket_secrets(service: Service) -> list[MountedSecret]:
     return [MountedSecret("tickets", tickets.secret_name, naming.TICKETS_DIR)] if tickets else []
 
 
-def secret_volumes(secrets: Iterable[MountedSecret]) -> list[Manifest]:
-    # Readable by the pod's own group, fsGroup, and by nobody else.
+def secret_volumes(service: Service, secrets: Iterable[MountedSecret]) -> list[Manifest]:
+    # Readable by the pod's own group, fsGroup, and by nobody else. Without it the files are root's.
+    mode = 0o444 if service.spec.security_context.fs_group is None else 0o440
     return [
-        {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": 0o440}}
-        for s in secrets
+        {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": mode}} for s in secrets
     ]
 
 
@@ -94,12 +101,12 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
         config_volume(naming.pool_name(service.name, pool_name)),
         # In memory: weights there outlive a worker, so that its restart takes seconds.
         memory_volume("run"),
-        cache_volume(pool.model_cache),
+        *cache_volumes(service, pool),
         *kv_volumes(pool),
         scratch_volume("tmp"),
         memory_volume("shm", shm_size(service, pool)),
         *claim_volumes(service),
-        *secret_volumes(engine_secrets(service)),
+        *secret_volumes(service, engine_secrets(service)),
     ]
 
 
@@ -116,9 +123,33 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
     ]
 
 
-def cache_volume(cache: ModelCache) -> Manifest:
-    """Downloads and compiled kernels; shared by pods only where the spec names a place for it."""
-    return storage_volume("cache", cache.claim_name, cache.host_path, cache.size_limit)
+CACHE_VOLUME = "cache"
+
+
+def cache_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
+    """Downloads and compiled kernels, which pods share only where the spec names a place for them;
+    nothing where each pod has a disk, which its StatefulSet mounts."""
+    cache = pool.model_cache
+    if cache.claim_template:
+        return []
+    limit = cache.size_limit
+    if limit is None and (size := cache_bytes(service, pool)):
+        limit = f"{CACHE_LIMIT * size >> 20}Mi"
+    return [storage_volume(CACHE_VOLUME, cache.claim_name, cache.host_path, limit)]
+
+
+def volume_claim_templates(pool: PoolSpec) -> list[Manifest]:
+    """Return the disks of each pod of a StatefulSet."""
+    template = pool.model_cache.claim_template
+    if template is None:
+        return []
+    spec: Manifest = {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": canonical(template.size)}},
+    }
+    if template.storage_class_name is not None:
+        spec["storageClassName"] = template.storage_class_name
+    return [{"metadata": {"name": CACHE_VOLUME}, "spec": spec}]
 
 
 def storage_volume(
@@ -135,10 +166,6 @@ def storage_volume(
 
 
 KV_VOLUME = "kv"
-KV_MARGIN_BYTES = 64 << 20
-"""What the file tier may take of its volume beside its files' bytes, with a sixteenth of them: the
-file system's own, and what is written while something older is removed. Beyond it the pod would be
-evicted."""
 
 
 def kv_volumes(pool: PoolSpec) -> list[Manifest]:
@@ -146,8 +173,8 @@ def kv_volumes(pool: PoolSpec) -> list[Manifest]:
     file = pool.memory.tiers.file
     if file is None or not kv_mounts(pool):
         return []
-    limit = file.size + file.size // 16 + KV_MARGIN_BYTES
-    return [storage_volume(KV_VOLUME, file.claim_name, file.host_path, f"{limit >> 20}Mi")]
+    limit = f"{kv_file_bytes(file.size) >> 20}Mi"
+    return [storage_volume(KV_VOLUME, file.claim_name, file.host_path, limit)]
 
 
 def kv_mounts(pool: PoolSpec) -> list[Manifest]:
@@ -155,18 +182,6 @@ def kv_mounts(pool: PoolSpec) -> list[Manifest]:
     if file is None or (kv_holders(pool) and not (file.claim_name or file.host_path)):
         return []
     return [{"name": KV_VOLUME, "mountPath": file.folder}]
-
-
-def kv_holders(pool: PoolSpec) -> list[Manifest]:
-    """Returns the mounts of a pool's pod template that hold the folder of its file tier."""
-    file, containers = pool.memory.tiers.file, pool.pod_template.get("spec", {}).get("containers")
-    return [
-        mount
-        for container in containers or ()
-        if file and container["name"] == naming.ENGINE
-        for mount in container.get("volumeMounts") or ()
-        if isinstance(mount, dict) and lies_in(file.folder, mount.get("mountPath", "-"))
-    ]
 
 
 def config_volume(config_map: str) -> Manifest:
@@ -208,7 +223,6 @@ def claim_mounts(service: Service) -> list[Manifest]:
     ]
 
 
-USER = 65532
 PRE_STOP_S = 15
 """Seconds until nobody sends new work to a pod that ends, once its address is withdrawn."""
 LAST_MARGIN_S = 15
@@ -305,10 +319,11 @@ def own_engine(
 ) -> Manifest:
     """Returns what the operator sets of an engine's pod."""
     spec = {
-        "serviceAccountName": naming.engine_name(service.name),
+        "serviceAccountName": account_name(service, naming.engine_name(service.name)),
         **pod_defaults(service, settings, engine_pre_stop_s(settings)),
         "containers": [engine_container(service, pool, settings)],
         "volumes": engine_volumes(service, pool_name, pool),
+        **claims_of_pods(pool),
     }
     match = naming.selector(service.name, naming.ENGINE, pool_name)
     return {"metadata": metadata(match, config), "spec": spec}
@@ -330,13 +345,18 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
             "--engine-id",
             "$(POD_NAME)",
         ],
-        "env": [*ENGINE_ENV, *group_env(pool), *vllm_env(service, pool, settings)],
+        "env": [
+            *ENGINE_ENV,
+            *user_env(service, pool, settings),
+            *group_env(pool),
+            *vllm_env(service, pool, settings),
+        ],
         "ports": [
             port("grpc", naming.GRPC_PORT),
             port("metrics", naming.METRICS_PORT),
             port("probe", naming.PROBE_PORT),
         ],
-        "resources": engine_resources(service, pool, settings),
+        "resources": engine_resources(service, pool, settings) | claims_of_container(pool),
         "securityContext": container_security(),
         "startupProbe": killing(grpc_probe("readiness", START_PERIOD_S, failures, is_secure)),
         "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
@@ -344,6 +364,43 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
         "livenessProbe": killing(grpc_probe("liveness", 10, 10, is_secure)),
         "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
         "volumeMounts": engine_mounts(service, pool),
+    }
+
+
+def claims_of_pods(pool: PoolSpec) -> Manifest:
+    """Return what pods claim of devices; nothing where they ask for them by limits."""
+    claims = [
+        {"name": each.name, "resourceClaimTemplateName": each.resource_claim_template_name}
+        for each in pool.resource_claims
+    ]
+    return {"resourceClaims": claims} if claims else {}
+
+
+def claims_of_container(pool: PoolSpec) -> Manifest:
+    """Return what an engine's container has of its pod's claims."""
+    claims = [
+        {"name": each.name, **({"request": each.request} if each.request else {})}
+        for each in pool.resource_claims
+    ]
+    return {"claims": claims} if claims else {}
+
+
+def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
+    """Return a name for a user that the image does not know: torch and Triton put it into paths."""
+    is_known = service.spec.security_context.run_as_user == USER or not settings.on_kubernetes
+    if is_known or "USER" in given_env(pool):
+        return []
+    return [{"name": "USER", "value": "ullage"}]
+
+
+def given_env(pool: PoolSpec) -> set[str]:
+    """Return the names of variables that a pod template gives to engines."""
+    containers = pool.pod_template.get("spec", {}).get("containers", ())
+    return {
+        variable["name"]
+        for container in containers
+        if container["name"] == naming.ENGINE
+        for variable in container.get("env", ())
     }
 
 
@@ -412,13 +469,7 @@ def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
     }
     if not any(source.startswith("hf://") for source in service.spec.sources):
         env["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, so nothing may wait for the hub
-    containers = pool.pod_template.get("spec", {}).get("containers", ())
-    given = {
-        variable["name"]
-        for container in containers
-        if container["name"] == naming.ENGINE
-        for variable in container.get("env", ())
-    }
+    given = given_env(pool)
     return [{"name": name, "value": value} for name, value in env.items() if name not in given]
 
 
@@ -458,14 +509,14 @@ def own_router(service: Service, config: str, settings: Settings) -> Manifest:
         ],
     }
     spec = {
-        "serviceAccountName": naming.router_name(service.name),
+        "serviceAccountName": account_name(service, naming.router_name(service.name)),
         **pod_defaults(service, settings, PRE_STOP_S),
         "terminationGracePeriodSeconds": grace_s(service, PRE_STOP_S) + held_s(service),
         "containers": [container],
         "volumes": [
             config_volume(naming.router_name(service.name)),
             scratch_volume("tmp"),
-            *secret_volumes(secrets),
+            *secret_volumes(service, secrets),
         ],
     }
     match = naming.selector(service.name, naming.ROUTER)
@@ -485,16 +536,29 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace_s(service, pre_stop_s),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            # Or a whole model cache would change hands, file by file, at each start.
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security(service),
         **({"imagePullSecrets": pulled} if pulled else {}),
+    }
+
+
+def account_name(service: Service, own: str) -> str:
+    """Return the ServiceAccount of pods: the spec's, or the operator's own for them."""
+    return service.spec.service_account.name or own
+
+
+def pod_security(service: Service) -> Manifest:
+    context = service.spec.security_context
+    ids = {
+        "runAsUser": context.run_as_user,
+        "runAsGroup": context.run_as_group,
+        "fsGroup": context.fs_group,
+    }
+    return {
+        "runAsNonRoot": True,
+        **{name: number for name, number in ids.items() if number is not None},
+        # Or a whole model cache would change hands, file by file, at each start.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
     }
 
 

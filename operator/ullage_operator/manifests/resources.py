@@ -1,15 +1,19 @@
-"""CPU and memory of engine and router containers: what the spec says, over defaults.
+"""CPU, memory and disk of engine and router containers: what the spec says, over defaults.
 
 A container without requests is the first that a node under pressure evicts and its kernel kills,
-so every container requests both. Engines get no limits by default: how much host memory a model
-takes is estimated, and an estimate must not kill.
+so every container requests CPU and memory, and engines that fetch their model also room on the
+node's disk. Engines get no limits by default: how much host memory a model takes is estimated, and
+an estimate must not kill.
 """
 
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from ullage_common.config.engine import ModelSection, default_host_tier
+from ullage_operator.api import naming
+from ullage_operator.api.overlay import lies_in
 from ullage_operator.api.sections import PoolSpec, amount, canonical
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.manifests.engine_choice import is_vllm
@@ -24,6 +28,12 @@ _WORKER_BYTES = 1024 * _MIB
 _UNKNOWN_WEIGHTS_BYTES = 8192 * _MIB
 """Weights on each GPU of a model whose size is not known: few models that need one are smaller."""
 _ROUNDING_BYTES = 128 * _MIB
+_COMPILED_BYTES = 2048 * _MIB
+"""Kernels, graphs and files of the tokenizer, which lie beside fetched weights."""
+CACHE_LIMIT = 4
+"""Size limit of a cache that goes with the pod over what it is expected to take: the estimate is of
+a name, a repository may have its weights twice, and its main branch may move on."""
+_KV_MARGIN_BYTES = 64 * _MIB
 _WORKER_MILLICPU = 250
 _ROUTER_PROCESS: Amounts = {
     "requests": {"cpu": "250m", "memory": "256Mi"},
@@ -45,16 +55,60 @@ _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 
 
 def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
-    """The pool's own resources over defaults, and its GPUs unless it computes on the CPU.
+    """The pool's own resources over defaults, and its GPUs unless it computes on the CPU or claims
+    them.
 
     GPUs are limits, by which the DCGM exporter, too, tells whose they are.
     """
     size = _engine_bytes(service, pool, vllm=is_vllm(service.spec, pool, settings))
     requests = {"cpu": f"{_WORKER_MILLICPU * pool.gpus_per_pod}m", "memory": f"{size // _MIB}Mi"}
+    if disk := cache_bytes(service, pool) + _kv_folder_bytes(pool):
+        requests["ephemeral-storage"] = f"{disk // _MIB}Mi"
     resources = _over(pool.resources, {"requests": requests})
-    if service.spec.device != "cpu":
+    if service.spec.device != "cpu" and not pool.resource_claims:
         resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus_per_pod)
     return resources
+
+
+def cache_bytes(service: Service, pool: PoolSpec) -> int:
+    """Return what a cache that goes with the pod is expected to take of the node's disk; 0 where
+    nothing is fetched into it, or the size of the model is not known."""
+    cache, model = pool.model_cache, service.spec.model
+    is_elsewhere = cache.claim_name or cache.host_path or cache.claim_template
+    if is_elsewhere or not model.source.startswith("hf://"):
+        return 0
+    weights = math.ceil(_num_parameters(model) * _published_bits(model) / 8)
+    size = weights + weights // 10 + _COMPILED_BYTES
+    return math.ceil(size / _ROUNDING_BYTES) * _ROUNDING_BYTES if weights else 0
+
+
+def kv_file_bytes(size: int) -> int:
+    """Return what the file tier may take of its volume: a sixteenth beside its files' bytes, and 64
+    MiB, are the file system's own and what is written while something older is removed.
+
+    Beyond it the pod would be evicted.
+    """
+    return size + size // 16 + _KV_MARGIN_BYTES
+
+
+def _kv_folder_bytes(pool: PoolSpec) -> int:
+    """Return the most bytes of a file tier in a folder that goes with the pod."""
+    file = pool.memory.tiers.file
+    if file is None or file.claim_name or file.host_path or kv_holders(pool):
+        return 0
+    return math.ceil(kv_file_bytes(file.size) / _MIB) * _MIB
+
+
+def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
+    """Returns the mounts of a pool's pod template that hold the folder of its file tier."""
+    file, containers = pool.memory.tiers.file, pool.pod_template.get("spec", {}).get("containers")
+    return [
+        mount
+        for container in containers or ()
+        if file and container["name"] == naming.ENGINE
+        for mount in container.get("volumeMounts") or ()
+        if isinstance(mount, dict) and lies_in(file.folder, mount.get("mountPath", "-"))
+    ]
 
 
 def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
@@ -113,16 +167,26 @@ def _num_parameters(model: ModelSection) -> float:
 
 
 def _bits(model: ModelSection) -> float:
-    """Bits of a weight, its scales included."""
+    """Bits of a weight in memory, its scales included."""
     if model.quantization in _QUANTIZED_BITS:
         return _QUANTIZED_BITS[model.quantization]
+    return _named_bits(model) or _dtype_bits(model)
+
+
+def _published_bits(model: ModelSection) -> float:
+    """Bits of a weight in the files of a model; most are published in 16."""
+    return _named_bits(model) or 16.0
+
+
+def _named_bits(model: ModelSection) -> float:
+    """Bits of a weight by the format that a model's name or source names; 0 where neither does."""
     text = f"{model.source} {model.name}".lower()
     if blocks := _BLOCKS.search(text):
         return float(blocks[1]) + 0.5
     for pattern, bits in _BITS:
         if pattern.search(text):
             return bits
-    return _dtype_bits(model)
+    return 0.0
 
 
 def _dtype_bits(model: ModelSection) -> float:

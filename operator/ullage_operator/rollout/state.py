@@ -23,7 +23,7 @@ import msgspec
 
 from ullage_common.config.engine import ProfilingSection
 from ullage_operator.api import naming
-from ullage_operator.api.sections import to_api
+from ullage_operator.api.sections import USER, SecurityContext, to_api
 from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
 from ullage_operator.manifests.engine_choice import engine_image
 from ullage_operator.rollout.stages import (
@@ -57,7 +57,7 @@ _SIZES = ("engine", "model", "device", "memory")
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
 """Sections with fields of the API, and those in them; other maps are filled by people."""
-NOT_OF_A_POOL = ("replicas", "autoscaling")
+NOT_OF_A_POOL = ("replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
 
 
 def release_of(service: Service, settings: Settings) -> Release:
@@ -80,12 +80,20 @@ def shared_hash(service: Service) -> str:
     fields = {
         "imagePullSecrets": [secret.name for secret in spec.image_pull_secrets],
         "logLevel": spec.observability.log_level,
+        "securityContext": _security(spec.security_context),
+        "serviceAccount": spec.service_account.name,
         "profiling": [profiling.enabled, profiling.nvtx] if profiling != ProfilingSection() else [],
         "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_ratio],
         "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
         "tls": spec.tls.engines and spec.tls.engines.secret_name,
     }
     return _hash({name: value for name, value in fields.items() if value})
+
+
+def _security(context: SecurityContext) -> list[int | None]:
+    """Return the user and groups of pods; empty where they are the default."""
+    chosen = [context.run_as_user, context.run_as_group, context.fs_group]
+    return [] if chosen == [USER] * len(chosen) else chosen
 
 
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:

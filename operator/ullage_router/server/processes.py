@@ -26,6 +26,7 @@ import grpc
 import msgspec
 
 from ullage_common.config.router import RouterConfig, TLSSection
+from ullage_common.process import addresses
 from ullage_common.process.stacks import dump_loop_on_signal
 from ullage_common.wire.channels import open_channel
 from ullage_common.wire.tls import Certificates
@@ -35,45 +36,42 @@ class CannotListen(Exception):
     """A port is taken or not allowed; the message names it."""
 
 
-def listen(host: str, port: int, is_shared: bool = False, name: str = "http") -> socket.socket:
+def listen(
+    host: str | None, port: int, is_shared: bool = False, name: str = "http"
+) -> socket.socket:
     """A listening socket.
 
     Args:
+        host: None: every address.
         is_shared: others of the same user may listen on the port too (SO_REUSEPORT).
         name: of the section of the configuration, for the error.
 
     Raises:
         CannotListen: the port cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, reuse_port=is_shared)
+        return addresses.listen(host, port, is_shared=is_shared)
     except OSError as error:
         raise _cannot(name, host, port, error) from error
 
 
-def reserve(name: str, host: str, port: int) -> socket.socket:
+def reserve(name: str, host: str | None, port: int) -> socket.socket:
     """A socket that holds a port for processes that share it, and takes no connection.
 
     Raises:
         CannotListen: the port cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if port:  # a program that does not share it must be noticed here and not by the children
         listen(host, port, name=name).close()
-    holder = socket.socket(family, socket.SOCK_STREAM)
     try:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((host, port))
+        return addresses.hold(host, port)
     except OSError as error:
-        holder.close()
         raise _cannot(name, host, port, error) from error
-    return holder
 
 
-def _cannot(name: str, host: str, port: int, error: OSError) -> CannotListen:
-    return CannotListen(f"{name}: {host}:{port}: {error.strerror}; choose another port")
+def _cannot(name: str, host: str | None, port: int, error: OSError) -> CannotListen:
+    address = addresses.joined(addresses.host_of(host), port)
+    return CannotListen(f"{name}: {address}: {error.strerror}; choose another port")
 
 
 FIRST_BACKOFF_S = 0.1
@@ -154,7 +152,7 @@ def reserved(config: RouterConfig) -> Iterator[Ports]:
     """
     with contextlib.ExitStack() as stack:
 
-        def hold(name: str, host: str, port: int) -> socket.socket:
+        def hold(name: str, host: str | None, port: int) -> socket.socket:
             return stack.enter_context(reserve(name, host, port))
 
         yield Ports(

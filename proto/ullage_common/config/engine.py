@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ullage_common.process import addresses
 from ullage_common.process.config_file import (
     Bytes,
     LogLevel,
@@ -273,9 +274,7 @@ class RemoteTierSection(Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for peer in self.peers:
-            host, _, port = peer.rpartition(":")
-            if not (host and port.isdecimal()):
-                raise ValueError(f"peers has {peer!r}; write host:port, such as demo-single:9000")
+            addresses.split(peer)
 
 
 DEFAULT_HOST_TIER = 256 << 20
@@ -318,7 +317,8 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     session_kv_limit: Bytes = 512 << 20
     """Most KV of one session, between its requests and while they run; 0: none is kept, and nothing
     is bounded."""
-    max_kv: Bytes = 20 << 30
+    max_kv: Bytes | None = None
+    """Most KV of a device; None: `kv_limit` has the default."""
     adapter_share: Share = 0.1
     """Share of each device that LoRA adapters may take: as many as fit into it are loaded at a
     time, and one at least."""
@@ -330,6 +330,18 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     """Seconds without a request after which a session's KV is evicted before any other."""
     host_kv: Bytes = 0
     """Host memory for sequences preempted by swapping; 0 recomputes them."""
+
+
+MAX_CPU_KV = 20 << 30
+
+
+def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
+    """Return the most KV bytes of a device; None: all that its budget leaves.
+
+    A GPU's memory is there for nothing else. Of a CPU's, other processes want a part, and KV that
+    its cores cannot read in time is of no use.
+    """
+    return MAX_CPU_KV if memory.max_kv is None and on_cpu else memory.max_kv
 
 
 def default_host_tier(
@@ -419,7 +431,8 @@ class ServerSection(Strict, frozen=True, kw_only=True):
     engine_id: str = "engine-0"
     """Id of the engine, unique in the service; the pod's name on Kubernetes."""
     pool: str = "single"
-    host: str = "0.0.0.0"
+    host: str | None = None
+    """Address to listen at; None: every address, of IPv4 and IPv6."""
     grpc_port: int = 9000
     metrics_port: int = 9090
     probe_port: int | None = None

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ullage_common.config.engine import MemoryBudget, RequestLimits, TicketFolder
+from ullage_common.process import addresses
 from ullage_common.process.config_file import (
     TENANT_NAME,
     Bytes,
@@ -47,6 +48,8 @@ class StepSection(Strict, frozen=True, kw_only=True):
     on."""
 
     def __post_init__(self) -> None:
+        if self.target:
+            addresses.split(self.target)
         if not self.target and (self.tls or self.key_dir):
             raise ValueError(
                 f"step {self.name!r} is this service's own engines, which need neither tls nor "
@@ -147,7 +150,8 @@ RetryAfter = Annotated[int, msgspec.Meta(ge=1, le=30)]
 
 
 class HTTPSection(Strict, frozen=True, kw_only=True):
-    host: str = "0.0.0.0"
+    host: str | None = None
+    """Address to listen at; None: every address, of IPv4 and IPv6."""
     port: Port = 8000
     """Port of the HTTP server; 0 takes a free one, which the log names."""
     public_stats: bool = False
@@ -168,12 +172,14 @@ class CORSSection(Strict, frozen=True, kw_only=True):
 
 
 class GRPCSection(Strict, frozen=True, kw_only=True):
-    host: str = "0.0.0.0"
+    host: str | None = None
+    """Address to listen at; None: every address, of IPv4 and IPv6."""
     port: Port = 9000
 
 
 class MetricsSection(Strict, frozen=True, kw_only=True):
-    host: str = "0.0.0.0"
+    host: str | None = None
+    """Address to listen at; None: every address, of IPv4 and IPv6."""
     port: Port = 9090
 
 
@@ -188,7 +194,8 @@ class ConsoleSection(Strict, frozen=True, kw_only=True):
 class ProbesSection(Strict, frozen=True, kw_only=True):
     """Port of grpc.health.v1 alone, without TLS, which the kubelet's probes do not speak."""
 
-    host: str = "0.0.0.0"
+    host: str | None = None
+    """Address to listen at; None: every address, of IPv4 and IPv6."""
     port: Port = 8081
 
 
@@ -204,9 +211,7 @@ class PoolSection(Strict, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for target in self.targets:
-            host, colon, port = target.rpartition(":")
-            if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-                raise ValueError(f"target {target!r} is not host:port, such as engines:9000")
+            addresses.split(target)
 
 
 class QueueSection(Strict, frozen=True, kw_only=True):

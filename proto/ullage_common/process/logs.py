@@ -6,14 +6,18 @@ A line holds time, level, logger, message and the fields of `extra`; where `extr
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TextIO
+from wsgiref.simple_server import WSGIRequestHandler
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from prometheus_client.exposition import ThreadingWSGIServer
 
+from ullage_common.process.addresses import listen
 from ullage_common.process.log_writer import new_handler
 from ullage_common.process.metrics import exposition
 
@@ -106,21 +110,40 @@ def configure(
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: Prometheus and the kubelet ask every few seconds."""
+
+
 _NOT_READY = "503 Service Unavailable"
 
 
 def serve_metrics(
     registry: CollectorRegistry,
     port: int,
-    host: str,
+    host: str | None,
     is_ready: Callable[[], bool] | None = None,
 ) -> Callable[[], None]:
     """Serves `registry` at http://host:port/metrics from a thread; returns what stops it.
 
     With `is_ready` also /readyz, 200 or 503.
+
+    Args:
+        host: None: every address.
+
+    Raises:
+        OSError: the port cannot be used.
     """
-    server, thread = start_http_server(port, addr=host, registry=registry)
+    listener = listen(host, port)
+    address, number = listener.getsockname()[:2]
+    server = ThreadingWSGIServer((address, number), _QuietHandler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
+    server.server_name, server.server_port = address, number
+    server.setup_environ()
     server.set_app(_pages(registry, is_ready))
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
 
     def stop() -> None:
         server.shutdown()

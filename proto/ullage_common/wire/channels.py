@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from ullage_common.process.addresses import joined
 from ullage_common.wire.call_limits import CallCount, OpenPlaces, Place, ReceiveRoom
 from ullage_common.wire.errors import ServiceError, abort, invalid
 from ullage_common.wire.message_size import check_message
@@ -462,9 +463,7 @@ def addresses(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
     """
     by_family: dict[int, set[str]] = {}
     for family, *_, (ip, *_) in records:
-        by_family.setdefault(family, set()).add(
-            f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}"
-        )
+        by_family.setdefault(family, set()).add(joined(str(ip), port))
     return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or set()
 
 

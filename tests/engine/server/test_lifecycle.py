@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -16,10 +17,13 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from ullage_testing.ports import free_port
 
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig, MemorySection
+from ullage_common.process.addresses import joined
+from ullage_common.wire.channels import open_channel
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_engine.server import app
 from ullage_engine.server.app import AppError
@@ -377,3 +381,29 @@ def test_a_signal_while_the_vocabulary_loads_ends_the_process_at_once(run_dir: P
 def test_the_server_process_never_loads_torch() -> None:
     code = "import sys, ullage_engine.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_an_engine_without_a_host_is_reached_at_every_address(
+    config: EngineConfig, serve: Serve, address: str
+) -> None:
+    metrics_port, probe_port = free_port(), free_port()
+    ports = {"metrics_port": metrics_port, "probe_port": probe_port}
+    server = msgspec.structs.replace(config.server, host=None, **ports)
+
+    async def scenario() -> None:
+        async with serve(msgspec.structs.replace(config, server=server)) as engine:
+            for port in (engine.port, probe_port):
+                async with open_channel(joined(address, port)) as channel:
+                    stub = health_pb2_grpc.HealthStub(channel)
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(service="liveness"))
+                    assert answer.status == SERVING
+            url = f"http://{joined(address, metrics_port)}/metrics"
+            assert "ullage_" in await asyncio.to_thread(read, url)
+
+    asyncio.run(scenario())
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return str(answer.read(), "utf-8")

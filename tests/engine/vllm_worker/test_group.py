@@ -22,33 +22,36 @@ from ullage_common.config.engine import (
     ModelSection,
     ParallelismSection,
 )
+from ullage_common.process.addresses import listen
 from ullage_engine import main as engine_main
 from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.server.worker_process import launch_env, vllm_env
 from ullage_engine.vllm_worker.__main__ import main
 from ullage_engine.vllm_worker.follower_health import HUNG_AFTER_S, FollowerHealth
-from ullage_engine.vllm_worker.group import Connection, Leader, Roster, Start, lead, listen
+from ullage_engine.vllm_worker.group import Connection, Leader, Roster, Start, lead
 
 PATIENCE_S = 60.0
 
 LEADER = """
 import sys, time
-from ullage_engine.vllm_worker.group import Leader, Start, end_worker, listen
+from ullage_common.process.addresses import listen
+from ullage_engine.vllm_worker.group import Leader, Start, end_worker
 start = Start(rank_bytes=7 << 30)
-leader = Leader(listen(int(sys.argv[1])), "r1", int(sys.argv[2]), start)
+leader = Leader(listen(None, int(sys.argv[1])), "r1", int(sys.argv[2]), start)
 print(leader.gather(lambda missing: print(missing, flush=True)), flush=True)
 leader.watch(end_worker)
 time.sleep(3600)
 """
 FOLLOWER = """
 import sys
+from ullage_common.process.addresses import listen
 from ullage_engine.vllm_worker.follower_health import FollowerHealth
-from ullage_engine.vllm_worker.group import Follower, Join, listen
+from ullage_engine.vllm_worker.group import Follower, Join
 assert "torch" not in sys.modules  # seconds, and memory that each follower would hold
 port, health_port, revision, rank, *compute = sys.argv[1:]
 health = FollowerHealth()
-health.serve(listen(int(health_port)))
+health.serve(listen(None, int(health_port)))
 Follower(
     ("127.0.0.1", int(port)),
     Join(revision, int(rank)),
@@ -243,7 +246,7 @@ class Gathering:
     """A leader of three nodes in this process."""
 
     def __init__(self) -> None:
-        listener = listen(0)
+        listener = listen(None, 0)
         self.port = listener.getsockname()[1]
         self.leader = Leader(listener, "r1", 3, Start(rank_bytes=7))
         self.missing: list[list[int]] = []
@@ -317,7 +320,7 @@ def test_a_follower_that_leaves_before_the_start_is_missing_again() -> None:
 
 
 def test_the_kernel_ends_the_connection_to_a_node_that_has_vanished_in_ten_seconds() -> None:
-    with listen(0) as listener:
+    with listen(None, 0) as listener:
         peer = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
         connection = Connection(peer)
         assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -352,7 +355,7 @@ def test_a_worker_that_leads_says_that_it_waits(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_taken_port_is_named() -> None:
-    with listen(0) as listener:
+    with listen(None, 0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(WorkerStartError, match=rf"^group\.join_port: cannot listen at {port} "):
             lead(GroupSection(nodes=2, join_port=port), lambda _: None, 7)

@@ -7,12 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ullage_common.config.engine import BatchingSection, EngineConfig, ModelSection, ServerSection
+from ullage_common.config.engine import (
+    BatchingSection,
+    EngineConfig,
+    MemorySection,
+    ModelSection,
+    ServerSection,
+    kv_limit,
+)
+from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.native.library import instruction_set
+from ullage_engine.protocol.errors import WorkerStartError
 from ullage_engine.scheduler.sequence import PromptCost
-from ullage_engine.worker.rank import RankStartup, chunk_tokens, measured_cost
+from ullage_engine.worker.rank import RankStartup, chunk_tokens, fitting_blocks, measured_cost
 
 SIZES = {"vocab_size": 208, "hidden_size": 96, "head_dim": 32, "intermediate_size": 160}
 
@@ -90,3 +101,32 @@ def test_chunks_take_half_a_second_within_bounds() -> None:
     assert chunk_tokens(1.0, 512) == 128
     assert chunk_tokens(0.0, 512) == 512
     assert chunk_tokens(1.0, 100) == 100
+
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@given(
+    total=st.integers(8 * GIB, 200 * GIB),
+    weights=st.integers(0, 4 * GIB),
+    max_kv=st.none() | st.integers(2 * GIB, 300 * GIB),
+    on_cpu=st.booleans(),
+)
+def test_kv_takes_what_its_limit_and_the_device_leave(
+    total: int, weights: int, max_kv: int | None, on_cpu: bool
+) -> None:
+    memory = MemorySection() if max_kv is None else MemorySection(max_kv=max_kv)
+    ledger = Ledger(total, memory.threshold, configurable=on_cpu)
+    ledger.record("weights", weights)
+    blocks = fitting_blocks(ledger, kv_limit(memory, on_cpu=on_cpu), 2 * MIB, chunk_blocks=16)
+    left = int(total * 0.85) - weights
+    default = 20 * GIB if on_cpu else left
+    assert blocks == min(left, default if max_kv is None else max_kv) // (2 * MIB)
+
+
+def test_kv_that_holds_no_chunk_is_refused_by_the_name_of_what_bounds_it() -> None:
+    ledger = Ledger(GIB, 0.85, configurable=False)
+    with pytest.raises(WorkerStartError, match=r"maxKV: 64 MiB is less than the 512 MiB of KV"):
+        fitting_blocks(ledger, 64 * MIB, 2 * MIB, 256)
+    with pytest.raises(LedgerError, match=r"memory\.threshold: kv_pool needs 2048 MiB"):
+        fitting_blocks(ledger, None, 2 * MIB, 1024)

@@ -71,6 +71,7 @@ STEP = {"service": "small"}
 PACE = {"tenants": TENANTS | {"defaults": {"tokensPerSecond": 0}}}
 TWINS = [{"name": "a"}, {"name": "a"}]
 OTHER = {"address": "small.example:9000"}
+CLAIM = {"name": "gpu", "resourceClaimTemplateName": "gpu"}
 ADAPTER = {"name": "a", "source": "file:///a", "rank": 8}
 
 LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
@@ -131,6 +132,25 @@ FORMS = [
     form("pools.single.startTimeout", "half an hour", "must be a duration"),
     form("pools.single.modelCache.hostPath", "models", "must match"),
     form("pools.single.modelCache.claimName", "Models", "must match"),
+    form("pools.single.modelCache.claimTemplate.size", "0", "must be a quantity above 0"),
+    Wrong(
+        {"pools.single.modelCache.claimTemplate": {"storageClassName": "fast"}},
+        "spec.pools.single.modelCache.claimTemplate.size",
+        "required field is missing. Storage that each claim requests",
+    ),
+    form(
+        "pools.single.persistentVolumeClaimRetentionPolicy.whenScaled",
+        "Keep",
+        "must be one of Retain, Delete, not 'Keep'",
+    ),
+    Wrong(
+        {"pools.single.resourceClaims": [{"name": "gpu"}]},
+        "spec.pools.single.resourceClaims[0].resourceClaimTemplateName",
+        "required field is missing. ResourceClaimTemplate of this namespace",
+    ),
+    form("securityContext.runAsUser", 0, "must be at least 1, not 0"),
+    form("securityContext.fsGroup", "root", "must be of type integer, not 'root'"),
+    form("serviceAccount.name", "Mine", "must match"),
     form("pools.single.podTemplate.metadata.labels.team", "a b", "must match"),
     form("memory.maxKV", "20Gb", "must be a quantity such as 512Mi"),
     form("memory.maxKV", -1, "must be at least 0, not -1"),
@@ -268,6 +288,17 @@ RULES = [
         "pools.single.modelCache",
         "modelCache is one of",
         value={"claimName": "c", "sizeLimit": "1Gi"},
+    ),
+    rule(
+        "device",
+        "engines have no GPUs that pods could claim",
+        {"device": "CPU", "pools.single.resourceClaims": [CLAIM]},
+    ),
+    rule("pools.single.resourceClaims", "two items have one name", value=[CLAIM, CLAIM]),
+    rule(
+        "serviceAccount.annotations",
+        "write them to the account that name names",
+        {"serviceAccount": {"name": "mine", "annotations": {"a": "b"}}},
     ),
     rule(
         "pools.single.podTemplate.metadata.labels",

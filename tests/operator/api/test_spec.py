@@ -41,7 +41,7 @@ def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
     assert spec.memory.threshold == 0.85
     assert spec.memory.safety_reserve == 2048 << 20
     assert spec.memory.session_kv_limit == 512 << 20
-    assert spec.memory.max_kv == 20 << 30
+    assert spec.memory.max_kv is None
     assert spec.routing.large_request_tokens == 8000
     assert spec.routing.large_request_kv == 6000 << 20
     assert spec.batching.prefill_window == 0.006

@@ -47,3 +47,27 @@ def test_old_followers_end_once_their_leader_is_renewed(world, played, operator)
     until(lambda: world.get(group)["spec"]["replicas"] == 3, "a third follower comes", LONG_S)
     other = world.patch(f"{world.services}/s", {"spec": {"pools": {"large": {"nodes": 1}}}})
     assert other.status_code == 422 and "nodes stays" in other.text
+
+
+def test_the_disks_of_a_pool_stay_and_what_becomes_of_them_may_change(world) -> None:
+    disk = {"claimTemplate": {"size": "1Gi"}}
+    assert world.create(pools={"single": {"modelCache": disk}}).status_code == 201
+
+    def edited(**pool: Any) -> Any:
+        return world.patch(f"{world.services}/s", {"spec": {"pools": {"single": pool}}})
+
+    for cache in (
+        {"claimTemplate": {"size": "2Gi"}},
+        {"claimTemplate": {"storageClassName": "fast"}},
+        {"claimTemplate": None},
+        {"claimTemplate": None, "claimName": "c"},
+    ):
+        refused = edited(modelCache=cache)
+        assert refused.status_code == 422 and "claimTemplate stays" in refused.text, cache
+        assert "spec.pools.single.modelCache" in refused.text or "spec.pools[" in refused.text
+    kept = edited(persistentVolumeClaimRetentionPolicy={"whenDeleted": "Retain"}, replicas=2)
+    assert kept.status_code == 200, kept.text
+    more = {"spec": {"pools": {"other": {"modelCache": disk | {}}}}}
+    assert world.patch(f"{world.services}/s", more).status_code == 200
+    gone = {"spec": {"pools": {"other": None}}}
+    assert world.patch(f"{world.services}/s", gone).status_code == 200

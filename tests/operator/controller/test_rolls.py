@@ -26,6 +26,7 @@ ALL = ROUTER | ENGINES
 KEYS = {"secretName": "keys"}
 KEDA = {"maxReplicas": 4, "provider": "KEDA", "prometheusURL": "http://prometheus:9090"}
 ENV = {"name": "engine", "env": [{"name": "A", "value": "b"}]}
+CLAIM = {"name": "gpu", "resourceClaimTemplateName": "gpu"}
 NAMED = KEYS | {"named": [{"name": "a", "weight": 2}]}
 
 EDITS: list[tuple[dict[str, Any], set[str]]] = [
@@ -45,6 +46,10 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"rollout": {"minRequests": 7}}, NOBODY),
     ({"rollout": {"strategy": "Canary"}}, NOBODY),
     ({"serviceAccount": {"annotations": {"a": "b"}}}, NOBODY),
+    (
+        {"pools": {"single": {"persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain"}}}},
+        NOBODY,
+    ),
     # What routers alone read.
     ({"slo": {"e2eP95": "9s"}}, ROUTER),  # they refuse what would be later
     ({"slo": {"ttftP95": "1s"}}, ROUTER),  # they count the requests that are late by it
@@ -84,6 +89,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"model": {"maxModelLen": 9000}}, ENGINES),
     ({"model": {"allowUnknownConfig": True}}, ENGINES),
     ({"device": "CUDA"}, ENGINES),
+    ({"device": "CUDA", "pools": {"single": {"resourceClaims": [CLAIM]}}}, ENGINES),
     ({"image": "registry.example/engine:2"}, ENGINES),
     ({"engine": "Native"}, ENGINES),
     ({"vllm": {"args": {"enforce_eager": True}}}, ENGINES),
@@ -111,6 +117,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"large": {"shmSize": "2Gi"}}}, LARGE),
     ({"pools": {"large": {"startTimeout": "2h"}}}, LARGE),
     ({"pools": {"large": {"modelCache": {"claimName": "c"}}}}, LARGE),
+    ({"pools": {"large": {"modelCache": {"claimTemplate": {"size": "1Gi"}}}}}, LARGE),
     # What both read.
     ({"limits": {"maxOutputTokens": 9}}, ALL),
     ({"limits": {"requestTimeout": "9s"}}, ALL),
@@ -121,6 +128,8 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"tls": {"engines": {"secretName": "tls"}}}, ALL),
     ({"tickets": {"secretName": "tickets"}}, ALL),
     ({"imagePullSecrets": [{"name": "p"}]}, ALL),
+    ({"serviceAccount": {"name": "mine"}}, ALL),
+    ({"securityContext": {"runAsUser": 7, "runAsGroup": 7, "fsGroup": 7}}, ALL),
 ]
 
 

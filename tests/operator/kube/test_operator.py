@@ -8,10 +8,11 @@ from prometheus_client import CollectorRegistry
 from ullage_kubeapi.server import running
 from ullage_testing.ports import free_port
 
+from ullage_common.process.addresses import listen
 from ullage_common.process.logs import serve_metrics
 from ullage_operator.api.naming import SERVICE
 from ullage_operator.kube.cache import Cache, Scope
-from ullage_operator.kube.operator import Operator
+from ullage_operator.kube.operator import Operator, PortTaken
 
 
 class Watching:
@@ -37,21 +38,24 @@ def api(tmp_path, monkeypatch):
         yield server
 
 
-def test_health_fails_once_a_watch_has_died_and_readiness_waits_for_the_cache(api):
+@pytest.mark.parametrize(
+    ("host", "asked"), [(None, "127.0.0.1"), (None, "[::1]"), ("::1", "[::1]")]
+)
+def test_health_fails_once_a_watch_has_died_and_readiness_waits_for_the_cache(api, host, asked):
     watching, probes, metrics = Watching(), free_port(), free_port()
 
     async def status(client, port, path):
         for _ in range(200):
             try:
-                return (await client.get(f"http://127.0.0.1:{port}{path}")).status_code
+                return (await client.get(f"http://{asked}:{port}{path}")).status_code
             except httpx.TransportError:
                 await asyncio.sleep(0.1)
         return None
 
     async def scenario():
         operator = Operator(lambda *_: watching)
-        stop = serve_metrics(CollectorRegistry(), metrics, "127.0.0.1", lambda: operator.is_ready)
-        running_operator = asyncio.create_task(operator.run("127.0.0.1", probes))
+        stop = serve_metrics(CollectorRegistry(), metrics, host, lambda: operator.is_ready)
+        running_operator = asyncio.create_task(operator.run(host, probes))
         try:
             async with httpx.AsyncClient(timeout=30) as client:
                 assert await status(client, metrics, "/readyz") == 503
@@ -69,3 +73,8 @@ def test_health_fails_once_a_watch_has_died_and_readiness_waits_for_the_cache(ap
 
     asyncio.run(scenario())
     assert watching.scope is None  # closed
+
+
+def test_a_port_of_probes_that_is_taken_is_an_error(api):
+    with listen(None, 0) as taken, pytest.raises(PortTaken, match="in use"):
+        asyncio.run(Operator(lambda *_: Watching()).run(None, taken.getsockname()[1]))

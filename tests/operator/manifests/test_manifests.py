@@ -53,6 +53,29 @@ def test_kubernetes_takes_every_object(
         kubernetes_validate.validate(item, version, strict=True)
 
 
+def test_services_have_addresses_of_both_families_where_the_cluster_has(
+    make_plan: MakePlan,
+) -> None:
+    wide = {"gpus": 4, "nodes": 2}
+    made = make_plan(engine="VLLM", pools={"large": wide}).apply
+    policies = {
+        item["metadata"]["name"]: item["spec"]["ipFamilyPolicy"]
+        for item in made
+        if item["kind"] == "Service"
+    }
+    assert len(policies) == 4
+    assert set(policies.values()) == {"PreferDualStack"}
+
+
+def test_pods_listen_at_every_address(make_plan: MakePlan) -> None:
+    """Their files name none, which programs of an earlier version read, too."""
+    plan = make_plan(tls={"router": {"secretName": "r"}})
+    engine = yaml.safe_load(find(plan, "ConfigMap", "demo-single")["data"]["engine.yaml"])
+    router = yaml.safe_load(find(plan, "ConfigMap", "demo-router")["data"]["router.yaml"])
+    sections = [engine["server"], *(router[name] for name in ("http", "grpc", "metrics", "probes"))]
+    assert not [section for section in sections if "host" in section]
+
+
 def test_engines_read_their_configuration(make_plan: MakePlan) -> None:
     plan = make_plan(
         pools={

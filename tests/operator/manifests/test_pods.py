@@ -114,7 +114,7 @@ def test_a_pod_template_lies_under_what_the_operator_sets(
 
 
 CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
-    ("serviceAccountName", {"serviceAccountName": "root"}, "leave it out"),
+    ("serviceAccountName", {"serviceAccountName": "root"}, "spec.serviceAccount.name says"),
     ("terminationGracePeriodSeconds", {"terminationGracePeriodSeconds": 1}, "limits.totalTimeout"),
     ("securityContext.runAsUser", {"securityContext": {"runAsUser": 0}}, "leave it out"),
     (
@@ -122,6 +122,7 @@ CONFLICTS: list[tuple[str, dict[str, Any], str]] = [
         {"volumes": [{"name": "cache", "emptyDir": {"medium": "Memory"}}]},
         "single.modelCache says",
     ),
+    ("securityContext.fsGroup", {"securityContext": {"fsGroup": 7}}, "spec.securityContext says"),
     ("volumes[shm]", {"volumes": [{"name": "shm", "emptyDir": {}}]}, "single.shmSize says"),
 ]
 CONFLICTS += [
@@ -315,6 +316,66 @@ def test_accounts_carry_annotations_and_no_token(make_plan: MakePlan) -> None:
     for account in accounts:
         assert account["metadata"]["annotations"] == annotations
         assert account["automountServiceAccountToken"] is False
+
+
+def identities(plan: ServicePlan) -> Iterator[tuple[dict[str, Any], set[int]]]:
+    """The user and groups of each workload's pods, and the modes of the Secrets that they read."""
+    for template in templates(plan).values():
+        pod = template["spec"]
+        ids = {
+            name: number
+            for name, number in pod["securityContext"].items()
+            if name in ("runAsUser", "runAsGroup", "fsGroup")
+        }
+        modes = {each["secret"]["defaultMode"] for each in pod["volumes"] if "secret" in each}
+        yield ids, modes
+
+
+def test_user_and_groups_are_the_images_or_the_specs_or_nobodys(make_plan: MakePlan) -> None:
+    tls = {"router": {"secretName": "r"}, "engines": {"secretName": "e"}}
+    usual = {"runAsUser": 65532, "runAsGroup": 65532, "fsGroup": 65532}
+    own = {"runAsUser": 1000680000, "fsGroup": 7}
+    for context, wanted, mode in (
+        (None, usual, 0o440),
+        ({}, {}, 0o444),
+        (own, own, 0o440),
+    ):
+        spec = {} if context is None else {"securityContext": context}
+        plan = make_plan(tls=tls, **spec)
+        assert list(identities(plan)) == [(wanted, {mode})] * 2, context
+        for template in templates(plan).values():
+            # All else of the restricted profile stays, which OpenShift's restricted-v2 asks for.
+            assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+            assert not [
+                found
+                for container in template["spec"]["containers"]
+                for found in contained(container)
+            ]
+
+
+def test_a_user_that_the_image_does_not_know_has_a_name(make_plan: MakePlan) -> None:
+    def users(**spec: Any) -> list[Any]:
+        variables = engine(make_plan(**spec))["containers"][0]["env"]
+        return [each.get("value") for each in variables if each["name"] == "USER"]
+
+    assert users() == []
+    assert users(securityContext={}) == users(securityContext={"runAsUser": 7}) == ["ullage"]
+    env = [{"name": "USER", "value": "me"}]
+    template = {"spec": {"containers": [{"name": "engine", "env": env}]}}
+    pools = {"single": {"podTemplate": template}}
+    assert users(securityContext={}, pools=pools) == ["me"]
+
+
+def test_pods_run_as_the_account_that_is_named(make_plan: MakePlan) -> None:
+    def accounts(**spec: Any) -> set[str]:
+        made = templates(make_plan(**spec)).values()
+        return {template["spec"]["serviceAccountName"] for template in made}
+
+    assert accounts() == {"demo-engine", "demo-router"}
+    assert accounts(serviceAccount={"name": "mine"}) == {"mine"}
+    # The pods that still run as the operator's own accounts could not be made anew without them.
+    plan = make_plan(serviceAccount={"name": "mine"})
+    assert [item["kind"] for item in plan.apply].count("ServiceAccount") == 2
 
 
 def test_monitors_are_as_told(make_plan: MakePlan) -> None:

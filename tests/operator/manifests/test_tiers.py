@@ -377,7 +377,7 @@ MODEL = {"source": "file:///m", "name": "m"}
         ({"host": {"size": -1}}, "host.size"),
         ({"file": {"path": "kv"}}, "path 'kv' is not absolute; begin it with /"),
         ({"file": {"path": "/kv", "size": 0}}, "file.size"),
-        ({"remote": {"peers": ["demo"]}}, "peers has 'demo'; write host:port"),
+        ({"remote": {"peers": ["demo"]}}, "'demo' is not host:port"),
         ({"remote": {"peers": [], "deadline": 0}}, "remote.deadline"),
     ],
 )

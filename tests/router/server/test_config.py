@@ -9,9 +9,9 @@ from ullage_common.process.config_file import ConfigError, read_file, warn_unkno
 
 GOOD = """
 model: smollm2-135m
-http: {host: 0.0.0.0, port: 8000}
-grpc: {host: 0.0.0.0, port: 9000}
-metrics: {host: 0.0.0.0, port: 9090}
+http: {port: 8000}
+grpc: {port: 9000}
+metrics: {port: 9090}
 pools:
   - {name: single, targets: ["smollm2-single:9000"]}
   - {name: large, targets: ["smollm2-large:9000"]}
@@ -55,6 +55,7 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("name: large", "name: single", ["share a name"]),
         ("smollm2-large:9000", "smollm2-single:9000", ["'single'", "'large'", "given twice"]),
         ("smollm2-large:9000", "smollm2-large", ["'smollm2-large'", "host:port"]),
+        ("smollm2-large:9000", "'fd00::7:9000'", ["'fd00::7:9000'", "[fd00::7]:9000"]),
         ("pools:", "pools: [", ["not YAML"]),
     ],
 )

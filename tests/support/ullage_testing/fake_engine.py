@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common.process.addresses import joined
 from ullage_common.wire.channels import bind, new_server
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.fingerprint import fingerprint_of
@@ -118,6 +119,7 @@ class FakeEngine(
             ledger=[headroom_pb2.Reservation(name="kv_pool", reserved_bytes=1, allocated_bytes=1)],
             tiers=[headroom_pb2.KvTier(name="host", backend="shared memory", hits=3)],
         )
+        self.host = "127.0.0.1"
         self.address = ""
         self.credentials: grpc.ServerCredentials | None = None
         """None: plaintext."""
@@ -128,8 +130,8 @@ class FakeEngine(
         self._server = new_server()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(self, self._server)
-        port = bind(self._server, f"127.0.0.1:{port}", self.credentials)
-        self.address = f"127.0.0.1:{port}"
+        port = bind(self._server, joined(self.host, port), self.credentials)
+        self.address = joined(self.host, port)
         await self._server.start()
 
     async def stop(self) -> None:
