@@ -43,17 +43,17 @@ class OriginGuard:
 
     Args:
         serve: answers all else.
-        host: on which the server listens.
+        host: on which the server listens; None: at all addresses.
         cors: origins that may use the API; None: only pages of the router itself.
         is_api: whether the port is the API's: what is for machines there is checked, too, and a
             connection of a forwarder only where a browser made the request.
     """
 
     def __init__(
-        self, serve: Endpoint, host: str, cors: CORSSection | None, *, is_api: bool
+        self, serve: Endpoint, host: str | None, cors: CORSSection | None, *, is_api: bool
     ) -> None:
         self._serve = serve
-        self._is_local = is_loopback(host)
+        self._is_local = host is not None and is_loopback(host)
         self._origins = frozenset(cors.allowed_origins) if cors else frozenset[str]()
         self._hosts = frozenset(
             name for origin in self._origins if (name := urlsplit(origin).hostname)
