@@ -46,6 +46,7 @@ from ullage_operator.conditions.pod_problems import (
     fits_place_of,
     is_counted,
     is_follower,
+    is_router,
     is_unmounted,
     lacking_workloads,
     missing_pods,
@@ -94,8 +95,16 @@ from ullage_operator.rollout.canary import (
 )
 from ullage_operator.rollout.falls import EngineReport
 from ullage_operator.rollout.rolls import RouterRoll, pods_to_replace, roll_routers
-from ullage_operator.rollout.stages import PAUSED, QUEUED, RENEWALS, WAITING, RolloutStage
+from ullage_operator.rollout.stages import (
+    PAUSED,
+    QUEUED,
+    RENEWALS,
+    ROUTERS_FIRST,
+    WAITING,
+    RolloutStage,
+)
 from ullage_operator.rollout.state import initial, load, release_of
+from ullage_operator.rollout.transport import with_engine_tls
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -276,8 +285,13 @@ def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
     """Returns the router's objects, in which a template of the operator waits for its turn."""
+    is_mixed = rollout.has_mixed_engines
+    file = _router_file(service, rollout, observed)
+    routers = observed.objects.get(ObjectKey("Deployment", naming.router_name(service.name)))
+    routed = with_engine_tls(service, rollout.stable, routers) if is_mixed else service
+    is_mixed = routed.spec.tls.engines is not None and is_mixed
     return roll_routers(
-        router_objects(service, settings, _router_file(service, rollout, observed)),
+        router_objects(routed, settings, file, accepts_plaintext=is_mixed),
         observed.objects,
         observed.status.get("observedGeneration") != service.generation,
         observed.may_begin_rollout,
@@ -450,6 +464,12 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         stored_state=kept.get("data", {}).get(naming.ROLLOUT_STATE),
         is_state_readable=observed.is_rollout_readable,
         may_begin=observed.may_begin_rollout,
+        routers=next(
+            (obj for key, obj in observed.objects.items() if key.kind == "Deployment"), None
+        ),
+        has_ending_routers=any(
+            is_router(pod) and "deletionTimestamp" in pod["metadata"] for pod in observed.pods
+        ),
         annotation=observed.rollout_annotation,
         samples=observed.canary_samples,
         problem=str(wrong[0]) if wrong else "",
@@ -645,7 +665,7 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
     if (
         progress.stage is RolloutStage.STABLE
         and not waits_for_people
-        and progress.reason not in (WAITING, QUEUED)
+        and progress.reason not in (WAITING, QUEUED, ROUTERS_FIRST)
     ):
         return Condition(PROGRESSING, True, QUEUED, ROUTER_WAITS) if rollout.router_waits else None
     moves = progress.stage is not RolloutStage.ROLLED_BACK and not waits_for_people

@@ -65,9 +65,14 @@ def step_secrets(service: Service) -> list[MountedSecret]:
     return secrets
 
 
+ENGINE_TLS_VOLUME = "tls"
+"""Volume of the certificate that engines serve with."""
+
+
 def engine_secrets(service: Service) -> list[MountedSecret]:
     tls = service.spec.tls.engines
-    secrets = [MountedSecret("tls", tls.secret_name, naming.ENGINE_TLS_DIR)] if tls else []
+    volume, path = ENGINE_TLS_VOLUME, naming.ENGINE_TLS_DIR
+    secrets = [MountedSecret(volume, tls.secret_name, path)] if tls else []
     return [*secrets, *ticket_secrets(service)]
 
 
