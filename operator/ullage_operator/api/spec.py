@@ -361,7 +361,27 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
     in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
-    return excesses(spec) + list(dict.fromkeys(in_memory))  # several pools may share a field
+    sliced = (each for name, pool in pools for each in _slices(spec, name, pool))
+    # Several pools may share a field.
+    return [*excesses(spec), *sliced, *dict.fromkeys(in_memory)]
+
+
+_MIG_SLICE = "/mig-"
+"""Part of the names by which NVIDIA's device plugin calls slices of GPUs."""
+
+
+def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
+    """Engines of several slices of GPUs: two of one GPU cannot talk to one another.
+
+    The definition has no rule for them: the number of GPUs has no default there.
+    """
+    resource, gpus = pool["gpuResourceName"], pool["gpus"]
+    if _MIG_SLICE in resource and gpus > 1 and _device(spec) != "cpu":
+        yield Problem(
+            f"spec.pools.{name}.gpus",
+            f"{gpus} of {resource} is no group of GPUs, since NCCL connects no slices of a GPU; "
+            "set gpus: 1 and more replicas, or take whole GPUs",
+        )
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
