@@ -31,6 +31,7 @@ from ullage_operator.conditions.conditions import (
     Condition,
     Workload,
     cluster_conditions,
+    contested,
     outdated_definition,
     render,
     service_conditions,
@@ -162,6 +163,8 @@ class Observed:
     """Why the declared spec is not carried out, so that an earlier one still is."""
     undefined: tuple[str, ...] = ()
     """Fields that the cluster's definition of LLMService has no default of."""
+    challenger: str = ""
+    """Another operator that watches the service, too, and leaves it to this one."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
     is_rollout_readable: bool = True
@@ -574,6 +577,7 @@ def status_of(
     conditions += consistency_condition(engine_numerics(observed))
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
+    conditions += contested(observed.challenger)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
     restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
     host = f"{name}.{service.namespace}.svc"
