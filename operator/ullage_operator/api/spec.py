@@ -619,6 +619,9 @@ class Settings:
     metrics_namespace: str = METRICS_NAMESPACE
     """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read the metrics of services that do not
     say who may; empty: no pod may."""
+    mesh: Literal["", "istio", "linkerd"] = ""
+    """ULLAGE_MESH: istio or linkerd, whose sidecars are to leave the ports alone at which the
+    operator asks pods for headroom and measures; empty: there is no mesh."""
     runbooks: str = "docs/runbooks"
     """ULLAGE_RUNBOOKS: where people read docs/runbooks, for the alerts of services: a URL, or the
     path in these sources."""
@@ -648,9 +651,18 @@ class Settings:
             metrics_namespace=environ.get("ULLAGE_METRICS_NAMESPACE", METRICS_NAMESPACE),
             max_rollouts=_count(environ, "ULLAGE_MAX_ROLLOUTS", MAX_ROLLOUTS),
             dns_lag_s=_seconds(environ, "ULLAGE_DNS_LAG", DNS_LAG_S),
+            mesh=_mesh(environ),
             tracing=_tracing(environ),
             image_pull_secrets=tuple(name for name in secrets if name),
         )
+
+
+def _mesh(environ: Mapping[str, str]) -> Literal["", "istio", "linkerd"]:
+    match environ.get("ULLAGE_MESH", ""):
+        case ("" | "istio" | "linkerd") as mesh:
+            return mesh
+        case other:
+            raise SystemExit(f"ULLAGE_MESH={other!r} is no known mesh; give istio, linkerd or none")
 
 
 def _tracing(environ: Mapping[str, str]) -> TracingSection | None:

@@ -86,7 +86,8 @@ def is_of_workload(
         service: its name.
     """
     meta = pod["metadata"]
-    owner = next((each for each in meta.get("ownerReferences") or () if each.get("controller")), {})
+    controllers = (each for each in meta.get("ownerReferences") or () if each.get("controller"))
+    owner: Mapping[str, Any] = next(controllers, {})
     match owner:
         case {"kind": "StatefulSet", "uid": uid}:
             sets = (obj["metadata"] for obj in owned if obj["kind"] == "StatefulSet")

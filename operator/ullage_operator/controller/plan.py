@@ -175,6 +175,8 @@ class Observed:
     """The annotation by which people steer its rollout."""
     canary_samples: Sequence[CanarySample] = ()
     """Samples of a canary from the routers that answered."""
+    unanswered: tuple[str, ...] = ()
+    """Addresses of routers that did not answer when they were asked for samples, and why."""
     scaling: ScalingDecisions = NO_DECISIONS
     """Numbers of engines that pools should have, where the operator decides."""
 
@@ -475,6 +477,7 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         ),
         annotation=observed.rollout_annotation,
         samples=observed.canary_samples,
+        unanswered=observed.unanswered,
         problem=str(wrong[0]) if wrong else "",
         roomless_s=roomless_pools(observed),
         engines=engine_reports(observed),
@@ -518,11 +521,12 @@ def _engine_report(pod: LiveObject, observed: Observed) -> EngineReport:
 
     health = observed.engine_health.get(uid)
     if health is None or health.report is None:
-        return replace(counts, is_fresh=False)
+        return replace(counts, is_fresh=False, trouble=health.trouble if health else "")
     return replace(
         counts,
         epoch=health.report.epoch,
         workers_lost=health.report.worker_restarts,
+        trouble=health.trouble,
         is_fresh=health.silent_s <= (FRESH_S if is_canary(pod) else SILENT_S),
     )
 

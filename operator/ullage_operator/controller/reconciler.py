@@ -239,8 +239,10 @@ class Reconciler:
         """Adds the routers' samples of a canary to `observed`, while a canary gets requests."""
         if not is_canary_running(observe_rollout(observed).stored_state):
             return observed
-        samples = await self._router_client.canary_samples(key, observed.pods)
-        return dataclasses.replace(observed, canary_samples=samples)
+        answers = await self._router_client.canary_samples(key, observed.pods)
+        return dataclasses.replace(
+            observed, canary_samples=answers.samples, unanswered=answers.unanswered
+        )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
         """Adds the silent pools that no router reaches either to `observed`."""

@@ -89,6 +89,8 @@ class RolloutObservation:
     """The service's annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
     """Routers' counts of both sides."""
+    unanswered: Sequence[str] = ()
+    """Addresses of routers that did not tell their counts, and why."""
     problem: str = ""
     """Problem of the canary's pods; empty when there is none."""
     roomless_s: Mapping[str, float] = field(default_factory=dict)
@@ -371,14 +373,39 @@ def analysis_of(
     )
     if not routers and not canary.restarts:
         outcome = Outcome.FAIL if is_last else Outcome.WAIT
-        message = "no router has reported what it counted"
+        message = unmeasured(observation.unanswered)
         return Analysis(outcome, "NotMeasured", message, "routers to take up its weight")
 
     analysis = analyze(canary, stable, service.spec.rollout, is_last)
     if analysis.outcome is Outcome.PASS and has_silent and not is_last:
         waits_for = "the canary's engines to tell the operator how often they fell"
+        waits_for += unheard([engine.trouble for engine in engines if engine.trouble])
         return Analysis(Outcome.WAIT, "NotMeasured", analysis.message, waits_for)
     return analysis
+
+
+_IN_A_MESH = "a mesh's sidecars must leave it alone, which the chart's value mesh sees to"
+
+
+def unmeasured(unanswered: Sequence[str]) -> str:
+    """Word that no router's counts are known, with the cause and what to do."""
+    message = "no router has reported what it counted"
+    if not unanswered:
+        return message
+    return (
+        f"{message}, for the operator has no answer of {unanswered[0]}; let it reach port "
+        f"{naming.METRICS_PORT} of routers: {_IN_A_MESH} (docs/mesh.md)"
+    )
+
+
+def unheard(troubles: Sequence[str]) -> str:
+    """Word why engines are silent to the operator, and what to do; empty where nothing is wrong."""
+    if not troubles:
+        return ""
+    return (
+        f", which has no answer of {troubles[0]}; let it reach port {naming.PROBE_PORT} of "
+        f"engines: {_IN_A_MESH} (docs/mesh.md)"
+    )
 
 
 def _with_restarts(

@@ -150,6 +150,9 @@ class Quiet:
     async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         return obj
 
+    async def apply(self, obj: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        return obj
+
     async def apply_status(self, *_: Any) -> None:
         return None
 
@@ -203,7 +206,7 @@ def stateful_set(pool: str) -> dict[str, Any]:
         "serving.ullage.dev/pool": pool,
     }
     meta = {"name": f"demo-{pool}", "namespace": "models", "uid": f"u-demo-{pool}"}
-    template = {"spec": {"containers": [], "volumes": []}}
+    template = {"metadata": {}, "spec": {"containers": [], "volumes": []}}
     return {"metadata": meta | {"labels": labels}, "spec": {"replicas": 1, "template": template}}
 
 
