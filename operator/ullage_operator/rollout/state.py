@@ -89,8 +89,6 @@ def shared_hash(service: Service) -> str:
         "profiling": [profiling.enabled, profiling.nvtx] if profiling != ProfilingSection() else [],
         "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_ratio],
         "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
-        # Of the release, too: without it the hash would not be what older operators wrote.
-        "tls": spec.tls.engines and spec.tls.engines.secret_name,
     }
     return _hash({name: value for name, value in fields.items() if value})
 
