@@ -39,6 +39,8 @@ class Question:
     """Name of the operator that was asked."""
     asked_s: float
     """When it was asked, on this process's clock."""
+    is_answered: bool = False
+    """Whether its answer was logged."""
 
 
 def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> Turn:

@@ -206,15 +206,18 @@ class Reconciler:
         holder = holder_of(status)
         self._stop_serving(key)
         if turn is Turn.ASK:
-            if self._questions.get(key, Question("", 0.0)).holder != holder:
+            before = self._questions.get(key, Question("", 0.0))
+            is_answered = before.holder == holder and before.is_answered
+            if before.holder != holder:
                 message = (
                     "%s: operator %s serves it; this one, %s, asks whether that one lives, and "
                     "leaves the service alone meanwhile"
                 )
                 _logger.warning(message, key, holder, self._name)
             await self._applier.report(key, manifest, asked(self._name, status))
-            self._questions[key] = Question(holder, time.monotonic())
-        elif turn is Turn.YIELD:
+            self._questions[key] = Question(holder, time.monotonic(), is_answered)
+        elif turn is Turn.YIELD and not self._questions[key].is_answered:
+            self._questions[key] = dataclasses.replace(self._questions[key], is_answered=True)
             message = (
                 "%s: operator %s serves it and lives, so this one, %s, does not: give each of the "
                 "two releases namespaces of its own (watch.namespaces), or uninstall one"
