@@ -276,6 +276,8 @@ class EngineHealth:
     """Since its last report, or since the operator follows it."""
     unhealthy_s: float = 0.0
     """Since when its health is below what the service asks for."""
+    trouble: str = ""
+    """Why the operator could not follow its reports last; empty while they come."""
 
 
 PressureLevels = Mapping[str, int]

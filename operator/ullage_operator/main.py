@@ -115,6 +115,7 @@ def controller_options(options: argparse.Namespace, defaults: Options) -> Option
         reconcile_times=replace(defaults.reconcile_times, resync_s=options.resync),
         watch_times=replace(watch_times, recheck_s=min(options.resync, watch_times.recheck_s)),
         lease=None if options.no_leader_election else (namespace, options.lease_name),
+        name=f"{namespace}/{options.lease_name}",
         election_times=options.lease_duration,
     )
 

@@ -4,8 +4,8 @@ from ullage_common.process.metrics import CounterName, GaugeName, HistogramName
 
 RECONCILE = CounterName(
     "ullage_operator_reconcile",
-    "Reconciliations of an LLMService by result: ok, denied, invalid, gone, temporary, permanent "
-    "or bug",
+    "Reconciliations of an LLMService by result: ok, denied, invalid, gone, temporary, permanent, "
+    "yielded (to another operator) or bug",
     ("result",),
 )
 RECONCILE_SECONDS = HistogramName(

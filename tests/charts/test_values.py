@@ -86,6 +86,7 @@ SAMPLES: dict[str, Any] = {
     "podDisruptionBudget.enabled": False,
     "podDisruptionBudget.maxUnavailable": "50%",
     "networkPolicy.enabled": False,
+    "mesh": "linkerd",
     "metricsNamespace": "observability",
     "networkPolicy.metricsFrom": [{"namespaceSelector": RANDOM_SELECTOR}],
     "networkPolicy.egress.enabled": True,

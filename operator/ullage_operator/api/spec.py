@@ -368,7 +368,27 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
     in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
-    return excesses(spec) + list(dict.fromkeys(in_memory))  # several pools may share a field
+    sliced = (each for name, pool in pools for each in _slices(spec, name, pool))
+    # Several pools may share a field.
+    return [*excesses(spec), *sliced, *dict.fromkeys(in_memory)]
+
+
+_MIG_SLICE = "/mig-"
+"""Part of the names by which NVIDIA's device plugin calls slices of GPUs."""
+
+
+def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
+    """Engines of several slices of GPUs: two of one GPU cannot talk to one another.
+
+    The definition has no rule for them: the number of GPUs has no default there.
+    """
+    resource, gpus = pool["gpuResourceName"], pool["gpus"]
+    if _MIG_SLICE in resource and gpus > 1 and _device(spec) != "cpu":
+        yield Problem(
+            f"spec.pools.{name}.gpus",
+            f"{gpus} of {resource} is no group of GPUs, since NCCL connects no slices of a GPU; "
+            "set gpus: 1 and more replicas, or take whole GPUs",
+        )
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
@@ -608,6 +628,9 @@ class Settings:
     metrics_namespace: str = METRICS_NAMESPACE
     """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read the metrics of services that do not
     say who may; empty: no pod may."""
+    mesh: Literal["", "istio", "linkerd"] = ""
+    """ULLAGE_MESH: istio or linkerd, whose sidecars are to leave the ports alone at which the
+    operator asks pods for headroom and measures; empty: there is no mesh."""
     runbooks: str = "docs/runbooks"
     """ULLAGE_RUNBOOKS: where people read docs/runbooks, for the alerts of services: a URL, or the
     path in these sources."""
@@ -637,9 +660,18 @@ class Settings:
             metrics_namespace=environ.get("ULLAGE_METRICS_NAMESPACE", METRICS_NAMESPACE),
             max_rollouts=_count(environ, "ULLAGE_MAX_ROLLOUTS", MAX_ROLLOUTS),
             dns_lag_s=_seconds(environ, "ULLAGE_DNS_LAG", DNS_LAG_S),
+            mesh=_mesh(environ),
             tracing=_tracing(environ),
             image_pull_secrets=tuple(name for name in secrets if name),
         )
+
+
+def _mesh(environ: Mapping[str, str]) -> Literal["", "istio", "linkerd"]:
+    match environ.get("ULLAGE_MESH", ""):
+        case ("" | "istio" | "linkerd") as mesh:
+            return mesh
+        case other:
+            raise SystemExit(f"ULLAGE_MESH={other!r} is no known mesh; give istio, linkerd or none")
 
 
 def _tracing(environ: Mapping[str, str]) -> TracingSection | None:

@@ -197,6 +197,7 @@ def timestamp(now: datetime) -> str:
 
 
 DEFINITION_OUTDATED = "DefinitionOutdated"
+CONTESTED = "Contested"
 MISSING_PERMISSION = "MissingPermission"
 KINDS_UNLISTED = "KindsUnlisted"
 MONITORING_AVAILABLE = "MonitoringAvailable"
@@ -249,6 +250,17 @@ def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
         f"defaults of {', '.join(undefined[:_MAX_FIELDS])}{more}; apply the crds/ of its version"
     )
     return [Condition(DEFINITION_OUTDATED, True, "DefaultsMissing", message)]
+
+
+def contested(challenger: str) -> list[Condition]:
+    """Return the condition that names another operator which watches the service, too."""
+    if not challenger:
+        return []
+    message = (
+        f"operator {challenger} watches this service, too, and leaves it alone: give each of the "
+        "two releases namespaces of its own (watch.namespaces), or uninstall one"
+    )
+    return [Condition(CONTESTED, True, "SeveralOperators", message)]
 
 
 def missing_permissions(missing: Sequence[str]) -> list[Condition]:

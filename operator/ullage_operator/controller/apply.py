@@ -53,7 +53,7 @@ def observe(cache: Cache, service: Object) -> Observed:
     return Observed(
         now=datetime.now(UTC),
         objects={key_of(obj): obj for obj in owned},
-        pods=cache.pods(key),
+        pods=[pod for pod in cache.pods(key) if is_of_workload(pod, owned, key.name)],
         serves=frozenset(kind.name for kind in optional if cache.serves(kind, key.namespace)),
         missing_rights=tuple(map(str, cache.missing(key.namespace))),
         unlisted=tuple(cache.unlisted(key.namespace)),
@@ -71,6 +71,32 @@ def belongs(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
     """
     owners = obj["metadata"].get("ownerReferences") or ()
     return not owners or any(owner["uid"] == service["metadata"]["uid"] for owner in owners)
+
+
+def is_of_workload(
+    pod: Mapping[str, Any], owned: Iterable[Mapping[str, Any]], service: str
+) -> bool:
+    """Whether a workload of a service made a pod with the service's labels.
+
+    Copies of pods and other workloads' pods may carry the labels, too. They are nobody's to count,
+    to ask for their health or to delete.
+
+    Args:
+        owned: objects of the service.
+        service: its name.
+    """
+    meta = pod["metadata"]
+    controllers = (each for each in meta.get("ownerReferences") or () if each.get("controller"))
+    owner: Mapping[str, Any] = next(controllers, {})
+    match owner:
+        case {"kind": "StatefulSet", "uid": uid}:
+            sets = (obj["metadata"] for obj in owned if obj["kind"] == "StatefulSet")
+            return any(each.get("uid") == uid for each in sets)
+        case {"kind": "ReplicaSet", "name": name}:
+            # The operator may not see ReplicaSets, whose names their Deployment gives.
+            template_hash = (meta.get("labels") or {}).get("pod-template-hash", "")
+            return bool(name == f"{naming.router_name(service)}-{template_hash}")
+    return False
 
 
 def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:

@@ -48,7 +48,7 @@ _AT_ONCE = 16
 _GAP_S = 0.2
 _BACKOFF_FIRST_S = 1.0
 _BACKOFF_MOST_S = 60.0
-_SUCCESSES = frozenset({"ok", "gone"})
+_SUCCESSES = frozenset({"ok", "gone", "yielded"})
 
 
 class WorkQueue(Generic[Key]):
@@ -130,6 +130,8 @@ class Options:
     """Namespaces to serve; empty for all."""
     lease: tuple[str, str] | None = None
     """Namespace and name of the Lease by which operators elect one; None to act alone."""
+    name: str = "default/ullage-operator"
+    """The operator's name, the same for all of its replicas and of no other release."""
     election_times: Times = field(default_factory=Times)
     reconcile_times: ReconcileTimes = field(default_factory=ReconcileTimes)
     watch_times: WatchTimes = field(default_factory=WatchTimes)
@@ -179,6 +181,7 @@ class Controller:
             RolloutQueue(settings.max_rollouts, self._wake),
             settings,
             options.reconcile_times,
+            options.name,
         )
         self._queue: WorkQueue[ServiceKey] = WorkQueue(self._reconcile)
         self._election = options.lease and LeaderElection(

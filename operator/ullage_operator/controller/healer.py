@@ -156,6 +156,7 @@ class _Stream:
     report: headroom_pb2.Headroom | None = None
     unhealthy_at: float | None = None
     is_silent: bool = False
+    trouble: str = ""
 
 
 class HeadroomStreams(Generic[Key]):
@@ -227,6 +228,7 @@ class HeadroomStreams(Generic[Key]):
             known_s=now - stream.since,
             silent_s=now - stream.reported_at,
             unhealthy_s=0.0 if unhealthy_at is None else now - unhealthy_at,
+            trouble=stream.trouble,
         )
 
     async def _keep(self, key: Key, uid: str, target: EngineTarget) -> None:
@@ -242,16 +244,21 @@ class HeadroomStreams(Generic[Key]):
                         backoff_s = FIRST_BACKOFF_S
             except grpc.aio.AioRpcError as error:
                 _logger.debug("headroom of %s at %s: %s", uid, target.address, error.details())
+                self._on_trouble(key, uid, f"{target.address}: {error.details()}")
             except Exception:  # a bug must not end the following of a working engine
                 _logger.exception("headroom of %s at %s", uid, target.address)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
+    def _on_trouble(self, key: Key, uid: str, trouble: str) -> None:
+        if stream := self._streams.get(key, {}).get(uid):
+            stream.trouble = trouble
+
     def _on_report(self, key: Key, uid: str, report: headroom_pb2.Headroom) -> None:
         stream = self._streams[key][uid]
         before = stream.report
         has_new_restart = before is not None and before.worker_restarts < report.worker_restarts
-        stream.reported_at, stream.report = self._clock_s, report
+        stream.reported_at, stream.report, stream.trouble = self._clock_s, report, ""
         has_boost_changed = bool(before and before.throttle_reasons) != bool(
             report.throttle_reasons
         )

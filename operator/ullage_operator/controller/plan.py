@@ -31,6 +31,7 @@ from ullage_operator.conditions.conditions import (
     Condition,
     Workload,
     cluster_conditions,
+    contested,
     outdated_definition,
     render,
     service_conditions,
@@ -46,6 +47,7 @@ from ullage_operator.conditions.pod_problems import (
     fits_place_of,
     is_counted,
     is_follower,
+    is_router,
     is_unmounted,
     lacking_workloads,
     missing_pods,
@@ -94,8 +96,16 @@ from ullage_operator.rollout.canary import (
 )
 from ullage_operator.rollout.falls import EngineReport
 from ullage_operator.rollout.rolls import RouterRoll, pods_to_replace, roll_routers
-from ullage_operator.rollout.stages import PAUSED, QUEUED, RENEWALS, WAITING, RolloutStage
+from ullage_operator.rollout.stages import (
+    PAUSED,
+    QUEUED,
+    RENEWALS,
+    ROUTERS_FIRST,
+    WAITING,
+    RolloutStage,
+)
 from ullage_operator.rollout.state import initial, load, release_of
+from ullage_operator.rollout.transport import with_engine_tls
 
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
@@ -153,6 +163,8 @@ class Observed:
     """Why the declared spec is not carried out, so that an earlier one still is."""
     undefined: tuple[str, ...] = ()
     """Fields that the cluster's definition of LLMService has no default of."""
+    challenger: str = ""
+    """Another operator that watches the service, too, and leaves it to this one."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
     is_rollout_readable: bool = True
@@ -163,6 +175,8 @@ class Observed:
     """The annotation by which people steer its rollout."""
     canary_samples: Sequence[CanarySample] = ()
     """Samples of a canary from the routers that answered."""
+    unanswered: tuple[str, ...] = ()
+    """Addresses of routers that did not answer when they were asked for samples, and why."""
     scaling: ScalingDecisions = NO_DECISIONS
     """Numbers of engines that pools should have, where the operator decides."""
 
@@ -276,8 +290,13 @@ def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
     """Returns the router's objects, in which a template of the operator waits for its turn."""
+    is_mixed = rollout.has_mixed_engines
+    file = _router_file(service, rollout, observed)
+    routers = observed.objects.get(ObjectKey("Deployment", naming.router_name(service.name)))
+    routed = with_engine_tls(service, rollout.stable, routers) if is_mixed else service
+    is_mixed = routed.spec.tls.engines is not None and is_mixed
     return roll_routers(
-        router_objects(service, settings, _router_file(service, rollout, observed)),
+        router_objects(routed, settings, file, accepts_plaintext=is_mixed),
         observed.objects,
         observed.status.get("observedGeneration") != service.generation,
         observed.may_begin_rollout,
@@ -450,8 +469,15 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         stored_state=kept.get("data", {}).get(naming.ROLLOUT_STATE),
         is_state_readable=observed.is_rollout_readable,
         may_begin=observed.may_begin_rollout,
+        routers=next(
+            (obj for key, obj in observed.objects.items() if key.kind == "Deployment"), None
+        ),
+        has_ending_routers=any(
+            is_router(pod) and "deletionTimestamp" in pod["metadata"] for pod in observed.pods
+        ),
         annotation=observed.rollout_annotation,
         samples=observed.canary_samples,
+        unanswered=observed.unanswered,
         problem=str(wrong[0]) if wrong else "",
         is_stuck=any(problem.is_stuck for problem in wrong),
         roomless_s=roomless_pools(observed),
@@ -496,11 +522,12 @@ def _engine_report(pod: LiveObject, observed: Observed) -> EngineReport:
 
     health = observed.engine_health.get(uid)
     if health is None or health.report is None:
-        return replace(counts, is_fresh=False)
+        return replace(counts, is_fresh=False, trouble=health.trouble if health else "")
     return replace(
         counts,
         epoch=health.report.epoch,
         workers_lost=health.report.worker_restarts,
+        trouble=health.trouble,
         is_fresh=health.silent_s <= (FRESH_S if is_canary(pod) else SILENT_S),
     )
 
@@ -556,6 +583,7 @@ def status_of(
     conditions += consistency_condition(engine_numerics(observed))
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
+    conditions += contested(observed.challenger)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
     restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
     host = f"{name}.{service.namespace}.svc"
@@ -668,7 +696,7 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
     if (
         progress.stage is RolloutStage.STABLE
         and not waits_for_people
-        and progress.reason not in (WAITING, QUEUED)
+        and progress.reason not in (WAITING, QUEUED, ROUTERS_FIRST)
     ):
         return Condition(PROGRESSING, True, QUEUED, ROUTER_WAITS) if rollout.router_waits else None
     moves = progress.stage is not RolloutStage.ROLLED_BACK and not waits_for_people

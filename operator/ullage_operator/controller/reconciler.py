@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,17 @@ from ullage_operator.autoscaling import own_policies, with_replicas
 from ullage_operator.conditions.pod_problems import ObjectWarning
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
+from ullage_operator.controller.contest import (
+    ANSWER_S,
+    ASK_AGAIN_S,
+    Question,
+    Turn,
+    asked,
+    challenger_of,
+    held,
+    holder_of,
+    turn_of,
+)
 from ullage_operator.controller.healer import Healer
 from ullage_operator.controller.plan import (
     Observed,
@@ -85,7 +97,13 @@ class Reconciler:
         rollout_queue: RolloutQueue,
         settings: Settings,
         times: ReconcileTimes,
+        name: str,
     ) -> None:
+        self._name = name
+        self._questions: dict[ServiceKey, Question] = {}
+        """Questions to other operators, by the service that they serve."""
+        self._challengers: dict[ServiceKey, Question] = {}
+        """The other operator that asked last about a service."""
         self._cluster = cluster
         self._cache = cache
         self._applier = applier
@@ -134,6 +152,8 @@ class Reconciler:
         """Forgets all services: another operator leads, and its work is not seen here."""
         self._read.clear()
         self._failures.clear()
+        self._questions.clear()
+        self._challengers.clear()
         self._healer.drop()
         self._router_client.drop()
         self._autoscaler.drop()
@@ -141,6 +161,11 @@ class Reconciler:
 
     def _forget(self, key: ServiceKey) -> None:
         """Forgets a service that is gone."""
+        self._questions.pop(key, None)
+        self._challengers.pop(key, None)
+        self._stop_serving(key)
+
+    def _stop_serving(self, key: ServiceKey) -> None:
         self._read.pop(key, None)
         self._failures.pop(key, None)
         self._healer.forget(key)
@@ -153,23 +178,74 @@ class Reconciler:
         manifest = self._cache.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone", None  # what it owned is the garbage collector's
-        observed = await self._with_canary_samples(key, observe(self._cache, manifest))
+        turn = turn_of(
+            self._name, manifest.get("status", {}), self._questions.get(key), time.monotonic()
+        )
+        if turn is not Turn.SERVE:
+            return await self._leave_to_other(key, manifest, turn)
+        if question := self._questions.pop(key, None):
+            _logger.warning("%s: takes over: operator %s does not answer", key, question.holder)
+        observed = self._with_challenger(key, observe(self._cache, manifest))
+        observed = await self._with_canary_samples(key, observed)
         try:
             result, status, planned, recheck_s = await self._plan_and_apply(key, manifest, observed)
         except Replaced:
             return "gone", None
+        status = held(self._name, status)
         if status != observed.status:
             await self._applier.report(key, manifest, status)
         if planned is not None:
             await self._healer.restart_pods(key, manifest, planned.healing.restarts, observed.now)
         return result, recheck_s
 
+    async def _leave_to_other(
+        self, key: ServiceKey, manifest: Object, turn: Turn
+    ) -> tuple[str, float]:
+        """Leave a service to the operator that its status names, and ask whether that one lives."""
+        status = manifest.get("status", {})
+        holder = holder_of(status)
+        self._stop_serving(key)
+        if turn is Turn.ASK:
+            before = self._questions.get(key, Question("", 0.0))
+            is_answered = before.holder == holder and before.is_answered
+            if before.holder != holder:
+                message = (
+                    "%s: operator %s serves it; this one, %s, asks whether that one lives, and "
+                    "leaves the service alone meanwhile"
+                )
+                _logger.warning(message, key, holder, self._name)
+            await self._applier.report(key, manifest, asked(self._name, status))
+            self._questions[key] = Question(holder, time.monotonic(), is_answered)
+        elif turn is Turn.YIELD and not self._questions[key].is_answered:
+            self._questions[key] = dataclasses.replace(self._questions[key], is_answered=True)
+            message = (
+                "%s: operator %s serves it and lives, so this one, %s, does not: give each of the "
+                "two releases namespaces of its own (watch.namespaces), or uninstall one"
+            )
+            _logger.error(message, key, holder, self._name)
+        return "yielded", ASK_AGAIN_S if turn is Turn.YIELD else ANSWER_S
+
+    def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
+        """Add the other operator that has asked lately about a service to `observed`."""
+        now_s = time.monotonic()
+        if name := challenger_of(observed.status):
+            if key not in self._challengers:
+                message = "%s: operator %s watches it, too, and leaves it to this one, %s"
+                _logger.error(message, key, name, self._name)
+            self._challengers[key] = Question(name, now_s)
+        question = self._challengers.get(key)
+        if question and now_s - question.asked_s > 2 * ASK_AGAIN_S:
+            question = self._challengers.pop(key) and None
+        return dataclasses.replace(observed, challenger=question.holder if question else "")
+
     async def _with_canary_samples(self, key: ServiceKey, observed: Observed) -> Observed:
         """Adds the routers' samples of a canary to `observed`, while a canary gets requests."""
         if not is_canary_running(observe_rollout(observed).stored_state):
             return observed
-        samples = await self._router_client.canary_samples(key, observed.pods)
-        return dataclasses.replace(observed, canary_samples=samples)
+        answers = await self._router_client.canary_samples(key, observed.pods)
+        return dataclasses.replace(
+            observed, canary_samples=answers.samples, unanswered=answers.unanswered
+        )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
         """Adds the silent pools that no router reaches either to `observed`."""

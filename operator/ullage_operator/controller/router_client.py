@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -27,12 +28,21 @@ Pod = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RouterSamples:
+    """What the routers of a service counted of a canary."""
+
+    samples: tuple[CanarySample, ...] = ()
+    unanswered: tuple[str, ...] = ()
+    """Addresses of the routers that did not answer, each with the reason."""
+
+
 class RouterClient:
     """Asks the routers of all services, and keeps their last samples of canaries."""
 
     def __init__(self) -> None:
         self._http = PodHttp()
-        self._samples: dict[ServiceKey, tuple[float, tuple[CanarySample, ...]]] = {}
+        self._samples: dict[ServiceKey, tuple[float, RouterSamples]] = {}
 
     async def close(self) -> None:
         await self._http.close()
@@ -43,18 +53,22 @@ class RouterClient:
     def drop(self) -> None:
         self._samples.clear()
 
-    async def canary_samples(
-        self, key: ServiceKey, pods: Iterable[Pod]
-    ) -> tuple[CanarySample, ...]:
+    async def canary_samples(self, key: ServiceKey, pods: Iterable[Pod]) -> RouterSamples:
         """The samples of all routers that answer; asked again only after some seconds."""
-        asked_at, samples = self._samples.get(key, (-math.inf, ()))
+        asked_at, answers = self._samples.get(key, (-math.inf, RouterSamples()))
         if time.monotonic() - asked_at < MIN_INTERVAL_S:
-            return samples
+            return answers
         urls = [url for url in map(metrics_url, running(pods)) if url]
-        pages = await asyncio.gather(*map(self._ask, urls))
-        samples = tuple(sample for page in pages for sample in parse_samples(page))
-        self._samples[key] = time.monotonic(), samples
-        return samples
+        pages = await asyncio.gather(*map(self._page, urls))
+        samples = tuple(sample for page, _ in pages for sample in parse_samples(page))
+        unanswered = tuple(
+            f"{url.split('/')[2]}: {problem}"
+            for url, (_, problem) in zip(urls, pages, strict=True)
+            if problem
+        )
+        answers = RouterSamples(samples, unanswered)
+        self._samples[key] = time.monotonic(), answers
+        return answers
 
     async def unreachable_pools(
         self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
@@ -88,14 +102,19 @@ class RouterClient:
 
     async def _ask(self, url: str) -> str:
         """The page, empty if there is none."""
+        page, _ = await self._page(url)
+        return page
+
+    async def _page(self, url: str) -> tuple[str, str]:
+        """The page, and why there is none."""
         try:
             body = await self._http.get(
                 url, timeout_s=TIMEOUT_S, connect_s=CONNECT_S, max_bytes=MAX_BYTES
             )
-            return body.decode()
+            return body.decode(), ""
         except (PodUnavailable, UnicodeDecodeError) as error:
             log.warning("cannot ask %s: %s", url, error)
-            return ""
+            return "", str(error)
 
 
 def running(pods: Iterable[Pod]) -> Iterator[Pod]:

@@ -117,8 +117,12 @@ def device_of(device: engine.Device, settings: Settings) -> engine.Device:
     return "cuda" if device == "auto" and settings.on_kubernetes else device
 
 
-def router_config(service: Service) -> RouterConfig:
-    """What every router of a service reads; a target's A records are the ready engines."""
+def router_config(service: Service, accepts_plaintext: bool = False) -> RouterConfig:
+    """What every router of a service reads; a target's A records are the ready engines.
+
+    Args:
+        accepts_plaintext: whether some engines speak TLS and others plaintext.
+    """
     spec = service.spec
     pools = [
         PoolSection(
@@ -143,7 +147,7 @@ def router_config(service: Service) -> RouterConfig:
         console=ConsoleSection() if spec.observability.console.enabled else None,
         # The router's ports speak TLS then, which the kubelet's probes do not.
         probes=ProbesSection(port=naming.PROBE_PORT) if spec.tls.router else None,
-        tls=tls_config(service),
+        tls=tls_config(service, accepts_plaintext),
         pools=tuple(pools),
         routing=spec.routing,
         prompts=spec.prompts,
@@ -167,7 +171,7 @@ def router_config(service: Service) -> RouterConfig:
     )
 
 
-def tls_config(service: Service) -> TLSSection:
+def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
     """Returns the paths of the router's certificates."""
     tls = service.spec.tls
     server = engines = None
@@ -178,7 +182,9 @@ def tls_config(service: Service) -> TLSSection:
         )
     if tls.engines:
         engines = router.EngineTLS(
-            dir=naming.ENGINE_TLS_DIR, server_name=engines_server_name(service)
+            dir=naming.ENGINE_TLS_DIR,
+            server_name=engines_server_name(service),
+            accept_plaintext=accepts_plaintext,
         )
     return TLSSection(router=server, engines=engines)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ullage_common.config.engine import GroupSection
 from ullage_operator.api import naming
-from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec
+from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec, to_api
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.autoscaling import KEDA, SCALED_OBJECT, autoscaling_of
 from ullage_operator.manifests.config_files import (
@@ -31,14 +31,22 @@ from ullage_operator.manifests.pod_templates import (
 Manifest = dict[str, Any]
 
 
-def router_objects(service: Service, settings: Settings, rollout_file: str) -> list[Manifest]:
+MIXED_ENGINE_TLS = f"{naming.GROUP}/mixed-engine-tls"
+"""Annotation of a Deployment of routers that call engines in plaintext beside TLS: the section
+`tls.engines` that they speak TLS by, which the spec may no longer have."""
+
+
+def router_objects(
+    service: Service, settings: Settings, rollout_file: str, accepts_plaintext: bool = False
+) -> list[Manifest]:
     """The router and all that belongs to it, in the order to apply.
 
     Args:
         rollout_file: what it reads while it runs; a change restarts nothing.
+        accepts_plaintext: whether some engines speak TLS and others plaintext.
     """
     name = naming.router_name(service.name)
-    config = to_yaml(document(router_config(service)))
+    config = to_yaml(document(router_config(service, accepts_plaintext)))
     match = naming.selector(service.name, naming.ROUTER)
     deployment = {
         "replicas": service.spec.router.replicas,
@@ -62,13 +70,17 @@ def router_objects(service: Service, settings: Settings, rollout_file: str) -> l
         ]
     }
     build = Builder(service, naming.ROUTER)
+    workload = build.object("apps/v1", "Deployment", name, deployment)
+    if accepts_plaintext:
+        engines = json.dumps(to_api(service.spec.tls.engines), sort_keys=True)
+        workload["metadata"]["annotations"] = {MIXED_ENGINE_TLS: engines}
     return [
         build.account(name),
         build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
         build.service(name, {"selector": match, "ports": ports}),
         build.network_policy(name, match, policy),
         *build.disruption_budget(name, {"matchLabels": match}, service.spec.router.replicas),
-        build.object("apps/v1", "Deployment", name, deployment),
+        workload,
     ]
 
 

@@ -72,9 +72,14 @@ def step_secrets(service: Service) -> list[MountedSecret]:
     return secrets
 
 
+ENGINE_TLS_VOLUME = "tls"
+"""Volume of the certificate that engines serve with."""
+
+
 def engine_secrets(service: Service) -> list[MountedSecret]:
     tls = service.spec.tls.engines
-    secrets = [MountedSecret("tls", tls.secret_name, naming.ENGINE_TLS_DIR)] if tls else []
+    volume, path = ENGINE_TLS_VOLUME, naming.ENGINE_TLS_DIR
+    secrets = [MountedSecret(volume, tls.secret_name, path)] if tls else []
     return [*secrets, *ticket_secrets(service)]
 
 
@@ -297,21 +302,43 @@ def kv_folder_problems(service: Service, pool_name: str, pool: PoolSpec) -> Iter
 def engine_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    return completed(pool.pod_template, own_engine(service, pool_name, pool, config, settings))
+    own = own_engine(service, pool_name, pool, config, settings)
+    return completed(pool.pod_template, own, settings)
 
 
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
-    return completed(service.spec.router.pod_template, own_router(service, config, settings))
+    own = own_router(service, config, settings)
+    return completed(service.spec.router.pod_template, own, settings)
 
 
-def completed(given: Manifest, own: Manifest) -> Manifest:
-    """Returns a pod template of a spec with the operator's over it, and its pods spread over nodes
-    unless it says how they are."""
+def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
+    """Returns a pod template of a spec with the operator's over it, its pods spread over nodes and
+    reachable past the cluster's mesh, unless it says how they are."""
+    meta = own["metadata"]
+    said = given.get("metadata", {}).get("annotations") or {}
+    passing = {name: value for name, value in mesh_annotations(settings) if name not in said}
+    own = {**own, "metadata": {**meta, "annotations": meta["annotations"] | passing}}
     spread = given.get("spec", {}).get("topologySpreadConstraints", [DEFAULT_SPREAD])
     # A constraint without a selector would count no pods.
     counted = {"labelSelector": {"matchLabels": own["metadata"]["labels"]}}
     constraints = {"topologySpreadConstraints": [counted | each for each in spread]}
     return over_template(given, {**own, "spec": own["spec"] | (constraints if spread else {})})
+
+
+_PORTS_PAST_MESH = {
+    "istio": "traffic.sidecar.istio.io/excludeInboundPorts",
+    "linkerd": "config.linkerd.io/skip-inbound-ports",
+}
+"""Annotations by which a mesh's sidecar leaves ports of a pod alone."""
+
+
+def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield what lets the operator, which is in no mesh, reach pods that are in one.
+
+    It asks by the pods' addresses and in plaintext, at the ports where nothing can be changed.
+    """
+    if settings.mesh:
+        yield _PORTS_PAST_MESH[settings.mesh], f"{naming.PROBE_PORT},{naming.METRICS_PORT}"
 
 
 def own_engine(
@@ -330,7 +357,8 @@ def own_engine(
 
 
 def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Manifest:
-    is_secure = service.spec.tls.engines is not None
+    # The kubelet speaks neither TLS nor a mesh's.
+    is_secure = service.spec.tls.engines is not None or bool(settings.mesh)
     failures = math.ceil(pool.start_timeout / START_PERIOD_S)  # until then it fetches and loads
     return {
         "name": naming.ENGINE,
@@ -452,7 +480,8 @@ def follower_template(
     match = naming.selector(service.name, naming.FOLLOWER, naming.group_pool(pool_name))
     volumes = [v for v in leader["spec"]["volumes"] if v["name"] not in of_leaders]
     spec = leader["spec"] | {"containers": [follower], "volumes": volumes}
-    return completed(pool.pod_template, {"metadata": metadata(match, config), "spec": spec})
+    own = {"metadata": metadata(match, config), "spec": spec}
+    return completed(pool.pod_template, own, settings)
 
 
 def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:

@@ -58,6 +58,7 @@ from ullage_operator.rollout.state import (
     unreadable,
     with_release,
 )
+from ullage_operator.rollout.transport import all_speak_both, are_mixed, speak_both
 
 Manifest = dict[str, Any]
 
@@ -81,10 +82,16 @@ class RolloutObservation:
     """Whether what was kept can be seen at all."""
     may_begin: bool = True
     """Whether other services' rollouts leave room for one that nobody's edit asks for."""
+    routers: Manifest | None = None
+    """Live Deployment of the routers."""
+    has_ending_routers: bool = False
+    """Whether routers that were replaced still have requests."""
     annotation: str = ""
     """The service's annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
     """Routers' counts of both sides."""
+    unanswered: Sequence[str] = ()
+    """Addresses of routers that did not tell their counts, and why."""
     problem: str = ""
     """Problem of the canary's pods; empty when there is none."""
     is_stuck: bool = False
@@ -113,6 +120,8 @@ class RolloutPlan:
     """Pools whose stable engines stay as they are, though this operator makes other pods."""
     places: Mapping[str, int] = field(default_factory=dict)
     """Stable engines whose place the canary has, by pool."""
+    has_mixed_engines: bool = False
+    """Whether some engines speak TLS and others plaintext, so that routers must speak both."""
     router_waits: bool = False
     """Whether the operator's new routers wait until fewer services are being rolled out."""
     router_rolls: bool = False
@@ -140,7 +149,16 @@ def plan_rollout(
     target = release_of(service, settings)
     state = load(observation.stored_state, target, observation.stateful_sets.values())
     if state is None and (held := _held_progress(service, observation, target)):
-        return RolloutPlan(RolloutState(held, target), service, service, (), 0, is_known=False)
+        is_mixed = _has_mixed_engines(service, service, observation, held)
+        return RolloutPlan(
+            RolloutState(held, target),
+            service,
+            service,
+            (),
+            0,
+            has_mixed_engines=is_mixed,
+            is_known=False,
+        )
     state = state or initial(target, observation.now)
     state = _with_falls(service, observation, state)
     outdated = outdated_pools(service, observation, state, settings)
@@ -189,7 +207,28 @@ def _plan_of(
     tried = sum(canary_size(service, name, places) for name in pools)
     share = tried / (tried + sum(sizes[n] - places.get(n, 0) for n in pools)) if tried else 0.0
     weight = weight_of(progress, service.spec.rollout.weight_steps, share) if pools else 0
-    return RolloutPlan(state, stable, canary, pools, weight, places=places)
+    return RolloutPlan(
+        state,
+        stable,
+        canary,
+        pools,
+        weight,
+        places=places,
+        has_mixed_engines=_has_mixed_engines(service, stable, observation, progress),
+    )
+
+
+def _has_mixed_engines(
+    service: Service, stable: Service, observation: RolloutObservation, progress: RolloutProgress
+) -> bool:
+    """Return whether routers must reach engines with TLS and without.
+
+    While stable engines are replaced, all objects may be of one kind and some pods of the other.
+    """
+    if are_mixed((service, stable), observation.stateful_sets.values()):
+        return True
+    is_moving = progress.stage is RolloutStage.PROMOTING or progress.is_held
+    return is_moving and speak_both(observation.routers)
 
 
 def places_of(service: Service, progress: RolloutProgress, pools: Iterable[str]) -> dict[str, int]:
@@ -252,6 +291,10 @@ def rollout_facts(
         or not has_other_image_only(target, release),
         is_bridged=bool(progress.canary)
         and any(_ready(observation, _canary_name(service, name)) for name in sizes),
+        is_reachable=not are_mixed(
+            (service, with_release(service, release)), observation.stateful_sets.values()
+        )
+        or (all_speak_both(observation.routers) and not observation.has_ending_routers),
         linger=timedelta(seconds=2 * settings.dns_lag_s),
         can_canary=bool(tried) and release["model"]["name"] == target["model"]["name"],
         needs_canary=service.spec.rollout.strategy == "canary" or changes_answers(target, release),
@@ -335,14 +378,39 @@ def analysis_of(
     )
     if not routers and not canary.restarts:
         outcome = Outcome.FAIL if is_last else Outcome.WAIT
-        message = "no router has reported what it counted"
+        message = unmeasured(observation.unanswered)
         return Analysis(outcome, "NotMeasured", message, "routers to take up its weight")
 
     analysis = analyze(canary, stable, service.spec.rollout, is_last)
     if analysis.outcome is Outcome.PASS and has_silent and not is_last:
         waits_for = "the canary's engines to tell the operator how often they fell"
+        waits_for += unheard([engine.trouble for engine in engines if engine.trouble])
         return Analysis(Outcome.WAIT, "NotMeasured", analysis.message, waits_for)
     return analysis
+
+
+_IN_A_MESH = "a mesh's sidecars must leave it alone, which the chart's value mesh sees to"
+
+
+def unmeasured(unanswered: Sequence[str]) -> str:
+    """Word that no router's counts are known, with the cause and what to do."""
+    message = "no router has reported what it counted"
+    if not unanswered:
+        return message
+    return (
+        f"{message}, for the operator has no answer of {unanswered[0]}; let it reach port "
+        f"{naming.METRICS_PORT} of routers: {_IN_A_MESH} (docs/mesh.md)"
+    )
+
+
+def unheard(troubles: Sequence[str]) -> str:
+    """Word why engines are silent to the operator, and what to do; empty where nothing is wrong."""
+    if not troubles:
+        return ""
+    return (
+        f", which has no answer of {troubles[0]}; let it reach port {naming.PROBE_PORT} of "
+        f"engines: {_IN_A_MESH} (docs/mesh.md)"
+    )
 
 
 def _with_restarts(

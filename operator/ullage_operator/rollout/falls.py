@@ -27,6 +27,8 @@ class EngineReport:
     """Number of workers that this life of the server lost."""
     is_fresh: bool = True
     """Whether the engine reports now, so that its count is the present one."""
+    trouble: str = ""
+    """Why the operator could not follow its reports last; empty while they come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,11 @@ _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
 QUEUED = "RolloutQueued"
 """Reason of a rollout that waits for those of other services."""
+ROUTERS_FIRST = "RoutersFirst"
+"""Reason of a rollout that waits until routers reach engines of both revisions."""
 PAUSED = "Paused"
 ROLLING_OUT = "RollingOut"
-_BEGINNING = (WAITING, QUEUED, PAUSED)
+_BEGINNING = (WAITING, QUEUED, PAUSED, ROUTERS_FIRST)
 """Reasons of a stable service whose engines are still to be made anew."""
 _OTHER_PODS = "what the operator makes engine pods of has changed"
 RENEWALS = {
@@ -76,6 +78,8 @@ class RolloutFacts:
     DNS, which answers what it knew for a while."""
     may_begin: bool = True
     """Whether other services' rollouts leave room for this one, which nobody's edit asks for."""
+    is_reachable: bool = True
+    """Whether all routers speak to engines of the target as well as to those that serve."""
     can_canary: bool = True
     """Pods run beside which it can be tried, and nothing changed that cannot be tried so."""
     needs_canary: bool = True
@@ -255,6 +259,14 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
             "services are being rolled out"
         )
         return _with_reason(state, QUEUED, message)
+    if not facts.is_reachable:
+        if state.stage in TRYING:
+            state = RolloutProgress(state.stable, facts.now, failed=state.failed)
+        message = (
+            f"revision {facts.target} waits until all routers are ready that speak both TLS and "
+            "plaintext to engines"
+        )
+        return _with_reason(state, ROUTERS_FIRST, message)
     if policy.strategy == "rolling":
         return _direct(facts, "the strategy is rolling")
     if not facts.can_canary:

@@ -25,7 +25,9 @@ from ullage_common.config.engine import ProfilingSection
 from ullage_operator.api import naming
 from ullage_operator.api.sections import USER, SecurityContext, to_api
 from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
+from ullage_operator.conditions.pod_problems import is_follower
 from ullage_operator.manifests.engine_choice import engine_image
+from ullage_operator.manifests.pod_templates import ENGINE_TLS_VOLUME
 from ullage_operator.rollout.stages import (
     TRYING,
     RolloutCommand,
@@ -36,6 +38,9 @@ from ullage_operator.rollout.stages import (
 
 Release = dict[str, Any]
 
+ENGINE_TLS = "engineTLS"
+"""Name of `tls.engines` in a release: engines of both kinds serve while it changes, since routers
+speak both then."""
 SECTIONS = (
     "image",
     "engine",
@@ -48,10 +53,12 @@ SECTIONS = (
     "limits",
     "degrade",
     "allowFaultInjection",
+    ENGINE_TLS,
 )
-"""Not tickets, tls, service accounts and pull secrets: both sides must have the same of these."""
-SAME_ANSWERS = ("batching", "limits")
-"""Sections that say how fast and how much engines answer, and not what."""
+"""Not tickets, service accounts and pull secrets: both sides must have the same of these."""
+SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
+"""Sections that say how fast, how much and by which way engines answer, and not what."""
+_SECRET = "secretName"
 _SIZES = ("engine", "model", "device", "memory")
 """Sections by which engines ask for CPU and memory where their pool does not say how much."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
@@ -63,6 +70,7 @@ NOT_OF_A_POOL = ("replicas", "autoscaling", "persistentVolumeClaimRetentionPolic
 def release_of(service: Service, settings: Settings) -> Release:
     """Returns the release that a service's spec asks for."""
     spec = to_api(service.spec)
+    spec[ENGINE_TLS] = spec["tls"]["engines"]
     chosen = {name: spec[name] for name in SECTIONS}
     chosen["image"] = engine_image(service.spec, settings)
     pools = {name: _without(pool, NOT_OF_A_POOL) for name, pool in spec["pools"].items()}
@@ -85,7 +93,6 @@ def shared_hash(service: Service) -> str:
         "profiling": [profiling.enabled, profiling.nvtx] if profiling != ProfilingSection() else [],
         "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_ratio],
         "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
-        "tls": spec.tls.engines and spec.tls.engines.secret_name,
     }
     return _hash({name: value for name, value in fields.items() if value})
 
@@ -117,6 +124,8 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
     """A section with the fields that the present spec has; all else as it is known."""
+    if name == ENGINE_TLS and target and value_before:  # the rest of it is the routers'
+        return {**target, _SECRET: value_before[_SECRET]}
     if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:
         return {
             field: _merged(field, value, value_before.get(field, value))
@@ -166,7 +175,8 @@ def with_release(service: Service, release: Release) -> Service:
     """The service with other engines."""
     spec = to_api(service.spec)
     pools = {name: pool | release["pools"][name] for name, pool in spec["pools"].items()}
-    chosen = {name: release[name] for name in SECTIONS}
+    chosen = {name: release[name] for name in SECTIONS if name != ENGINE_TLS}
+    chosen["tls"] = spec["tls"] | {"engines": release[ENGINE_TLS]}
     return msgspec.structs.replace(service, spec=to_spec(spec | chosen | {"pools": pools}))
 
 
@@ -233,6 +243,8 @@ def load(
     """
     try:
         kept = json.loads(text or "")
+        if ENGINE_TLS not in kept["release"]:
+            kept["release"][ENGINE_TLS] = _live_engine_tls(target, live)
         progress, tried = msgspec.convert(kept["state"], RolloutProgress), kept.get("tried")
         if tried is not None and is_same(_sealed_widely(target), _sealed_widely(tried)):
             tried = target
@@ -240,6 +252,33 @@ def load(
         return RolloutState(progress, overlaid(target, _unsealed(kept["release"], values)), tried)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _live_engine_tls(target: Release, live: Iterable[Mapping[str, Any]]) -> Any:
+    """Return what engines have of `tls.engines`, of which older operators kept nothing."""
+    secrets = [engine_tls_secret(item) for item in serving_sets(live) if not _is_of_canary(item)]
+    if not secrets or (target[ENGINE_TLS] or {}).get(_SECRET) in secrets:
+        return target[ENGINE_TLS]
+    return {_SECRET: secrets[0]} if secrets[0] else None
+
+
+def serving_sets(stateful_sets: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return those of a service's StatefulSets whose pods take requests; followers take none."""
+    return [item for item in stateful_sets if not is_follower(item)]
+
+
+def engine_tls_secret(stateful_set: Mapping[str, Any]) -> str | None:
+    """Return the Secret of the certificate that a StatefulSet's engines serve with; None where they
+    speak plaintext."""
+    pod = stateful_set["spec"].get("template", {}).get("spec", {})
+    volumes = pod.get("volumes") or ()
+    named = (each["secret"]["secretName"] for each in volumes if each["name"] == ENGINE_TLS_VOLUME)
+    return next(named, None)
+
+
+def _is_of_canary(item: Mapping[str, Any]) -> bool:
+    labels = item["metadata"].get("labels") or {}
+    return naming.is_canary_pool(str(labels.get(naming.POOL_LABEL, "")))
 
 
 def initial(target: Release, now: datetime) -> RolloutState:

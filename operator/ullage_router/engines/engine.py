@@ -16,6 +16,7 @@ from ullage_common.request_cost import MemoryProfile
 from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint
+from ullage_common.wire.tls import speaks_tls
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiplexer
 from ullage_router.engines.roster import engine_key
@@ -111,6 +112,10 @@ class Owner(Protocol):
     def is_secure(self) -> bool:
         """Whether the router speaks TLS to engines."""
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some engines may speak TLS and others plaintext."""
+
     def on_change(self) -> None:
         """Called after every report, every loss and whenever credit is given back."""
 
@@ -139,8 +144,12 @@ class Owner(Protocol):
     def has_another(self, engine: "Engine") -> bool:
         """Whether another engine is ready."""
 
-    def dial(self, address: str) -> grpc.aio.Channel:
-        """Opens a channel to an engine, with the present credentials."""
+    def dial(self, address: str, is_plaintext: bool) -> grpc.aio.Channel:
+        """Opens a channel to an engine, with the present credentials.
+
+        Args:
+            is_plaintext: whether the engine speaks no TLS, though the router does.
+        """
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
         """Builds a Model from an engine's answer to GetModel."""
@@ -218,14 +227,19 @@ class Engine:
         """Whether the engine had no prompts to compute when its owner heard last."""
         self._previous: Multiplexer | None = None
         """The multiplexer of the previous channel, until the present one's is open."""
-        self._connect()
+        self._is_plaintext = False
+        """Whether the engine answered in plaintext where that is allowed beside TLS."""
+        self._open_channel()
+        self._task = self._start_following()
 
-    def _connect(self) -> None:
-        self._channel = self._owner.dial(self.address)
+    def _open_channel(self) -> None:
+        self._channel = self._owner.dial(self.address, self._is_plaintext)
         self._headrooms = headroom_pb2_grpc.HeadroomServiceStub(self._channel)
         self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._multiplexer = Multiplexer(self.stub, self.address, self._on_stream_change)
-        self._task = asyncio.create_task(self._follow(), name=f"follow {self.address}")
+
+    def _start_following(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
         """Continues on a new channel; answers on the old one have the grace to end.
@@ -234,8 +248,12 @@ class Engine:
         the new stream, until which requests take the old one.
         """
         self._task.cancel()
+        self._replace_channel(grace_s)
+        self._task = self._start_following()
+
+    def _replace_channel(self, grace_s: float) -> None:
         channel, previous = self._channel, self._multiplexer
-        self._connect()
+        self._open_channel()
         if previous.is_open:
             self._previous = previous
         if self.description is not None:  # it is not described anew, which would open the stream
@@ -527,6 +545,8 @@ class Engine:
         while True:
             before = self.reports
             try:
+                if self._owner.is_mixed:
+                    await self._match_transport()
                 await self._watch()
             except grpc.aio.AioRpcError as error:
                 self._log_loss(error.details() or error.code().name)
@@ -541,6 +561,15 @@ class Engine:
             self._owner.on_change()
             backoff_s = FIRST_BACKOFF_S if self.reports != before else 2 * backoff_s
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
+
+    async def _match_transport(self) -> None:
+        """Opens another channel where the engine speaks TLS and this one does not, or the other
+        way."""
+        is_secure = await speaks_tls(self.address)
+        if is_secure is None or is_secure is not self._is_plaintext:
+            return
+        self._is_plaintext = not is_secure
+        self._replace_channel(0)
 
     def _log_loss(self, reason: str) -> None:
         """Logs a loss once: an engine that cannot be reached fails again and again."""

@@ -52,6 +52,8 @@ class Engines:
         on_change: called when any engine's memory or state may have changed.
         breaker: when and how many engines are held back for failures.
         dialer: opens channels with credentials; None: in plaintext.
+        accepts_plaintext: whether engines that do not speak TLS are called in plaintext, though
+            there are credentials.
 
     on_forgotten
         called with the key of an engine whose caches are gone
@@ -64,6 +66,7 @@ class Engines:
         on_change: Callable[[], None],
         breaker: BreakerSection = BreakerSection(),  # noqa: B008 - immutable
         dialer: Dialer | None = None,
+        accepts_plaintext: bool = False,
         trusts_special_tokens: bool = False,
     ) -> None:
         self._pools = tuple(pools)
@@ -74,6 +77,7 @@ class Engines:
         self._on_change = on_change
         self._breaker = breaker
         self._dialer = dialer
+        self._accepts_plaintext = accepts_plaintext
         self._trusts_special_tokens = trusts_special_tokens
         self.on_forgotten: Callable[[str], None] = lambda _: None
         self._engines: dict[str, Engine] = {}
@@ -460,8 +464,14 @@ class Engines:
     def is_secure(self) -> bool:
         return self._dialer is not None
 
-    def dial(self, address: str) -> grpc.aio.Channel:
-        return self._dialer(address) if self._dialer else open_channel(address)
+    @property
+    def is_mixed(self) -> bool:
+        return self.is_secure and self._accepts_plaintext
+
+    def dial(self, address: str, is_plaintext: bool = False) -> grpc.aio.Channel:
+        if self._dialer is None or (is_plaintext and self._accepts_plaintext):
+            return open_channel(address)
+        return self._dialer(address)
 
     def reconnect(self, grace_s: float) -> None:
         """Opens all channels anew; answers on the old ones have the grace to end."""

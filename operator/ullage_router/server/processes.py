@@ -325,6 +325,8 @@ class RouterTLS:
 
     def __init__(self, section: TLSSection, on_engines_change: Callable[[], None]) -> None:
         self._server_name = section.engines.server_name if section.engines else ""
+        self.accepts_plaintext = bool(section.engines and section.engines.accept_plaintext)
+        """Whether engines may speak plaintext beside TLS."""
         self.server: Certificates | None = None
         self.engines: Certificates | None = None
         self._others: dict[str, Certificates] = {}

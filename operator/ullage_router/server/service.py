@@ -70,6 +70,7 @@ class RouterService:
             self._on_engines_change,
             routing.placement.breaker,
             self.tls.dialer,
+            accepts_plaintext=self.tls.accepts_plaintext,
             trusts_special_tokens=config.prompts.special_tokens == "trusted",
         )
         self.balancer = LoadBalancer(routing.placement, self.engines)

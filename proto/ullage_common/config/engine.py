@@ -43,7 +43,7 @@ class RequestLimits(Strict, frozen=True, kw_only=True):
     """Longest time in seconds without a token: from the request's arrival to its first token, and
     from each token to the next. Beam searches and best_of above n, of which nothing is sent before
     the end, are bounded by `total_timeout` only."""
-    total_timeout: SomeSeconds = 600.0
+    total_timeout: SomeSeconds = 540.0
     """Longest time in seconds from the request's arrival to its last token."""
 
     def __post_init__(self) -> None:

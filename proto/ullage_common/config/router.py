@@ -503,6 +503,9 @@ class EngineTLS(Strict, frozen=True, kw_only=True):
     """Folder with tls.crt, tls.key and ca.crt, the authority of the engines' certificates."""
     server_name: Text
     """Name in the engines' certificates: they are called by address."""
+    accept_plaintext: bool = False
+    """Whether engines that do not speak TLS are called in plaintext: while TLS is turned on or off,
+    some engines speak it and others do not."""
 
 
 class TLSSection(Strict, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ verified, `ca.crt`: the keys of a `kubernetes.io/tls` Secret as cert-manager wri
 """
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import os
@@ -27,6 +28,13 @@ from ullage_common.process.config_file import ConfigError
 from ullage_common.process.file_watch import fingerprint, follow
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
+
+_PROBE_S = 2.0
+"""Seconds within which a server must answer a question for TLS."""
+_TLS_RECORDS = (0x15, 0x16)
+"""First bytes of a TLS server's answer: an alert or a handshake."""
+_HTTP2_FRAME = 0x00
+"""First byte of an HTTP/2 server's answer in plaintext: a frame shorter than 65,536 bytes."""
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +213,41 @@ class Certificates:
             return
         self._use(loaded)
         self._on_change()
+
+
+async def speaks_tls(address: str) -> bool | None:
+    """Return whether a gRPC server speaks TLS, by the first byte of its answer to a ClientHello.
+
+    Args:
+        address: `ip:port`.
+
+    Returns:
+        None where the server cannot be reached or answers with neither TLS nor HTTP/2.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            with contextlib.closing(writer):
+                writer.write(_client_hello())
+                answer = await reader.read(1)
+    except (OSError, TimeoutError):
+        return None
+    if not answer or answer[0] not in (*_TLS_RECORDS, _HTTP2_FRAME):
+        return None
+    return answer[0] in _TLS_RECORDS
+
+
+def _client_hello() -> bytes:
+    """Return the first message of a TLS client, which trusts nobody and goes no further."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    sent = ssl.MemoryBIO()
+    # Names no host, as no certificate is looked at.
+    context.check_hostname = False
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
+    return sent.read()
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:

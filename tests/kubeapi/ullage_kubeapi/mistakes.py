@@ -450,6 +450,7 @@ RULES = [
     rule("batching.prefillChunkTokens", "must be 0 (no chunking) or at least 16", value=8),
     rule("limits.requestTimeout", "requestTimeout must be above 0", value="0s"),
     rule("limits.requestTimeout", "must not exceed totalTimeout", value="11m"),
+    rule("limits.totalTimeout", "totalTimeout must be at most 24h", value="24h1s"),
     rule("limits.stepDeadline", "stepDeadline must be at least 1s", value="10ms"),
     rule("streaming.coalesceWindow", "coalesceWindow must be at most 1s", value="2s"),
     rule(LEVELS, "levels must differ in below", value=[MILD, MILD]),

@@ -123,6 +123,14 @@ class World:
             if any(r["kind"] == "LLMService" for r in obj["metadata"].get("ownerReferences", ()))
         }
 
+    def pod_owner(self, workload: str, kind: str = "StatefulSet") -> list[dict[str, Any]]:
+        """ownerReferences of a pod that a StatefulSet of the service made, or, by its name, a
+        ReplicaSet."""
+        live = self.get(f"{self.path('statefulsets')}/{workload}")
+        uid = live["metadata"]["uid"] if live else f"uid-of-{workload}"
+        owner = {"apiVersion": "apps/v1", "kind": kind, "name": workload, "uid": uid}
+        return [owner | {"controller": True}]
+
     def condition(self, kind: str) -> dict[str, Any]:
         listed = self.service().get("status", {}).get("conditions", ())
         return next((c for c in listed if c["type"] == kind), {})

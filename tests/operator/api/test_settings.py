@@ -31,6 +31,7 @@ def test_every_setting_can_be_given():
             "ULLAGE_DNS_LAG": "2.5",
             "ULLAGE_METRICS_NAMESPACE": "m",
             "ULLAGE_RUNBOOKS": "https://wiki.example.com/runbooks",
+            "ULLAGE_MESH": "linkerd",
             "ULLAGE_TRACING_ENDPOINT": "http://collector:4318",
             "ULLAGE_TRACING_PROTOCOL": "http",
         }
@@ -47,6 +48,7 @@ def test_every_setting_can_be_given():
         namespace="n",
         metrics_namespace="m",
         runbooks="https://wiki.example.com/runbooks",
+        mesh="linkerd",
         tracing=TracingSection(endpoint="http://collector:4318", protocol="http"),
     )
 

@@ -610,3 +610,17 @@ def test_messages_call_fields_as_the_api_does_and_values_as_they_are(stored: Mak
 def test_no_adapters_are_no_reason_against_the_native_engine(manifest: Make) -> None:
     spec = parse(manifest(engine="Native", adapters=[], memory={"hostKV": "1Gi"})).spec
     assert (spec.engine, spec.adapters) == ("native", ())
+
+
+@pytest.mark.parametrize("pools", [{"single": {"gpus": 4}}, {"large": {}}], ids=["asked", "large"])
+def test_slices_of_gpus_make_no_group(manifest, pools):
+    """Pool `large` has four GPUs unless it says how many."""
+    name, pool = next(iter(pools.items()))
+    sliced = {name: pool | {"gpuResourceName": "nvidia.com/mig-1g.10gb"}}
+    with pytest.raises(InvalidManifest) as caught:
+        parse(manifest(device="CUDA", pools=sliced))
+    [problem] = caught.value.problems
+    assert problem.path == f"spec.pools.{name}.gpus"
+    assert "4 of nvidia.com/mig-1g.10gb" in problem.message and "set gpus: 1" in problem.message
+    one = {name: pool | {"gpus": 1, "gpuResourceName": "nvidia.com/mig-1g.10gb"}}
+    assert parse(manifest(device="CUDA", pools=one)).spec.pools[name].gpus == 1

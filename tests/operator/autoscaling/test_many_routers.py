@@ -136,7 +136,8 @@ def test_every_router_that_runs_is_asked_what_it_counts_of_a_canary():
             evicted = pod | {"status": {"phase": "Failed", "podIP": "127.0.0.1"}}
             pods = [pod] * COUNT + [evicted]
             try:
-                return len(await measures.canary_samples(ServiceKey("models", "s"), pods))
+                answers = await measures.canary_samples(ServiceKey("models", "s"), pods)
+                return len(answers.samples)
             finally:
                 await measures.close()
 

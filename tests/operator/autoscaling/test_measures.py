@@ -13,7 +13,7 @@ from aiohttp import web
 from ullage_kubeapi.trial import relist
 
 from ullage.headroom.v1.headroom_pb2 import Headroom
-from ullage_operator.api.naming import POD, SERVICE, WATCHED
+from ullage_operator.api.naming import POD, SERVICE, WATCHED, kind_of
 from ullage_operator.api.spec import Settings
 from ullage_operator.conditions.conditions import timestamp
 from ullage_operator.controller.apply import Applier
@@ -150,6 +150,9 @@ class Quiet:
     async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
         return obj
 
+    async def apply(self, obj: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        return obj
+
     async def apply_status(self, *_: Any) -> None:
         return None
 
@@ -195,6 +198,25 @@ def engine(pool: str) -> dict[str, Any]:
     }
 
 
+def stateful_set(pool: str) -> dict[str, Any]:
+    labels = {
+        "app.kubernetes.io/name": "ullage",
+        "app.kubernetes.io/managed-by": "ullage-operator",
+        "app.kubernetes.io/instance": "demo",
+        "serving.ullage.dev/pool": pool,
+    }
+    meta = {"name": f"demo-{pool}", "namespace": "models", "uid": f"u-demo-{pool}"}
+    template = {"metadata": {}, "spec": {"containers": [], "volumes": []}}
+    return {"metadata": meta | {"labels": labels}, "spec": {"replicas": 1, "template": template}}
+
+
+def owner(pod: dict[str, Any]) -> dict[str, Any]:
+    """The workload that made a pod."""
+    pool = pod["metadata"]["labels"].get("serving.ullage.dev/pool")
+    kind, name = ("StatefulSet", f"demo-{pool}") if pool else ("ReplicaSet", "demo-router-")
+    return {"kind": kind, "name": name, "uid": f"u-{name}", "controller": True}
+
+
 async def cured(manifest: dict[str, Any], ready: int) -> list[str]:
     """Pods that are made anew while the routers have so many ready engines of pool large."""
     key, healer, cluster = ServiceKey("models", "demo"), Deaf(), cast(Cluster, Quiet())
@@ -203,7 +225,9 @@ async def cured(manifest: dict[str, Any], ready: int) -> list[str]:
         for pod in pods:
             pod["metadata"]["namespace"] = "models"
             pod["metadata"]["labels"]["app.kubernetes.io/instance"] = "demo"
-        given = {SERVICE: [manifest], POD: pods}
+            pod["metadata"]["ownerReferences"] = [owner(pod)]
+        sets = [stateful_set("single"), stateful_set("large")]
+        given = {SERVICE: [manifest], POD: pods, kind_of("apps/v1", "StatefulSet"): sets}
         cache = Cache([Scope(kind, "") for kind in WATCHED], lambda _: None)
         for kind in WATCHED:
             relist(cache, Scope(kind, ""), given.get(kind, []), 1)
@@ -216,6 +240,7 @@ async def cured(manifest: dict[str, Any], ready: int) -> list[str]:
             RolloutQueue(1, lambda _: None),
             Settings(),
             ReconcileTimes(),
+            "models/operator",
         )
         await reconciler.reconcile(key)
         await reconciler.close()

@@ -24,6 +24,7 @@ def make_pod(world: "World", workload: str, index: int, revision: str = "") -> s
     if revision:
         annotations[GROUP_REVISION] = revision
     meta = {"name": name, "labels": template["metadata"]["labels"], "annotations": annotations}
+    meta["ownerReferences"] = world.pod_owner(workload)
     spec = {"containers": [{"name": "engine", "image": "i"}]}
     made = world.client.post(world.path("pods", ""), json={"metadata": meta, "spec": spec})
     assert made.status_code == 201, made.text

@@ -85,7 +85,11 @@ def test_a_missing_secret_is_named_by_the_pods_events(world, played, start, monk
     labels = owned["statefulsets", "s-single"]["spec"]["template"]["metadata"]["labels"]
     container = {"name": "engine", "image": "x"}
     body = {
-        "metadata": {"name": "s-single-0", "labels": labels},
+        "metadata": {
+            "name": "s-single-0",
+            "labels": labels,
+            "ownerReferences": world.pod_owner("s-single"),
+        },
         "spec": {"nodeName": "node-a", "containers": [container]},
     }
     pods = world.path("pods", "")
@@ -226,7 +230,9 @@ async def reconciling(
     applier = Applier(cluster, cache, recorder)
     queue = queue or RolloutQueue(1, lambda _: None)
     times = ReconcileTimes(resync_s=3000.0)
-    made = Reconciler(cluster, cache, applier, healer, scaler, queue, Settings(), times)
+    made = Reconciler(
+        cluster, cache, applier, healer, scaler, queue, Settings(), times, "a/operator"
+    )
     try:
         yield made
     finally:

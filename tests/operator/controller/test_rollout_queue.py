@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ullage_operator.api import naming
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.plan import ObjectKey, Observed, key_of, plan
 from ullage_operator.controller.rollout_queue import RolloutQueue
@@ -17,6 +18,9 @@ from ullage_operator.rollout.stages import QUEUED, RolloutProgress, RolloutStage
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 MAX_ROLLOUTS = 2
 NAMES = ("a", "b", "c", "d", "e")
+
+
+KEYS = {"secretName": "keys"}
 
 
 class Services:
@@ -89,11 +93,12 @@ class Services:
         [condition] = [c for c in self.status[name]["conditions"] if c["type"] == kind]
         return condition["status"], condition["reason"]
 
-    def reads_engine_keys(self, name: str) -> tuple[bool, bool]:
-        """Whether the service's router and its engines are configured for TLS between them."""
+    def reads_ticket_keys(self, name: str) -> tuple[bool, bool]:
+        """Whether the service's router and its engines are configured for tickets."""
         router = self.objects[name][ObjectKey("ConfigMap", f"{name}-router")]
         volumes = self.pool(name)["template"]["spec"]["volumes"]
-        return "engine-tls" in str(router["data"]), "tls" in [each["name"] for each in volumes]
+        is_mounted = "tickets" in [each["name"] for each in volumes]
+        return naming.TICKETS_DIR in str(router["data"]), is_mounted
 
     def container(self, name: str) -> dict[str, Any]:
         container: dict[str, Any] = self.pool(name)["template"]["spec"]["containers"][0]
@@ -264,12 +269,9 @@ def test_what_does_not_serve_or_was_edited_by_hand_waits_for_nobody(renewed: Ser
     workload = ObjectKey("StatefulSet", "c-single")
     renewed.objects["c"][workload] = renewed.live("c", renewed.objects["c"][workload])
     assert renewed.step("c") == "RollingOut"
-    renewed.edit("d", tls={"engines": {"secretName": "keys"}})
+    renewed.edit("d", tickets=KEYS)
     assert renewed.step("d") == "Stable"
     assert renewed.cpus() == [NEW] * 4 + [OLD]
-
-
-KEYS = {"engines": {"secretName": "keys"}}
 
 
 def test_what_routers_and_engines_share_reaches_both_while_a_service_waits(
@@ -277,16 +279,16 @@ def test_what_routers_and_engines_share_reaches_both_while_a_service_waits(
 ) -> None:
     for name in NAMES:
         renewed.step(name)
-    renewed.edit("c", tls=KEYS)
+    renewed.edit("c", tickets=KEYS)
     renewed.step("c")
-    assert renewed.reads_engine_keys("c") == (True, True)
-    assert renewed.reads_engine_keys("d") == (False, False)
+    assert renewed.reads_ticket_keys("c") == (True, True)
+    assert renewed.reads_ticket_keys("d") == (False, False)
     renewed.edit("d", rollout={"strategy": "Rolling", "paused": True})
     renewed.edit("d", image="mine")
     assert renewed.step("d") == "Paused"
-    renewed.edit("d", tls=KEYS)
+    renewed.edit("d", tickets=KEYS)
     assert renewed.step("d") == "Paused"
-    assert renewed.reads_engine_keys("d") == (True, True) and renewed.image("d") == "one"
+    assert renewed.reads_ticket_keys("d") == (True, True) and renewed.image("d") == "one"
 
 
 def test_an_edit_that_could_not_be_written_does_not_wait_either(renewed: Services) -> None:
@@ -294,11 +296,11 @@ def test_an_edit_that_could_not_be_written_does_not_wait_either(renewed: Service
     before = renewed.objects["c"][workload]
     for name in "ab":
         renewed.step(name)
-    renewed.edit("c", tls=KEYS)
+    renewed.edit("c", tickets=KEYS)
     renewed.step("c")
     renewed.objects["c"][workload] = before
     assert renewed.step("c") == "Stable"
-    assert renewed.reads_engine_keys("c") == (True, True)
+    assert renewed.reads_ticket_keys("c") == (True, True)
 
 
 def test_services_that_were_rolled_back_are_renewed_in_turn(

@@ -121,7 +121,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     # What both read.
     ({"limits": {"maxOutputTokens": 9}}, ALL),
     ({"limits": {"requestTimeout": "9s"}}, ALL),
-    ({"limits": {"totalTimeout": "9m"}}, ALL),
+    ({"limits": {"totalTimeout": "8m"}}, ALL),
     ({"memory": {"threshold": 0.5}}, ALL),
     ({"memory": {"safetyReserve": "1Gi"}}, ALL),
     ({"observability": {"logLevel": "Debug"}}, ALL),
@@ -229,6 +229,7 @@ def test_more_routers_roll_routers_where_they_split_a_tenants_quota(make_plan):
         ({"router_image": "registry.example/router:2"}, ROUTER),
         ({"engine_image": "registry.example/engine:2"}, ENGINES),
         ({"dns_lag_s": 60.0}, ENGINES),
+        ({"mesh": "istio"}, ALL),
         ({"image_pull_policy": "Always"}, ALL),
         ({"image_pull_secrets": ("registry",)}, ALL),
     ],

@@ -98,7 +98,9 @@ def ago(seconds: float) -> str:
     return (datetime.now(UTC) - timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def make_pod(world: "World", name: str, ip: str, ready: bool = True) -> str:
+def make_pod(
+    world: "World", name: str, ip: str, ready: bool = True, *, is_ours: bool = True
+) -> str:
     labels = {
         "app.kubernetes.io/name": "ullage",
         "app.kubernetes.io/instance": "s",
@@ -106,7 +108,10 @@ def make_pod(world: "World", name: str, ip: str, ready: bool = True) -> str:
         "serving.ullage.dev/pool": "single",
     }
     container = {"name": "engine", "image": "i"}
-    body = {"metadata": {"name": name, "labels": labels}, "spec": {"containers": [container]}}
+    meta: dict[str, Any] = {"name": name, "labels": labels}
+    if is_ours:
+        meta["ownerReferences"] = world.pod_owner("s-single")
+    body = {"metadata": meta, "spec": {"containers": [container]}}
     made = world.client.post(world.path("pods", ""), json=body)
     assert made.status_code == 201, made.text
     set_ready(world, name, ready, {"podIP": ip})
@@ -230,3 +235,20 @@ def test_a_restarted_operator_remembers_what_it_made_anew(world, played, start, 
 
     until(waits, "the backoff goes on", LONG_S)
     assert pod(world, "s-single-1")
+
+
+def test_pods_of_others_are_left_alone(world, played, operator, engines) -> None:
+    """Nobody's copy of an engine's pod, with all of its labels."""
+    world.create(pools={"single": {"replicas": 1}}, healing=QUICK)
+    converged(world)
+    strangers = engines.add()
+    engines.change(strangers, pressure_level=2)
+    make_pod(world, "copy-of-s-single-0", strangers, ready=False, is_ours=False)
+    make_pod(world, "s-single-0", engines.add())
+    heard = {"pressureLevel": 0, "restarts": 1}
+    until(lambda: heard.items() <= pool_status(world).items(), "ours alone is heard", LONG_S)
+    set_ready(world, "s-single-0", False)
+    until(lambda: not pod(world, "s-single-0"), "ours is deleted", LONG_S)
+    assert pod(world, "copy-of-s-single-0")
+    [restart] = world.service()["status"]["healing"]["restarts"]
+    assert restart["pod"] == "s-single-0"

@@ -482,7 +482,7 @@ def test_a_hung_container_has_seconds_to_end_and_a_draining_one_its_whole_time(
     assert len(workloads) == 4
     for item in workloads:
         spec = item["spec"]["template"]["spec"]
-        assert spec["terminationGracePeriodSeconds"] > 600
+        assert spec["terminationGracePeriodSeconds"] > 540
         for container in spec["containers"]:
             for name in ("startupProbe", "livenessProbe"):
                 assert container[name]["terminationGracePeriodSeconds"] == HUNG_GRACE_S

@@ -21,7 +21,8 @@ def make_pod(
     template = world.get(f"{world.path('statefulsets')}/{workload}")["spec"]["template"]
     name = f"{workload}-{index}"
     labels = template["metadata"]["labels"] | {STATEFUL_SET_REVISION: revision}
-    body = {"metadata": {"name": name, "labels": labels}, "spec": template["spec"]}
+    meta = {"name": name, "labels": labels, "ownerReferences": world.pod_owner(workload)}
+    body = {"metadata": meta, "spec": template["spec"]}
     made = world.client.post(world.path("pods", ""), json=body)
     assert made.status_code == 201, made.text
     status = {"phase": "Running", "conditions": [*conditions]}
