@@ -26,7 +26,7 @@ import msgspec
 
 from ullage_common.wire.load_report import PoolReport
 from ullage_operator.api import naming
-from ullage_operator.api.sections import AutoscalingSpec, PoolSpec
+from ullage_operator.api.sections import AutoscalingSpec, PoolSpec, RouterSpec
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.conditions import Condition, timestamp
 from ullage_operator.conditions.events import EventNote
@@ -419,7 +419,7 @@ def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None)
 def with_replicas(
     service: Service, objects: Mapping[Any, Object], decided: ScalingDecisions
 ) -> Service:
-    """The service with every pool's number of this moment.
+    """Return the service with the numbers of engines and routers of this moment.
 
     Args:
         objects: live ones by (kind, name).
@@ -429,8 +429,22 @@ def with_replicas(
         live = live_replicas(objects.get(("StatefulSet", naming.pool_name(service.name, name))))
         number = replicas(pool, decided.pools.get(name), live)
         pools[name] = msgspec.structs.replace(pool, replicas=number)
-    spec = msgspec.structs.replace(service.spec, pools=pools)
+    deployment = objects.get(("Deployment", naming.router_name(service.name)))
+    routers = msgspec.structs.replace(
+        service.spec.router, replicas=router_replicas(service.spec.router, deployment)
+    )
+    spec = msgspec.structs.replace(service.spec, pools=pools, router=routers)
     return msgspec.structs.replace(service, spec=spec)
+
+
+def router_replicas(router: RouterSpec, live: Object | None) -> int:
+    """Return how many routers there are to be now: as many as there are, within the bounds, where
+    a HorizontalPodAutoscaler decides."""
+    scaling = router.autoscaling
+    if scaling is None:
+        return router.replicas
+    number = router.replicas if live is None else int(live["spec"].get("replicas", 1))
+    return min(scaling.max_replicas, max(scaling.min_replicas, number))
 
 
 def resized(live: Object, number: int, places: int = 0) -> dict[str, Any]:

@@ -210,6 +210,10 @@ def planned():
         "metadata": {"name": "s", "namespace": "n", "uid": "u"},
         "spec": {
             "model": {"source": "file:///m", "name": "m"},
+            "router": {
+                "autoscaling": {"maxReplicas": 2},
+                "gateway": {"parentRefs": [{"name": "g"}]},
+            },
             "pools": {
                 "single": {"autoscaling": {"maxReplicas": 2}},
                 "large": pool

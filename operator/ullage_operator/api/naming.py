@@ -172,6 +172,10 @@ def selector_text(match: Mapping[str, str]) -> str:
 
 
 MONITORING_API = "monitoring.coreos.com/v1"
+GATEWAY_API = "gateway.networking.k8s.io/v1"
+HTTP_ROUTE = "HTTPRoute"
+AUTOSCALING_API = "autoscaling/v2"
+ROUTER_SCALER = "HorizontalPodAutoscaler"
 
 
 class Kind(NamedTuple):
@@ -220,6 +224,8 @@ OWNED = (
     _owned("apps/v1", "StatefulSet", "statefulsets"),
     _owned("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     _owned("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    _owned(GATEWAY_API, HTTP_ROUTE, "httproutes", optional=True),
+    _owned(AUTOSCALING_API, ROUTER_SCALER, "horizontalpodautoscalers", optional=True),
     _owned("keda.sh/v1alpha1", "ScaledObject", "scaledobjects", optional=True),
     _owned(MONITORING_API, "PodMonitor", "podmonitors", optional=True),
     _owned(MONITORING_API, "PrometheusRule", "prometheusrules", optional=True),

@@ -71,6 +71,7 @@ from ullage_operator.healing import (
     restarts_status,
     worker_restarts,
 )
+from ullage_operator.manifests.exposure import exposure_objects, route_condition
 from ullage_operator.manifests.manifests import (
     engine_objects,
     followers,
@@ -298,8 +299,20 @@ def wanted_objects(
     else:
         objects = engine_objects(service, settings)
         objects += resized_engines(service, service.spec.pools, observed)
-    objects += routers.objects
+    objects += left_to_router_scaler(service, routers.objects, observed)
+    objects += exposure_objects(service, observed.serves)
     return objects + monitoring_objects(service, observed.serves, settings)
+
+
+def left_to_router_scaler(
+    service: Service, objects: Iterable[Manifest], observed: Observed
+) -> list[Manifest]:
+    """Return the router's objects, without the number of pods once it is the
+    HorizontalPodAutoscaler's."""
+    key = ObjectKey("Deployment", naming.router_name(service.name))
+    live = live_replicas(observed.objects.get(key))
+    is_left = service.spec.router.autoscaling is not None and live == service.spec.router.replicas
+    return without_replicas(objects, "Deployment") if is_left else list(objects)
 
 
 def all_engines(
@@ -555,6 +568,9 @@ def status_of(
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
+    conditions += route_condition(
+        service, observed.serves, live.get(ObjectKey(naming.HTTP_ROUTE, name))
+    )
     restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
     host = f"{name}.{service.namespace}.svc"
     return {
