@@ -29,6 +29,9 @@ release."""
 CANARY_PLACES = f"{GROUP}/canary-places"
 """Annotation of a StatefulSet: how many of its engines a canary has the place of. They are missing
 from its replicas and belong to the pool all the same."""
+STOPPED = f"{GROUP}/stopped"
+"""Annotation of a StatefulSet that `spec.stop` has emptied: its number of pods says nothing of how
+many engines its pool is to have later."""
 GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of the templates of an engine's pods, of which only equals join."""
 POOL_LABEL = f"{GROUP}/pool"

@@ -194,6 +194,8 @@ class Spec(Strict, frozen=True, kw_only=True):
     vllm: VllmSection
     adapters: tuple[AdapterSection, ...] = ()
     image: str | None = None
+    stop: bool
+    """Whether no pool has an engine, on purpose."""
     allow_fault_injection: bool
     service_account: ServiceAccount
     image_pull_secrets: tuple[PullSecret, ...] = ()

@@ -25,6 +25,8 @@ from ullage_operator.autoscaling import (
     pool_scaling,
     resized,
     scaling_condition,
+    stop_annotation,
+    was_stopped,
     with_replicas,
 )
 from ullage_operator.conditions.conditions import (
@@ -92,6 +94,7 @@ from ullage_operator.rollout.canary import (
     rollout_status,
     router_file,
     with_revision,
+    with_stop_said,
 )
 from ullage_operator.rollout.falls import EngineReport
 from ullage_operator.rollout.rolls import RouterRoll, pods_to_replace, roll_routers
@@ -323,11 +326,13 @@ def all_engines(
     for name, pool in rollout.stable.spec.pools.items():
         manifests = pool_objects(rollout.stable, name, pool, settings)
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
-        if left_to_others(pool, observed.objects.get(key)):
+        if left_to_others(pool, observed.objects.get(key), service.spec.stop):
             manifests = without_replicas(manifests)
         manifests = with_revision(service, manifests, rollout.progress.stable)
         places = rollout.places.get(name, 0)
         manifests = [without_places(item, pool, places) for item in manifests]
+        if service.spec.stop:
+            manifests = [with_stop(item) for item in manifests]
         if name in rollout.held:
             held = held_keys(service, rollout) & observed.objects.keys()
             manifests = [item for item in manifests if key_of(item) not in held]
@@ -335,6 +340,14 @@ def all_engines(
         objects += manifests
         objects += scaler_objects(service, name, pool, observed.serves)
     return objects
+
+
+def with_stop(item: Manifest) -> Manifest:
+    """Return an object of a pool that says that its service is stopped, where it has pods."""
+    if item["kind"] != "StatefulSet":
+        return item
+    annotations = item["metadata"].get("annotations", {}) | stop_annotation(True)
+    return {**item, "metadata": {**item["metadata"], "annotations": annotations}}
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
@@ -370,10 +383,12 @@ def resized_engines(
         for part, (size, missing) in sizes.items():
             key = ObjectKey("StatefulSet", naming.pool_name(service.name, part))
             live = observed.objects.get(key)
-            if live is None or left_to_others(pool, live):
+            is_stopped = service.spec.stop
+            if live is None or left_to_others(pool, live, is_stopped):
                 continue
-            if (live_replicas(live), canary_places(live)) != (size, missing):
-                resized_sets.append(resized(live, size, missing))
+            present = (live_replicas(live), canary_places(live), was_stopped(live))
+            if present != (size, missing, is_stopped):
+                resized_sets.append(resized(live, size, missing, is_stopped))
     return resized_sets
 
 
@@ -447,7 +462,9 @@ def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> 
     """Returns the rollout file of routers: the live one, where its new content is not known."""
     key = ObjectKey("ConfigMap", naming.router_name(service.name))
     live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)
-    return router_file(rollout) if rollout.is_known or live_file is None else str(live_file)
+    if rollout.is_known or live_file is None:
+        return router_file(rollout)
+    return with_stop_said(str(live_file), service.spec.stop)
 
 
 def observe_rollout(observed: Observed) -> RolloutObservation:
@@ -562,6 +579,7 @@ def status_of(
         trying,
         rollout_progress_condition(rollout),
         was_progressing(observed.status),
+        is_stopped=service.spec.stop,
     )
     conditions.append(rollout_condition(rollout))
     conditions += consistency_condition(engine_numerics(observed))

@@ -189,7 +189,7 @@ def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "pools": pools, "router": kept["router"] | bare}
 
 
-_READ_ANYHOW = (("tls",), ("healing",), ("router", "replicas"))
+_READ_ANYHOW = (("stop",), ("tls",), ("healing",), ("router", "replicas"))
 """Parts of a spec by which live pods are treated and reached."""
 
 

@@ -349,6 +349,8 @@ def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
 
 
 KEDA_API = "keda.sh/v1alpha1"
+KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
+"""Annotation by which KEDA scales to that number and then decides nothing until it goes."""
 METRIC = "ullage_kv_used_ratio"
 POLL_S = 10
 _NEVER = "1000000"
@@ -366,7 +368,10 @@ def scaler_objects(
     build = Builder(service, naming.ENGINE, pool_name)
     if scaling.provider == KEDA and SCALED_OBJECT in serves:
         spec = scaled_object(service, pool_name, scaling)
-        return [build.object(KEDA_API, SCALED_OBJECT, name, spec)]
+        made = build.object(KEDA_API, SCALED_OBJECT, name, spec)
+        if service.spec.stop:
+            made["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
+        return [made]
     return []
 
 

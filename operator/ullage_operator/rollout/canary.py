@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
+import yaml
 
 from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
@@ -402,7 +403,7 @@ def router_file(plan: RolloutPlan) -> str:
     """Returns the file by which routers know the canary's engines, and the adapters of those that
     sleep (`ullage_router.rollout`)."""
     progress, name, spec = plan.progress, plan.stable.name, plan.stable.spec
-    document: Manifest = {"revision": progress.stable}
+    document: Manifest = {"revision": progress.stable} | _stop_said(spec.stop)
     if may_be_vllm(spec) and any(map(may_sleep, spec.pools.values())):
         document["adapters"] = [adapter.name for adapter in spec.adapters]
     if plan.pools:
@@ -422,6 +423,19 @@ def router_file(plan: RolloutPlan) -> str:
             "pools": pools,
         }
     return to_yaml(document)
+
+
+def _stop_said(is_stopped: bool) -> Manifest:
+    # Routers of an older image know no such field, so it is there only where it is needed.
+    return {"stopped": True} if is_stopped else {}
+
+
+def with_stop_said(text: str, is_stopped: bool) -> str:
+    """Return a file of routers of which only that changes."""
+    document = yaml.safe_load(text)
+    kept = {name: value for name, value in document.items() if name != "stopped"}
+    changed = kept | _stop_said(is_stopped)
+    return text if changed == document else to_yaml(changed)
 
 
 def rollout_condition(plan: RolloutPlan) -> Condition:
