@@ -214,6 +214,7 @@ def _owned(api_version: str, name: str, plural: str, optional: bool = False) -> 
 
 
 SERVICE = Kind(API_VERSION, KIND, PLURAL)
+BASE = Kind(API_VERSION, "LLMServiceBase", "llmservicebases", optional=True)
 POD = Kind("v1", "Pod", "pods", pod_selector())
 EVENT = Kind("events.k8s.io/v1", "Event", "events")
 NODE = Kind("v1", "Node", "nodes")
@@ -234,7 +235,7 @@ OWNED = (
     _owned(MONITORING_API, "PrometheusRule", "prometheusrules", optional=True),
 )
 """Every kind that a plan may hold."""
-WATCHED = (SERVICE, POD, *OWNED)
+WATCHED = (SERVICE, BASE, POD, *OWNED)
 
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in (*WATCHED, EVENT, LEASE)}
 

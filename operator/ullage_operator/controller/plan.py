@@ -195,7 +195,8 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
     service = with_replicas(service, observed.objects, observed.scaling)
-    rollout = plan_rollout(service, observe_rollout(observed), settings)
+    seen = replace(observe_rollout(observed), is_edited=is_edited(service, observed))
+    rollout = plan_rollout(service, seen, settings)
     routers = router_roll(service, rollout, observed, settings)
     rollout = replace(rollout, router_waits=routers.is_waiting, router_rolls=routers.is_rolling)
     desired = wanted_objects(service, rollout, routers, observed, settings)
@@ -276,6 +277,11 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 
+def is_edited(service: Service, observed: Observed) -> bool:
+    """Whether somebody has edited the service since its status was last written."""
+    return bool(observed.status.get("observedGeneration") != service.generation)
+
+
 def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
@@ -283,7 +289,7 @@ def router_roll(
     return roll_routers(
         router_objects(service, settings, _router_file(service, rollout, observed)),
         observed.objects,
-        observed.status.get("observedGeneration") != service.generation,
+        is_edited(service, observed),
         observed.may_begin_rollout,
     )
 

@@ -81,6 +81,8 @@ class RolloutObservation:
     """Whether what was kept can be seen at all."""
     may_begin: bool = True
     """Whether other services' rollouts leave room for one that nobody's edit asks for."""
+    is_edited: bool = True
+    """Whether somebody has edited the service since its status was last written."""
     annotation: str = ""
     """The service's annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
@@ -246,8 +248,7 @@ def rollout_facts(
         # Where nothing serves there is nothing to protect, and the image may be what helps.
         may_begin=observation.may_begin
         or not is_serving
-        or bool(service.spec.image)
-        or not has_other_image_only(target, release),
+        or not _is_of_many(service, observation, target, release),
         is_bridged=bool(progress.canary)
         and any(_ready(observation, _canary_name(service, name)) for name in sizes),
         linger=timedelta(seconds=2 * settings.dns_lag_s),
@@ -275,6 +276,16 @@ def rollout_facts(
         final_analysis=analyses[1],
         command=command_of(observation.annotation, progress, revision),
     )
+
+
+def _is_of_many(
+    service: Service, observation: RolloutObservation, target: Release, release: Release
+) -> bool:
+    """Whether a change comes to many services at a time: another default image, or an edit of a
+    base."""
+    is_of_a_base = bool(service.spec.base_refs) and not observation.is_edited
+    is_of_the_operator = not service.spec.image and has_other_image_only(target, release)
+    return is_of_a_base or is_of_the_operator
 
 
 def outdated_pools(
