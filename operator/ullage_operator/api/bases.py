@@ -63,7 +63,7 @@ def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
     shared: Spec = {}
     for each in names:
         shared = merged(section, bases.specs[each], shared, has_defaults=False)
-    whole = copy.deepcopy(merged(section, spec, shared, has_defaults=True))
+    whole: Spec = copy.deepcopy(merged(section, spec, shared, has_defaults=True))
     schema.fill(section, whole)
 
     # No API server has seen what comes of them, so all is asked that one would ask.

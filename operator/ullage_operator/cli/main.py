@@ -14,6 +14,7 @@ import yaml
 
 from ullage_common.process.config_file import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure, OperatorError
+from ullage_operator.api.naming import HTTP_ROUTE, ROUTER_SCALER
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.cli import profile, top, trace, up
 from ullage_operator.cli.manifest_file import BASE_HELP, overruled, read_service
@@ -95,7 +96,8 @@ def add_plan_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def run_plan(options: argparse.Namespace) -> int:
     service = read_service(options.file, options.base)
-    serves = frozenset(MONITORING if options.pod_monitors else ())
+    # Kinds that are made only where a manifest asks for them are printed in any case.
+    serves = frozenset((HTTP_ROUTE, ROUTER_SCALER, *(MONITORING if options.pod_monitors else ())))
     observed = Observed(now=datetime.now(UTC), serves=serves)
     settings = Settings.from_env(os.environ)
     objects = plan(service, observed, settings).apply

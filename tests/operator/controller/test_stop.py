@@ -12,6 +12,7 @@ from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.autoscaling import ScalingDecision, ScalingDecisions, own_policies
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
+from ullage_operator.controller.standing import plan_standing, read, standing
 from ullage_operator.local.checks import check_service
 from ullage_operator.rollout.canary import with_stop_said
 
@@ -137,6 +138,21 @@ def test_a_file_whose_rest_is_not_known_says_it_too(is_stopped: bool) -> None:
     document = yaml.safe_load(text)
     assert document.get("stopped", False) is is_stopped
     assert (document["revision"], document["adapters"]) == ("abc", ["a"])
+
+
+def test_an_invalid_edit_starts_nothing_that_was_stopped(manifest: Make) -> None:
+    """Not even where no valid spec was kept, so that live objects are all that is known."""
+    live = as_live(planned(manifest(pools=POOLS, stop=True), []))
+    for item in live:
+        item.setdefault("data", {}).pop("spec.json", None)
+    wrong = manifest(pools=POOLS, stop=True)
+    wrong["spec"]["limits"] = {"requestTimeout": "never"}
+    observed = Observed(now=NOW, objects={key_of(item): item for item in live})
+    declared = read(wrong, Settings())
+    assert declared.service is None
+    stands = standing(wrong, declared, observed, Settings())
+    assert stands is not None and stands.is_partial
+    assert plan_standing(stands, observed, Settings()).apply == ()
 
 
 def test_a_local_run_names_the_field(manifest: Make) -> None:

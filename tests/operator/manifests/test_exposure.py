@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.cli.main import main
 from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
@@ -208,3 +210,14 @@ def test_how_many_routers_there_are_changes_no_pod(make_plan: MakePlan) -> None:
     assert found(later, "Deployment")[0]["spec"]["template"] == deployment["spec"]["template"]
     config = yaml.safe_load(found(later, "ConfigMap")[0]["data"]["router.yaml"])
     assert config["tenants"]["share"] == pytest.approx(1 / 6)
+
+
+def test_a_plan_prints_what_is_asked_for(
+    manifest: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "service.yaml"
+    made = manifest(router={"gateway": GATEWAY, "autoscaling": SCALING})
+    path.write_text(yaml.safe_dump(made), encoding="utf-8")
+    assert main(["plan", "-f", str(path)]) == 0
+    kinds = {each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)}
+    assert {"HTTPRoute", SCALER} <= kinds
