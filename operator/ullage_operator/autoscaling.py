@@ -26,7 +26,7 @@ import msgspec
 
 from ullage_common.wire.load_report import PoolReport
 from ullage_operator.api import naming
-from ullage_operator.api.sections import AutoscalingSpec, PoolSpec
+from ullage_operator.api.sections import AutoscalingSpec, PoolSpec, RouterSpec
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.conditions import Condition, timestamp
 from ullage_operator.conditions.events import EventNote
@@ -419,32 +419,50 @@ def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None)
 def with_replicas(
     service: Service, objects: Mapping[Any, Object], decided: ScalingDecisions
 ) -> Service:
-    """The service with every pool's number of this moment.
+    """Return the service with the numbers of engines and routers of this moment.
 
     Args:
         objects: live ones by (kind, name).
     """
     pools = {}
     for name, pool in service.spec.pools.items():
-        live = live_replicas(objects.get(("StatefulSet", naming.pool_name(service.name, name))))
-        number = replicas(pool, decided.pools.get(name), live)
+        present = objects.get(("StatefulSet", naming.pool_name(service.name, name)))
+        # A pool that comes back from a stop begins as a new one.
+        live = None if was_stopped(present) else live_replicas(present)
+        number = 0 if service.spec.stop else replicas(pool, decided.pools.get(name), live)
         pools[name] = msgspec.structs.replace(pool, replicas=number)
-    spec = msgspec.structs.replace(service.spec, pools=pools)
+    deployment = objects.get(("Deployment", naming.router_name(service.name)))
+    routers = msgspec.structs.replace(
+        service.spec.router, replicas=router_replicas(service.spec.router, deployment)
+    )
+    spec = msgspec.structs.replace(service.spec, pools=pools, router=routers)
     return msgspec.structs.replace(service, spec=spec)
 
 
-def resized(live: Object, number: int, places: int = 0) -> dict[str, Any]:
+def router_replicas(router: RouterSpec, live: Object | None) -> int:
+    """Return how many routers there are to be now: as many as there are, within the bounds, where
+    a HorizontalPodAutoscaler decides."""
+    scaling = router.autoscaling
+    if scaling is None:
+        return router.replicas
+    number = router.replicas if live is None else int(live["spec"].get("replicas", 1))
+    return min(scaling.max_replicas, max(scaling.min_replicas, number))
+
+
+def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False) -> dict[str, Any]:
     """Return what to apply to a workload of which only the number of pods is to change.
 
     Args:
         places: how many of that number a canary has the place of.
+        is_stopped: whether the number is 0 because its service is stopped.
     """
     kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
     meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
     spec = {**live["spec"], "replicas": number - places}
     annotations = dict(meta.get("annotations") or {})
-    annotations.pop(naming.CANARY_PLACES, None)
-    meta["annotations"] = annotations | places_annotation(places)
+    for name in (naming.CANARY_PLACES, naming.STOPPED):
+        annotations.pop(name, None)
+    meta["annotations"] = annotations | places_annotation(places) | stop_annotation(is_stopped)
     return {"apiVersion": live["apiVersion"], "kind": live["kind"], "metadata": meta, "spec": spec}
 
 
@@ -453,9 +471,22 @@ def places_annotation(places: int) -> dict[str, str]:
     return {naming.CANARY_PLACES: str(places)} if places else {}
 
 
-def left_to_others(pool: PoolSpec, live: Object | None) -> bool:
-    """Whether somebody else writes the StatefulSet's replicas, once it exists."""
-    return provider_of(pool) == KEDA and live is not None
+def stop_annotation(is_stopped: bool) -> dict[str, str]:
+    """Return the annotation by which `was_stopped` knows a StatefulSet."""
+    return {naming.STOPPED: "true"} if is_stopped else {}
+
+
+def was_stopped(live: Object | None) -> bool:
+    """Whether a StatefulSet has no pods because its service was stopped when it was applied."""
+    annotations = (live or {}).get("metadata", {}).get("annotations") or {}
+    return naming.STOPPED in annotations
+
+
+def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False) -> bool:
+    """Whether somebody else writes the StatefulSet's replicas: once it exists, and neither is
+    stopped nor comes back from that."""
+    is_held = is_stopped or was_stopped(live)
+    return provider_of(pool) == KEDA and live is not None and not is_held
 
 
 def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -> dict[str, Any]:
@@ -486,7 +517,7 @@ def scaling_condition(
     """The condition ScalingActive, of services that scale by themselves."""
     providers = {name: provider_of(pool) for name, pool in service.spec.pools.items()}
     by = {each for each in providers.values() if each}
-    if not by:
+    if not by or service.spec.stop:
         return []
     if KEDA in by and SCALED_OBJECT not in serves:
         message = (
@@ -507,7 +538,9 @@ def scaling_condition(
 
 
 def own_policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """The pools that the operator itself scales."""
+    """The pools that the operator itself scales; none of a service that is stopped."""
+    if service.spec.stop:
+        return {}
     scaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
     return {name: each for name, each in scaling.items() if each and each.provider == OWN}
 

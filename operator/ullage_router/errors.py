@@ -10,6 +10,7 @@ RESOURCE_EXHAUSTED  429   rate_limit_error        with Retry-After; of a quota: 
 UNAVAILABLE         503   service_unavailable     with Retry-After
 DEADLINE_EXCEEDED   504   timeout_error
 ABORTED             409   conflict_error          a later request replaced it
+FAILED_PRECONDITION 503   service_unavailable     the service is stopped; without Retry-After
 CANCELLED           499   the client has gone; only seen in logs and metrics
 anything else       500   server_error
 """
@@ -33,6 +34,7 @@ CLIENT_CLOSED = 499
 RATE_LIMIT_EXCEEDED = "RATE_LIMIT_EXCEEDED"
 INVALID_API_KEY = "INVALID_API_KEY"
 REPLACED = "REPLACED"
+STOPPED = "STOPPED"
 KEY_REUSED = "IDEMPOTENCY_KEY_REUSED"
 
 _STATUSES = {
@@ -45,6 +47,7 @@ _STATUSES = {
     grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
     grpc.StatusCode.ABORTED: (409, "conflict_error"),
+    grpc.StatusCode.FAILED_PRECONDITION: (503, "service_unavailable"),
     grpc.StatusCode.CANCELLED: (CLIENT_CLOSED, "cancelled"),
 }
 _STATUSES_BY_REASON = {
@@ -89,6 +92,8 @@ def retry_after_s(error: ServiceError) -> int | None:
         return max(1, math.ceil(error.retry_after_s))  # a bucket's time is known, not a forecast
     if error.retry_after_s is not None:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(error.retry_after_s)))
+    if error.reason == STOPPED:
+        return None  # people start it again, and no wait helps before
     if http_status(error) in (429, 503):
         return UNKNOWN_RETRY_AFTER_S
     return None
@@ -222,6 +227,15 @@ def no_engine() -> ServiceError:
         "NO_ENGINE",
         "no engine is known yet; retry when one has started",
         retry_after_s=some_retry_after_s(),
+    )
+
+
+def stopped(model: str) -> ServiceError:
+    return ServiceError(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        STOPPED,
+        f"{model} is stopped on purpose, so waiting does not help; to start it again set spec.stop "
+        "of its LLMService to false",
     )
 
 

@@ -21,7 +21,7 @@ REQUESTS = CounterName(
 )
 REFUSALS = CounterName(
     "ullage_router_refusals",
-    "Requests that the ladder ended with a refusal, by its reason",
+    "Requests that the ladder ended with a refusal, by its reason; STOPPED: of a stopped service",
     ("reason",),
 )
 TTFT = HistogramName(

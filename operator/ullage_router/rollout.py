@@ -34,7 +34,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.admission import NotOnCanary, Reservation
 from ullage_router.call import Call, EngineStream, Event, Handler, ResponseStream
 from ullage_router.engines.engines import Engines
-from ullage_router.errors import LEAVING, is_failure
+from ullage_router.errors import LEAVING, is_failure, stopped
 from ullage_router.metric_names import TRIAL
 from ullage_router.policy.decision import Side
 from ullage_router.prompts.prompts import PromptBuilder
@@ -62,6 +62,8 @@ class RolloutFile(Strict, frozen=True, kw_only=True):
     """Names of the adapters that engines have which are woken; None where only engines say which.
     """
     canary: CanarySection | None = None
+    stopped: bool = False
+    """Whether the service has no engines on purpose."""
 
 
 class SideDraw:
@@ -133,6 +135,11 @@ class Canary:
         if side is Side.STABLE:
             return self._file.revision
         return self._file.canary.revision if self._file.canary else ""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the service has no engines on purpose."""
+        return self._file.stopped
 
     @property
     def weight(self) -> int:
@@ -376,10 +383,21 @@ class Rollout:
     Args:
         path: the file that says which engines are the canary's; None: there is never one.
         engines: where the canary's are followed.
+        model: the service's model, which refusals name.
         prompts: render a request anew for the stable engines' model.
+        on_stop: called with whether the service is stopped, whenever the file changes.
     """
 
-    def __init__(self, path: str | None, engines: Engines, prompts: PromptBuilder) -> None:
+    def __init__(
+        self,
+        path: str | None,
+        engines: Engines,
+        prompts: PromptBuilder,
+        model: str,
+        on_stop: Callable[[bool], None],
+    ) -> None:
+        self._model = model
+        self._on_stop = on_stop
         self._engines = engines
         self._prompts = prompts
         self.canary = Canary(path, self._on_file_change)
@@ -389,6 +407,17 @@ class Rollout:
         self._engines.declare_adapters(file.adapters)
         self._engines.set_canary(file.canary.pools if file.canary else ())
         self.outcomes.follow(trial(file.canary), self.canary.revision(Side.CANARY))
+        self._on_stop(file.stopped)
+
+    async def refuse_when_stopped(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Refuses every request of a service that is stopped.
+
+        Raises:
+            ServiceError: it is.
+        """
+        if self.canary.is_stopped:
+            raise stopped(self._model)
+        return await proceed(call)
 
     async def draw_side(self, call: Call, proceed: Handler) -> ResponseStream:
         """Sends a request where it is drawn, or where an engine is ready."""

@@ -99,10 +99,12 @@ def test_rendered_objects_are_valid(render, values):
 
 
 def test_the_crd_comes_out_as_it_is_in_the_repository(render):
-    (crd,) = by_kind(render(), "CustomResourceDefinition")
-    source = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
-    assert crd == yaml.safe_load(source.read_text())
-    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    sources = sorted((ROOT / "crds").iterdir())
+    made = by_kind(render(), "CustomResourceDefinition")
+    assert [crd["spec"]["names"]["kind"] for crd in made] == ["LLMServiceBase", "LLMService"]
+    assert made == [yaml.safe_load(source.read_text()) for source in sources]
+    for crd in made:
+        assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert by_kind(render("crds.enabled=false"), "CustomResourceDefinition") == []
 
 
@@ -188,6 +190,7 @@ def test_the_role_grants_exactly_what_the_operator_does(render):
     """Owned kinds from the manifests' builders, watches from the handlers."""
     used = {
         ("serving.ullage.dev", "llmservices"): {"get", "list", "watch"},
+        ("serving.ullage.dev", "llmservicebases"): {"get", "list", "watch"},
         ("serving.ullage.dev", "llmservices/status"): {"patch"},
         # Owner references with blockOwnerDeletion need it where that admission check is on.
         ("serving.ullage.dev", "llmservices/finalizers"): {"update"},
@@ -216,6 +219,10 @@ def planned():
         "metadata": {"name": "s", "namespace": "n", "uid": "u"},
         "spec": {
             "model": {"source": "file:///m", "name": "m"},
+            "router": {
+                "autoscaling": {"maxReplicas": 2},
+                "gateway": {"parentRefs": [{"name": "g"}]},
+            },
             "pools": {
                 "single": {"autoscaling": {"maxReplicas": 2}},
                 "large": pool
@@ -442,8 +449,8 @@ def test_pull_secrets_reach_the_operator_by_name(render):
 
 
 def test_the_definition_goes_with_the_chart_only_where_asked(render):
-    (crd,) = by_kind(render("crds.keep=false"), "CustomResourceDefinition")
-    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] != "keep"
+    for crd in by_kind(render("crds.keep=false"), "CustomResourceDefinition"):
+        assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] != "keep"
 
 
 def test_only_those_named_may_read_the_metrics(render):

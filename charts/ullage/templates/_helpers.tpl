@@ -84,7 +84,7 @@ a node would ask Docker Hub, where anybody may publish an image of that name.
 {{- /* What the operator does where it serves: derived from the kinds it makes, tested against them. */ -}}
 {{- define "ullage.rules" -}}
 - apiGroups: [serving.ullage.dev]
-  resources: [llmservices]
+  resources: [llmservices, llmservicebases]
   verbs: [get, list, watch]
 - apiGroups: [serving.ullage.dev]
   resources: [llmservices/status]
@@ -106,6 +106,12 @@ a node would ask Docker Hub, where anybody may publish an image of that name.
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [keda.sh]
   resources: [scaledobjects]

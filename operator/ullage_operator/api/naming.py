@@ -29,6 +29,9 @@ release."""
 CANARY_PLACES = f"{GROUP}/canary-places"
 """Annotation of a StatefulSet: how many of its engines a canary has the place of. They are missing
 from its replicas and belong to the pool all the same."""
+STOPPED = f"{GROUP}/stopped"
+"""Annotation of a StatefulSet that `spec.stop` has emptied: its number of pods says nothing of how
+many engines its pool is to have later."""
 GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of the templates of an engine's pods, of which only equals join."""
 POOL_LABEL = f"{GROUP}/pool"
@@ -172,6 +175,10 @@ def selector_text(match: Mapping[str, str]) -> str:
 
 
 MONITORING_API = "monitoring.coreos.com/v1"
+GATEWAY_API = "gateway.networking.k8s.io/v1"
+HTTP_ROUTE = "HTTPRoute"
+AUTOSCALING_API = "autoscaling/v2"
+ROUTER_SCALER = "HorizontalPodAutoscaler"
 
 
 class Kind(NamedTuple):
@@ -207,6 +214,7 @@ def _owned(api_version: str, name: str, plural: str, optional: bool = False) -> 
 
 
 SERVICE = Kind(API_VERSION, KIND, PLURAL)
+BASE = Kind(API_VERSION, "LLMServiceBase", "llmservicebases", optional=True)
 POD = Kind("v1", "Pod", "pods", pod_selector())
 EVENT = Kind("events.k8s.io/v1", "Event", "events")
 NODE = Kind("v1", "Node", "nodes")
@@ -220,12 +228,14 @@ OWNED = (
     _owned("apps/v1", "StatefulSet", "statefulsets"),
     _owned("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     _owned("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
+    _owned(GATEWAY_API, HTTP_ROUTE, "httproutes", optional=True),
+    _owned(AUTOSCALING_API, ROUTER_SCALER, "horizontalpodautoscalers", optional=True),
     _owned("keda.sh/v1alpha1", "ScaledObject", "scaledobjects", optional=True),
     _owned(MONITORING_API, "PodMonitor", "podmonitors", optional=True),
     _owned(MONITORING_API, "PrometheusRule", "prometheusrules", optional=True),
 )
 """Every kind that a plan may hold."""
-WATCHED = (SERVICE, POD, *OWNED)
+WATCHED = (SERVICE, BASE, POD, *OWNED)
 
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in (*WATCHED, EVENT, LEASE)}
 

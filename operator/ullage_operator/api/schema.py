@@ -58,18 +58,22 @@ def complete(schema: Schema, manifest: Any) -> tuple[dict[str, Any], list[Proble
     stored = copy.deepcopy(dict(manifest))
     problems += unknown_fields(schema, stored, "")
     fill(schema, stored)
+    return stored, problems + problems_of(schema, stored)
+
+
+def problems_of(schema: Schema, stored: Any) -> list[Problem]:
+    """Return what the schema and its rules refuse of a manifest with its defaults."""
     broken = [*structure(schema, stored)]
-    problems += broken
     # Rules may read any field, so they only hold for values that the structure allows.
-    return stored, problems if broken else [*problems, *rules(schema, stored, "")]
+    return broken or [*rules(schema, stored, "")]
 
 
-def identity(manifest: Any) -> Iterator[Problem]:
-    """Whether this is an LLMService at all."""
+def identity(manifest: Any, kind: str = KIND) -> Iterator[Problem]:
+    """Whether this is an object of the kind at all."""
     if not isinstance(manifest, dict):
-        yield Problem("", f"is not an object but {type(manifest).__name__}; write an {KIND}")
+        yield Problem("", f"is not an object but {type(manifest).__name__}; write an {kind}")
         return
-    for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
+    for field, expected in (("apiVersion", API_VERSION), ("kind", kind)):
         if manifest.get(field) != expected:
             yield Problem(field, f"must be {expected}, not {manifest.get(field)!r}")
     metadata = manifest.get("metadata")

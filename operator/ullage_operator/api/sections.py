@@ -114,7 +114,7 @@ def _in_powers_of_1000(number: Decimal) -> str:
     return f"{milli}{_POWERS[power]}"
 
 
-_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL"}
+_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL", "cpu": "CPU"}
 _COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
 """Modules whose sections the definition completes."""
 _UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
@@ -391,6 +391,28 @@ class Pace(Strict, frozen=True, kw_only=True):
     period: Seconds
 
 
+class AuthenticationRef(Strict, frozen=True, kw_only=True):
+    name: str
+    kind: str
+
+
+class KEDATrigger(Strict, frozen=True, kw_only=True):
+    """A trigger of a ScaledObject, in KEDA's own words."""
+
+    type: str
+    metadata: dict[str, str]
+    name: str | None = None
+    metric_type: str | None = None
+    use_cached_metrics: bool | None = None
+    authentication_ref: AuthenticationRef | None = None
+
+
+class KEDASpec(Strict, frozen=True, kw_only=True):
+    authentication_ref: AuthenticationRef | None = None
+    """How KEDA logs in where it asks for the operator's own queries."""
+    triggers: tuple[KEDATrigger, ...] = ()
+
+
 class AutoscalingSpec(Strict, frozen=True, kw_only=True):
     enabled: bool
     provider: Literal["ullage", "keda", "hpa"]
@@ -403,6 +425,7 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
     scale_down: Pace
     idle_after: Seconds
     prometheus_url: str | None = None
+    keda: KEDASpec | None = None
 
 
 class PoolSpec(PodSection, frozen=True, kw_only=True):
@@ -432,11 +455,49 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
         return self.gpus // self.nodes
 
 
+class RouterServiceSpec(Strict, frozen=True, kw_only=True):
+    """The routers' Service, in Kubernetes' own words."""
+
+    type: str = "ClusterIP"
+    annotations: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    load_balancer_class: str | None = None
+    load_balancer_source_ranges: tuple[str, ...] | None = None
+    external_traffic_policy: str | None = None
+
+
+class ParentRef(Strict, frozen=True, kw_only=True):
+    name: str
+    namespace: str | None = None
+    section_name: str | None = None
+    port: int | None = None
+
+
+class GatewaySpec(Strict, frozen=True, kw_only=True):
+    parent_refs: tuple[ParentRef, ...]
+    hostnames: tuple[str, ...] | None = None
+
+
+class RouterAutoscaling(Strict, frozen=True, kw_only=True):
+    min_replicas: int
+    max_replicas: int
+    target_cpu_utilization_percentage: int
+
+
 class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
+    """Router pods; where they follow their load, the number of this moment."""
     processes: int
     public_stats: bool = False
     cors: CORSSection | None = None
+    service: RouterServiceSpec = RouterServiceSpec()
+    gateway: GatewaySpec | None = None
+    autoscaling: RouterAutoscaling | None = None
+
+    @property
+    def most_replicas(self) -> int:
+        """The most router pods that there may be."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
 
 class ServiceAccount(Strict, frozen=True, kw_only=True):

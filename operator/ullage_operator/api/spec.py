@@ -41,6 +41,7 @@ from ullage_common.process.addresses import split
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
+from ullage_operator.api.bases import NO_BASES, Bases, base_names, with_bases
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.overlay import laid_over
 from ullage_operator.api.sections import (
@@ -193,13 +194,21 @@ class ObservabilitySpec(Strict, frozen=True, kw_only=True):
     """Peers of a NetworkPolicy; None: the operator's choice."""
 
 
+class BaseRef(Strict, frozen=True, kw_only=True):
+    name: str
+
+
 class Spec(Strict, frozen=True, kw_only=True):
     model: ModelSection
+    base_refs: tuple[BaseRef, ...] = ()
+    """Bases that the other fields are already laid over, the strongest last."""
     device: Device
     engine: EngineKind
     vllm: VllmSection
     adapters: tuple[AdapterSection, ...] = ()
     image: str | None = None
+    stop: bool
+    """Whether no pool has an engine, on purpose."""
     allow_fault_injection: bool
     service_account: ServiceAccount
     security_context: SecurityContext
@@ -246,16 +255,30 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec
 
 
-def parse(manifest: Any, default_namespace: str = "default") -> Service:
+def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_BASES) -> Service:
     """The service that a manifest describes.
 
     Raises:
-        InvalidManifest: the API server would refuse it, or an unknown field was written.
+        InvalidManifest: the API server would refuse it, an unknown field was written, or a base
+            is not among those given.
     """
-    stored, problems = schema.complete(schema.load_schema(), manifest)
-    if problems := problems or contradictions(stored["spec"]):
+    definition = schema.load_schema()
+    stored, problems = schema.complete(definition, manifest)
+    if problems:
         raise InvalidManifest(problems)
-    return service_of(stored["metadata"], to_spec(stored["spec"]), default_namespace)
+    spec = _over_bases(definition, stored, stored["spec"], bases)
+    if problems := contradictions(spec):
+        raise InvalidManifest(problems)
+    return service_of(stored["metadata"], to_spec(spec), default_namespace)
+
+
+def _over_bases(
+    definition: schema.Schema, manifest: Mapping[str, Any], spec: Any, bases: Bases
+) -> Any:
+    """Return a spec with its defaults over its bases, if it has any."""
+    if not base_names(spec):
+        return spec
+    return with_bases(definition, manifest["metadata"]["name"], spec, bases)
 
 
 def parse_stored(manifest: Mapping[str, Any]) -> Service:
@@ -270,7 +293,7 @@ def parse_stored(manifest: Mapping[str, Any]) -> Service:
     return parse_filled(manifest)[0]
 
 
-def parse_filled(manifest: Mapping[str, Any]) -> tuple[Service, list[str]]:
+def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[Service, list[str]]:
     """Return a stored service, and the paths of the fields that got their default here.
 
     An API server fills in what its own definition of LLMService knows; one that is older than this
@@ -279,11 +302,13 @@ def parse_filled(manifest: Mapping[str, Any]) -> tuple[Service, list[str]]:
     Raises:
         InvalidManifest: a value cannot be read, or contradicts another.
     """
-    definition = schema.load_schema()["properties"]["spec"]
+    whole = schema.load_schema()
+    definition = whole["properties"]["spec"]
     spec: Any = copy.deepcopy(manifest.get("spec"))
     filled = schema.fill(definition, spec, "spec")
     if problems := [*schema.misfits(definition, spec, "spec")]:
         raise InvalidManifest(problems)
+    spec = _over_bases(whole, manifest, spec, bases)
     values = to_spec(spec)
     if problems := contradictions(spec):
         raise InvalidManifest(problems)

@@ -14,9 +14,10 @@ import yaml
 
 from ullage_common.process.config_file import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure, OperatorError
+from ullage_operator.api.naming import HTTP_ROUTE, ROUTER_SCALER
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.cli import profile, top, trace, up
-from ullage_operator.cli.manifest_file import read_service
+from ullage_operator.cli.manifest_file import BASE_HELP, overruled, read_service
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Manifest, Observed, plan
 from ullage_operator.manifests.engine_choice import engine_image, expected_engine, image_has_vllm
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 PLAN_HELP = """examples:
   ullage plan -f examples/smollm2.yaml
   ullage plan -f service.yaml -o json | jq '.items[].kind'
+  ullage plan -f service.yaml --base shared.yaml
   ullage plan -f service.yaml --pod-monitors | kubectl diff -f -
 
 Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_CUDA_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and
@@ -84,6 +86,7 @@ def add_plan_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of an LLMService")
+    parser.add_argument("--base", type=Path, action="append", default=[], help=BASE_HELP)
     parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="(yaml)")
     parser.add_argument(
         "--pod-monitors", action="store_true", help="as where the Prometheus operator is installed"
@@ -92,12 +95,15 @@ def add_plan_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    service = read_service(options.file)
-    serves = frozenset(MONITORING if options.pod_monitors else ())
+    service = read_service(options.file, options.base)
+    # Kinds that are made only where a manifest asks for them are printed in any case.
+    serves = frozenset((HTTP_ROUTE, ROUTER_SCALER, *(MONITORING if options.pod_monitors else ())))
     observed = Observed(now=datetime.now(UTC), serves=serves)
     settings = Settings.from_env(os.environ)
     objects = plan(service, observed, settings).apply
     sys.stdout.write(render(list(objects), options.output))
+    for path in overruled(options.file, options.base):
+        print(f"{path} is the default, so a base decides: leave it out", file=sys.stderr)
     for line in pool_lines(service, settings):
         print(line, file=sys.stderr)  # what is printed is for kubectl
     return 0

@@ -7,16 +7,19 @@ expand to are bounded: a file of a kilobyte can stand for a document of terabyte
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ullage_operator.api.bases import Bases, base_problems, overruled_defaults
 from ullage_operator.api.errors import InvalidManifest, LocalFailure, Problem
-from ullage_operator.api.schema import join
+from ullage_operator.api.naming import BASE
+from ullage_operator.api.schema import join, load_schema
 from ullage_operator.api.spec import Service, parse
 
+BASE_HELP = "manifest of an LLMServiceBase that it names; once for each"
 MAX_BYTES = 1 << 20
 """Longest file that is read; etcd keeps no object of 1.5 MiB."""
 MAX_NODES = 100_000
@@ -121,26 +124,59 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def read_service(path: Path) -> Service:
+def read_service(path: Path, base_paths: Sequence[Path] = ()) -> Service:
     """Return the service of a manifest.
+
+    Args:
+        base_paths: manifests of the LLMServiceBases that it may name.
 
     Raises:
         LocalFailure: one line for each problem, each starting with the file's name.
     """
-    documents = _read_documents(path)
-    services = [document for document in documents if document is not None]
-    if len(services) != 1:
-        raise LocalFailure(
-            f"{path}: {len(services)} documents; give one LLMService a file, "
-            "such as examples/smollm2.yaml"
-        )
+    bases = read_bases(base_paths)
     try:
-        if problems := [*_not_json(services[0], "")]:
-            raise InvalidManifest(problems)
-        # What aliases share is written in one place and filled in at each.
-        return parse(json.loads(json.dumps(services[0])))
+        return parse(_read_object(path, "LLMService"), bases=bases)
     except InvalidManifest as error:
         raise LocalFailure("\n".join(f"{path}: {each}" for each in error.problems)) from error
+
+
+def overruled(path: Path, base_paths: Sequence[Path]) -> list[str]:
+    """Return the fields that a manifest sets to their default, and one of its bases otherwise."""
+    if not base_paths:
+        return []
+    spec = _read_object(path, "LLMService")["spec"]
+    return overruled_defaults(load_schema(), spec, read_bases(base_paths))
+
+
+def read_bases(paths: Sequence[Path]) -> Bases:
+    """Return the LLMServiceBases of manifests.
+
+    Raises:
+        LocalFailure: as `read_service`.
+    """
+    specs: dict[str, Any] = {}
+    for path in paths:
+        manifest = _read_object(path, BASE.name)
+        if problems := base_problems(load_schema(), manifest):
+            raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
+        name = manifest["metadata"]["name"]
+        if name in specs:
+            raise LocalFailure(f"{path}: {name} is in two files; give --base one of them")
+        specs[name] = manifest["spec"]
+    return Bases(specs, "give its file by --base, or leave it out")
+
+
+def _read_object(path: Path, kind: str) -> Any:
+    """Return the only object of a file."""
+    found = [document for document in _read_documents(path) if document is not None]
+    if len(found) != 1:
+        raise LocalFailure(
+            f"{path}: {len(found)} documents; give one {kind} a file, such as examples/smollm2.yaml"
+        )
+    if problems := [*_not_json(found[0], "")]:
+        raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
+    # What aliases share is written in one place and filled in at each.
+    return json.loads(json.dumps(found[0]))
 
 
 def _read_documents(path: Path) -> list[Any]:

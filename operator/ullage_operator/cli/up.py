@@ -25,7 +25,7 @@ from rich.table import Table
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import Service
-from ullage_operator.cli.manifest_file import read_service
+from ullage_operator.cli.manifest_file import BASE_HELP, read_service
 from ullage_operator.local.plan import LOOPBACK, LocalPlan, plan_local
 from ullage_operator.local.runtime import (
     LocalRuntime,
@@ -97,6 +97,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of an LLMService")
+    parser.add_argument("--base", type=Path, action="append", default=[], help=BASE_HELP)
     parser.add_argument("--http-port", type=port, default=8000, help="OpenAI HTTP (8000)")
     parser.add_argument("--grpc-port", type=port, default=9000, help="gRPC (9000)")
     parser.add_argument(
@@ -141,7 +142,7 @@ def traced_to(service: Service, section: TracingSection) -> Service:
 
 
 def run(options: argparse.Namespace) -> int:
-    service = read_service(options.file)
+    service = read_service(options.file, options.base)
     if options.otlp_endpoint:
         service = traced_to(service, options.otlp_endpoint)
     if options.state_file and not options.state_file.parent.is_dir():

@@ -58,6 +58,12 @@ class Condition:
     message: str
 
 
+STOPPED = Condition(
+    AVAILABLE, False, "Stopped", "spec.stop is true; set it to false to serve again"
+)
+"""Available, of a service that has no engine on purpose."""
+
+
 def workload_of(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload:
     """What the live object says; nothing exists of one that is not there yet."""
     if live is None:
@@ -79,6 +85,8 @@ def service_conditions(
     trying: Sequence[PodProblem] = (),
     change: Condition | None = None,
     was_progressing: bool = True,
+    *,
+    is_stopped: bool = False,
 ) -> list[Condition]:
     """The four conditions of a service whose spec is valid.
 
@@ -87,8 +95,9 @@ def service_conditions(
         trying: of a canary's pods, which block nothing.
         change: how far a rollout is that is not over, as Progressing says.
         was_progressing: what Progressing said last; True for a new service.
+        is_stopped: whether it has no engine on purpose.
     """
-    available = available_condition(router, pools)
+    available = STOPPED if is_stopped else available_condition(router, pools)
     progressing = progressing_condition([router, *pools], change, was_progressing)
     degraded = degraded_condition([*troubles, *trying])
     ready = ready_condition(router, pools, available, troubles)
@@ -141,6 +150,8 @@ def ready_condition(
     troubles: Sequence[PodProblem],
 ) -> Condition:
     """Ready if all pools serve and nothing blocks; otherwise the reason that helps most."""
+    if available is STOPPED:
+        return Condition(READY, False, available.reason, available.message)
     blocked = [trouble for trouble in troubles if trouble.blocks]
     lacking = [pool for pool in pools if pool.desired and not pool.ready]
     if blocked:

@@ -459,4 +459,4 @@ def _config_hash(obj: Object) -> Any:
 
 def leaves_replicas(obj: Object) -> bool:
     """Whether somebody else sets how many pods the object has."""
-    return bool(obj["kind"] == "StatefulSet" and "replicas" not in obj["spec"])
+    return obj["kind"] in ("StatefulSet", "Deployment") and "replicas" not in obj["spec"]

@@ -25,6 +25,8 @@ from ullage_operator.autoscaling import (
     pool_scaling,
     resized,
     scaling_condition,
+    stop_annotation,
+    was_stopped,
     with_replicas,
 )
 from ullage_operator.conditions.conditions import (
@@ -73,6 +75,7 @@ from ullage_operator.healing import (
     restarts_status,
     worker_restarts,
 )
+from ullage_operator.manifests.exposure import exposure_objects, route_condition
 from ullage_operator.manifests.manifests import (
     engine_objects,
     followers,
@@ -93,6 +96,7 @@ from ullage_operator.rollout.canary import (
     rollout_status,
     router_file,
     with_revision,
+    with_stop_said,
 )
 from ullage_operator.rollout.falls import EngineReport
 from ullage_operator.rollout.rolls import RouterRoll, pods_to_replace, roll_routers
@@ -205,7 +209,8 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
     service = with_replicas(service, observed.objects, observed.scaling)
-    rollout = plan_rollout(service, observe_rollout(observed), settings)
+    seen = replace(observe_rollout(observed), is_edited=is_edited(service, observed))
+    rollout = plan_rollout(service, seen, settings)
     routers = router_roll(service, rollout, observed, settings)
     rollout = replace(rollout, router_waits=routers.is_waiting, router_rolls=routers.is_rolling)
     desired = wanted_objects(service, rollout, routers, observed, settings)
@@ -286,6 +291,11 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 
+def is_edited(service: Service, observed: Observed) -> bool:
+    """Whether somebody has edited the service since its status was last written."""
+    return bool(observed.status.get("observedGeneration") != service.generation)
+
+
 def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
@@ -298,7 +308,7 @@ def router_roll(
     return roll_routers(
         router_objects(routed, settings, file, accepts_plaintext=is_mixed),
         observed.objects,
-        observed.status.get("observedGeneration") != service.generation,
+        is_edited(service, observed),
         observed.may_begin_rollout,
     )
 
@@ -317,8 +327,20 @@ def wanted_objects(
     else:
         objects = engine_objects(service, settings)
         objects += resized_engines(service, service.spec.pools, observed)
-    objects += routers.objects
+    objects += left_to_router_scaler(service, routers.objects, observed)
+    objects += exposure_objects(service, observed.serves)
     return objects + monitoring_objects(service, observed.serves, settings)
+
+
+def left_to_router_scaler(
+    service: Service, objects: Iterable[Manifest], observed: Observed
+) -> list[Manifest]:
+    """Return the router's objects, without the number of pods once it is the
+    HorizontalPodAutoscaler's."""
+    key = ObjectKey("Deployment", naming.router_name(service.name))
+    live = live_replicas(observed.objects.get(key))
+    is_left = service.spec.router.autoscaling is not None and live == service.spec.router.replicas
+    return without_replicas(objects, "Deployment") if is_left else list(objects)
 
 
 def all_engines(
@@ -329,11 +351,13 @@ def all_engines(
     for name, pool in rollout.stable.spec.pools.items():
         manifests = pool_objects(rollout.stable, name, pool, settings)
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
-        if left_to_others(pool, observed.objects.get(key)):
+        if left_to_others(pool, observed.objects.get(key), service.spec.stop):
             manifests = without_replicas(manifests)
         manifests = with_revision(service, manifests, rollout.progress.stable)
         places = rollout.places.get(name, 0)
         manifests = [without_places(item, pool, places) for item in manifests]
+        if service.spec.stop:
+            manifests = [with_stop(item) for item in manifests]
         if name in rollout.held:
             held = held_keys(service, rollout) & observed.objects.keys()
             manifests = [item for item in manifests if key_of(item) not in held]
@@ -341,6 +365,14 @@ def all_engines(
         objects += manifests
         objects += scaler_objects(service, name, pool, observed.serves)
     return objects
+
+
+def with_stop(item: Manifest) -> Manifest:
+    """Return an object of a pool that says that its service is stopped, where it has pods."""
+    if item["kind"] != "StatefulSet":
+        return item
+    annotations = item["metadata"].get("annotations", {}) | stop_annotation(True)
+    return {**item, "metadata": {**item["metadata"], "annotations": annotations}}
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
@@ -376,10 +408,12 @@ def resized_engines(
         for part, (size, missing) in sizes.items():
             key = ObjectKey("StatefulSet", naming.pool_name(service.name, part))
             live = observed.objects.get(key)
-            if live is None or left_to_others(pool, live):
+            is_stopped = service.spec.stop
+            if live is None or left_to_others(pool, live, is_stopped):
                 continue
-            if (live_replicas(live), canary_places(live)) != (size, missing):
-                resized_sets.append(resized(live, size, missing))
+            present = (live_replicas(live), canary_places(live), was_stopped(live))
+            if present != (size, missing, is_stopped):
+                resized_sets.append(resized(live, size, missing, is_stopped))
     return resized_sets
 
 
@@ -453,7 +487,9 @@ def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> 
     """Returns the rollout file of routers: the live one, where its new content is not known."""
     key = ObjectKey("ConfigMap", naming.router_name(service.name))
     live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)
-    return router_file(rollout) if rollout.is_known or live_file is None else str(live_file)
+    if rollout.is_known or live_file is None:
+        return router_file(rollout)
+    return with_stop_said(str(live_file), service.spec.stop)
 
 
 def observe_rollout(observed: Observed) -> RolloutObservation:
@@ -578,6 +614,7 @@ def status_of(
         trying,
         rollout_progress_condition(rollout),
         was_progressing(observed.status),
+        is_stopped=service.spec.stop,
     )
     conditions.append(rollout_condition(rollout))
     conditions += consistency_condition(engine_numerics(observed))
@@ -585,6 +622,9 @@ def status_of(
     conditions += outdated_definition(observed.undefined)
     conditions += contested(observed.challenger)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
+    conditions += route_condition(
+        service, observed.serves, live.get(ObjectKey(naming.HTTP_ROUTE, name))
+    )
     restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
     host = f"{name}.{service.namespace}.svc"
     return {

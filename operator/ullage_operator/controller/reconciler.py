@@ -1,5 +1,6 @@
 """Observe, plan, apply: the one function that every event leads to."""
 
+import asyncio
 import dataclasses
 import logging
 import random
@@ -8,14 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ullage_operator.api.bases import Bases, base_names
 from ullage_operator.api.errors import (
     ClusterDenied,
     OperatorError,
     Permanent,
     Temporary,
 )
-from ullage_operator.api.naming import EVENT
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.naming import BASE, EVENT
+from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.autoscaling import own_policies, with_replicas
 from ullage_operator.conditions.pod_problems import ObjectWarning
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
@@ -60,6 +62,11 @@ _MAX_WARNED = 3
 """Pods and workloads of a service whose Events are read in one reconciliation."""
 _MAX_COUNTED_TRIES = 7
 """Number of tries that lengthen the backoff; after them it is about a minute."""
+
+
+def _generation(obj: Object) -> tuple[str, int]:
+    """Return what changes with an object's spec."""
+    return obj["metadata"]["uid"], obj["metadata"]["generation"]
 
 
 class ReconcileResult(NamedTuple):
@@ -115,7 +122,8 @@ class Reconciler:
         self._router_client = RouterClient()
         self._failures: dict[ServiceKey, int] = {}
         """Number of tries in a row after which something is to be tried again, by service."""
-        self._read: dict[ServiceKey, tuple[str, int, Declared]] = {}
+        self._read: dict[ServiceKey, tuple[tuple[Any, ...], Declared]] = {}
+        self._reading = asyncio.Lock()
 
     async def reconcile(self, key: ServiceKey) -> tuple[str, float | None]:
         """Brings one service a step nearer to its spec.
@@ -282,7 +290,7 @@ class Reconciler:
         self, key: ServiceKey, manifest: Object, observed: Observed
     ) -> ReconcileResult:
         """Plans and applies; returns how that went and the status to report."""
-        declared = self._declared(key, manifest)
+        declared = await self._declared(key, manifest)
         stands = standing(manifest, declared, observed, self._settings)
         if stands is None:
             self._rollout_queue.forget(key)  # nothing goes on before somebody corrects it
@@ -349,14 +357,35 @@ class Reconciler:
         decisions = self._autoscaler.follow(key, scaled, current)
         return dataclasses.replace(observed, scaling=decisions)
 
-    def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
-        """Return how the declared service reads, which is found out once a generation."""
-        meta = manifest["metadata"]
+    async def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
+        """Return how the declared service reads, which is found out once a generation of it and
+        of its bases."""
+        names = base_names(manifest.get("spec"))
+        present = {name: self._cache.base(key.namespace, name) for name in names}
+        found = {name: base for name, base in present.items() if base is not None}
+        bases = Bases(
+            {name: base.get("spec") or {} for name, base in found.items()},
+            self._remedy_for_bases(key.namespace) if names else "",
+        )
+        version = (*map(_generation, (manifest, *found.values())), bases.remedy)
+
         cached = self._read.get(key)
-        if cached is None or cached[:2] != (meta["uid"], meta["generation"]):
-            declared = read(manifest, self._settings)
+        if cached is None or cached[0] != version:
+            if names:  # rules are asked of what comes of them, which takes a while
+                async with self._reading:
+                    declared = await asyncio.to_thread(read, manifest, self._settings, bases)
+            else:
+                declared = read(manifest, self._settings)
             for problem in declared.problems:
                 _logger.error("%s: invalid: %s", key, problem)
-            cached = (meta["uid"], meta["generation"], declared)
+            cached = (version, declared)
             self._read[key] = cached
-        return cached[2]
+        return cached[1]
+
+    def _remedy_for_bases(self, namespace: str) -> str:
+        """Return what to do about a base that is not found."""
+        if not self._cache.serves(BASE, namespace):
+            return f"the cluster does not know the kind; apply the crds/ of version {VERSION}"
+        if not self._cache.sees(BASE, namespace):
+            return f"let the operator list and watch {BASE.qualified}"
+        return f"create it in namespace {namespace}, or leave it out"

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ullage_operator.api import naming, schema
+from ullage_operator.api.bases import NO_BASES, Bases
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.spec import (
@@ -70,10 +71,14 @@ class Standing:
     """Whether only sizes are known, so that objects stay as they are."""
 
 
-def read(manifest: Mapping[str, Any], settings: Settings) -> Declared:
-    """Read a declared service, and try whether it can be planned."""
+def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASES) -> Declared:
+    """Read a declared service, and try whether it can be planned.
+
+    Args:
+        bases: those of the service's namespace, as far as it names them.
+    """
     try:
-        service, filled = parse_filled(manifest)
+        service, filled = parse_filled(manifest, bases)
         plan(service, Observed(now=_EPOCH), settings)
     except InvalidManifest as error:
         return Declared(None, error.problems)
@@ -189,7 +194,7 @@ def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "pools": pools, "router": kept["router"] | bare}
 
 
-_READ_ANYHOW = (("tls",), ("healing",), ("router", "replicas"))
+_READ_ANYHOW = (("stop",), ("tls",), ("healing",), ("router", "replicas"))
 """Parts of a spec by which live pods are treated and reached."""
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ullage_operator.api.naming import FIELD_MANAGER, POD, SERVICE, Kind
+from ullage_operator.api.bases import base_names
+from ullage_operator.api.naming import BASE, FIELD_MANAGER, HTTP_ROUTE, POD, SERVICE, Kind
 
 Object = dict[str, Any]
 Name = tuple[str, str]
@@ -21,7 +22,7 @@ _INSTANCE = "app.kubernetes.io/instance"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _POD_SPEC = ("nodeName", "priority")
 _CONTAINER = ("name", "image", "resources", "ports")
-_HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet"})
+_HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet", HTTP_ROUTE})
 """Kinds of whose status a plan depends on something."""
 _CREATED = [{"manager": FIELD_MANAGER, "operation": "Update"}]
 """What is kept of the field managers of an object whose fields are still to be claimed."""
@@ -120,7 +121,7 @@ class Cache:
             if previous is not None and key_of(scope.kind, previous) != key_of(scope.kind, obj):
                 self._notify(key_of(scope.kind, previous))
             if previous is None or _is_change(previous, kept):
-                self._notify(key_of(scope.kind, obj))
+                self._notify_of(scope.kind, obj)
         collection.on_seen(name, version_of(obj))
         self._check_seen(scope)
 
@@ -209,6 +210,13 @@ class Cache:
     def service(self, key: ServiceKey) -> Object | None:
         return self._by_service.get(key, {}).get((SERVICE, key.name))
 
+    def base(self, namespace: str, name: str) -> Object | None:
+        """Returns an LLMServiceBase; None where there is none, or none is seen."""
+        for collection in self._of(BASE, namespace):
+            if obj := collection.objects.get((namespace, name)):
+                return obj
+        return None
+
     def services(self) -> list[ServiceKey]:
         return [key for key in self._by_service if self.service(key) is not None]
 
@@ -278,13 +286,25 @@ class Cache:
     def _drop(self, scope: Scope, name: Name) -> None:
         obj = self._collections[scope].objects.pop(name)
         self._unindex(scope.kind, obj)
-        self._notify(key_of(scope.kind, obj))
+        self._notify_of(scope.kind, obj)
 
     def _unindex(self, kind: Kind, obj: Object) -> None:
         key = key_of(kind, obj)
         del self._by_service[key][kind, obj["metadata"]["name"]]
         if not self._by_service[key]:
             del self._by_service[key]
+
+    def _notify_of(self, kind: Kind, obj: Object) -> None:
+        """Wakes the services that an object concerns."""
+        keys = self._referring(*_name_of(obj)) if kind == BASE else [key_of(kind, obj)]
+        for key in keys:
+            self._notify(key)
+
+    def _referring(self, namespace: str, base: str) -> list[ServiceKey]:
+        """Returns the services that name a base."""
+        in_namespace = [key for key in self.services() if key.namespace == namespace]
+        specs = {key: (self.service(key) or {}).get("spec") for key in in_namespace}
+        return [key for key, spec in specs.items() if base in base_names(spec)]
 
     def _notify(self, key: ServiceKey) -> None:
         if self._complete:
@@ -319,9 +339,10 @@ class Cache:
 
 
 def key_of(kind: Kind, obj: Object) -> ServiceKey:
-    """The service that an object concerns: the one that it is, or whose label it carries."""
+    """The service that an object belongs to: the one that it is, or whose label it carries; none
+    has a base, whose name is empty."""
     meta = obj["metadata"]
-    labels = meta.get("labels") or {}
+    labels = {} if kind == BASE else meta.get("labels") or {}
     name = meta["name"] if kind == SERVICE else labels.get(_INSTANCE, "")
     return ServiceKey(meta["namespace"], name)
 

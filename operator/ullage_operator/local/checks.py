@@ -14,10 +14,16 @@ def check_service(service: Service, has_vllm: bool) -> None:
     Args:
         has_vllm: whether engines here can be vLLM.
     """
+    check_started(service)
     check_vllm(service, has_vllm)
     check_cascade(service)
     check_nodes(service)
     check_pod_templates(service)
+
+
+def check_started(service: Service) -> None:
+    if service.spec.stop:
+        raise LocalFailure("spec.stop: the service is stopped; set it to false to serve it")
 
 
 def check_vllm(service: Service, has_vllm: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ullage_common.config.engine import GroupSection
+from ullage_common.process.config_file import Strict
 from ullage_operator.api import naming
 from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec, to_api
 from ullage_operator.api.spec import VERSION, Service, Settings
@@ -77,11 +78,33 @@ def router_objects(
     return [
         build.account(name),
         build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
-        build.service(name, {"selector": match, "ports": ports}),
+        router_service(service, ports),
         build.network_policy(name, match, policy),
-        *build.disruption_budget(name, {"matchLabels": match}, service.spec.router.replicas),
+        *build.disruption_budget(name, {"matchLabels": match}, service.spec.router.most_replicas),
         workload,
     ]
+
+
+def router_service(service: Service, ports: list[Manifest]) -> Manifest:
+    """Return the Service by which clients reach the routers.
+
+    What nobody asks for is left out: the API server gives it, and others may set it.
+    """
+    given = service.spec.router.service
+    asked = as_asked(given)
+    for name in ("annotations", "labels"):
+        del asked[name]
+    if given.type == "ClusterIP":
+        del asked["type"]
+
+    name = naming.router_name(service.name)
+    match = naming.selector(service.name, naming.ROUTER)
+    build = Builder(service, naming.ROUTER)
+    made = build.object("v1", "Service", name, {"selector": match, "ports": ports, **asked})
+    meta = made["metadata"] | {"labels": given.labels | made["metadata"]["labels"]}
+    if given.annotations:
+        meta |= {"annotations": given.annotations}
+    return {**made, "metadata": meta}
 
 
 def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
@@ -365,6 +388,8 @@ def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
 
 
 KEDA_API = "keda.sh/v1alpha1"
+KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
+"""Annotation by which KEDA scales to that number and then decides nothing until it goes."""
 METRIC = "ullage_kv_used_ratio"
 POLL_S = 10
 _NEVER = "1000000"
@@ -382,15 +407,19 @@ def scaler_objects(
     build = Builder(service, naming.ENGINE, pool_name)
     if scaling.provider == KEDA and SCALED_OBJECT in serves:
         spec = scaled_object(service, pool_name, scaling)
-        return [build.object(KEDA_API, SCALED_OBJECT, name, spec)]
+        made = build.object(KEDA_API, SCALED_OBJECT, name, spec)
+        if service.spec.stop:
+            made["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
+        return [made]
     return []
 
 
-def without_replicas(objects: Iterable[Manifest]) -> list[Manifest]:
-    """Returns the manifest without the number of pods, which somebody else sets."""
+def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
+    """Return the manifests, those of one kind without the number of pods, which somebody else
+    sets."""
     return [
         {**item, "spec": {k: v for k, v in item["spec"].items() if k != "replicas"}}
-        if item["kind"] == "StatefulSet"
+        if item["kind"] == kind
         else item
         for item in objects
     ]
@@ -427,11 +456,24 @@ def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) ->
             # Memory says how many; whether any, requests do, for cached prefixes take memory too.
             trigger(scaling, f"sum({METRIC}{{{pods}}}) or vector(0)", threshold, _NEVER),
             trigger(scaling, activity, _NEVER, "0"),
+            *own_triggers(scaling),
         ],
     }
 
 
+def own_triggers(scaling: AutoscalingSpec) -> list[Manifest]:
+    """Return the triggers that a spec has beside the operator's."""
+    return [as_asked(each) for each in scaling.keda.triggers] if scaling.keda else []
+
+
+def as_asked(section: Strict) -> Manifest:
+    """Return a section in Kubernetes' own words, without what nobody asks for."""
+    asked = to_api(section).items()
+    return {name: value for name, value in asked if value is not None}
+
+
 def trigger(scaling: AutoscalingSpec, query: str, threshold: str, activation: str) -> Manifest:
+    login = scaling.keda.authentication_ref if scaling.keda else None
     return {
         "type": "prometheus",
         "metricType": "AverageValue",
@@ -441,4 +483,5 @@ def trigger(scaling: AutoscalingSpec, query: str, threshold: str, activation: st
             "threshold": threshold,
             "activationThreshold": activation,
         },
+        **({"authenticationRef": to_api(login)} if login else {}),
     }

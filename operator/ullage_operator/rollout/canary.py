@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
+import yaml
 
 from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
@@ -86,6 +87,8 @@ class RolloutObservation:
     """Live Deployment of the routers."""
     has_ending_routers: bool = False
     """Whether routers that were replaced still have requests."""
+    is_edited: bool = True
+    """Whether somebody has edited the service since its status was last written."""
     annotation: str = ""
     """The service's annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
@@ -287,8 +290,7 @@ def rollout_facts(
         # Where nothing serves there is nothing to protect, and the image may be what helps.
         may_begin=observation.may_begin
         or not is_serving
-        or bool(service.spec.image)
-        or not has_other_image_only(target, release),
+        or not _is_of_many(service, observation, target, release),
         is_bridged=bool(progress.canary)
         and any(_ready(observation, _canary_name(service, name)) for name in sizes),
         is_reachable=not are_mixed(
@@ -322,6 +324,16 @@ def rollout_facts(
         final_analysis=analyses[1],
         command=command_of(observation.annotation, progress, revision),
     )
+
+
+def _is_of_many(
+    service: Service, observation: RolloutObservation, target: Release, release: Release
+) -> bool:
+    """Whether a change comes to many services at a time: another default image, or an edit of a
+    base."""
+    is_of_a_base = bool(service.spec.base_refs) and not observation.is_edited
+    is_of_the_operator = not service.spec.image and has_other_image_only(target, release)
+    return is_of_a_base or is_of_the_operator
 
 
 def outdated_pools(
@@ -475,7 +487,7 @@ def router_file(plan: RolloutPlan) -> str:
     """Returns the file by which routers know the canary's engines, and the adapters of those that
     sleep (`ullage_router.rollout`)."""
     progress, name, spec = plan.progress, plan.stable.name, plan.stable.spec
-    document: Manifest = {"revision": progress.stable}
+    document: Manifest = {"revision": progress.stable} | _stop_said(spec.stop)
     if may_be_vllm(spec) and any(map(may_sleep, spec.pools.values())):
         document["adapters"] = [adapter.name for adapter in spec.adapters]
     if plan.pools:
@@ -495,6 +507,19 @@ def router_file(plan: RolloutPlan) -> str:
             "pools": pools,
         }
     return to_yaml(document)
+
+
+def _stop_said(is_stopped: bool) -> Manifest:
+    # Routers of an older image know no such field, so it is there only where it is needed.
+    return {"stopped": True} if is_stopped else {}
+
+
+def with_stop_said(text: str, is_stopped: bool) -> str:
+    """Return a file of routers of which only that changes."""
+    document = yaml.safe_load(text)
+    kept = {name: value for name, value in document.items() if name != "stopped"}
+    changed = kept | _stop_said(is_stopped)
+    return text if changed == document else to_yaml(changed)
 
 
 def rollout_condition(plan: RolloutPlan) -> Condition:

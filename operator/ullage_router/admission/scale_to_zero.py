@@ -45,6 +45,7 @@ class ColdStartQueue:
         self._held: dict[str, set[asyncio.Future[bool]]] = {}
         self._requested: dict[str, float] = {}
         self._changed = asyncio.Event()
+        self._refusal: ServiceError | None = None
         self.is_closed = False
         """Whether the router stops and holds no more requests."""
         self.held_bytes = 0
@@ -97,6 +98,13 @@ class ColdStartQueue:
             if futures and not self._is_scaled_to_zero(pool):
                 _resolve(futures, True)
 
+    def refuse_with(self, error: ServiceError | None) -> None:
+        """Refuses all requests with an error, those too that are held; None: holds again."""
+        self._refusal = error
+        if error:
+            self._requested.clear()
+            self.end()
+
     def close(self) -> None:
         """Refuses new requests, so that they go to another router; those held are held on."""
         self.is_closed = True
@@ -129,6 +137,8 @@ class ColdStartQueue:
         }
 
     def _check(self, pool: str, size: int) -> None:
+        if self._refusal:
+            raise self._refusal
         if self.is_closed:
             raise draining()
         is_full = len(self) >= self._section.max_requests
@@ -158,7 +168,7 @@ class ColdStartQueue:
             self._resolve_engines()
             await asyncio.wait({future}, timeout=min(RESOLVE_INTERVAL_S, remaining_s))
         if not future.result():
-            raise draining()
+            raise self._refusal or draining()
         self.counts["woken"] += 1
 
     def _notify(self) -> None:

@@ -2,6 +2,7 @@
 
     replace_earlier   a later request with the same x-ullage-replace ends it     routing.replace
     open              not draining; within its deadline, bounds and quota
+    refuse_when_stopped   nothing is served of a service that is stopped       rollout_file
     repeat            the same Idempotency-Key gets the same answer              routing.idempotency
     charge_estimate   an estimate of its tokens is charged                       cascade
     run               the steps of the cascade; own engines are the chain below  cascade

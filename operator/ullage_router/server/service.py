@@ -21,6 +21,7 @@ from ullage_router.call import Handler, Stage
 from ullage_router.cascade import Cascade
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
+from ullage_router.errors import stopped
 from ullage_router.intake import IntakeThread
 from ullage_router.pipeline.coalesce import Coalescer
 from ullage_router.pipeline.generate import EngineStages
@@ -85,7 +86,9 @@ class RouterService:
             self.intake,
             config.cascade is not None,
         )
-        self.rollout = Rollout(config.rollout_file, self.engines, self._prompts)
+        self.rollout = Rollout(
+            config.rollout_file, self.engines, self._prompts, config.model, self._on_stop
+        )
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
         quotas = QuotaFolder(Path(place.folder) / "quotas", place.index) if place else None
         self.tenants = Tenants(config.tenants, self._tenant_metrics(), quotas)
@@ -141,6 +144,8 @@ class RouterService:
         if self.replacer:
             stages.append(self.replacer.replace_earlier)
         stages.append(common.open)
+        if rollout:
+            stages.append(rollout.refuse_when_stopped)
         if self.idempotency:
             stages.append(self.idempotency.repeat)
         if self.cascade:
@@ -192,13 +197,14 @@ class RouterService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine takes or took requests, or can be woken, and this router is not
-        stopping.
+        """Whether an engine takes or took requests, or can be woken, or the service is stopped,
+        and this router does not end.
 
         One that lost its engines stays: requests wait for those that come back, go on to other
         steps of a cascade, or get an error with Retry-After. Without a ready router nobody answers.
         """
-        return (self._has_served or bool(self.scale_to_zero.scaled_to_zero)) and not self.is_leaving
+        answers = self._has_served or self.rollout.canary.is_stopped
+        return (answers or bool(self.scale_to_zero.scaled_to_zero)) and not self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
@@ -256,6 +262,11 @@ class RouterService:
             **self.tls.snapshot(),
             **self._process,
         }
+
+    def _on_stop(self, is_stopped: bool) -> None:
+        refusal = stopped(self.config.model) if is_stopped else None
+        self.scale_to_zero.queue.refuse_with(refusal)
+        self.issuer.refusal = refusal
 
     def _on_engines_change(self) -> None:
         self._has_served = self._has_served or self.engines.is_ready

@@ -10,7 +10,7 @@ from prometheus_client.process_collector import ProcessCollector
 from ullage_common.config.router import OTHER_TENANTS
 from ullage_common.process.metrics import AtScrape, CounterName, GaugeName
 from ullage_router import metric_names as names
-from ullage_router.errors import CLIENT_CLOSED, REPLACED
+from ullage_router.errors import CLIENT_CLOSED, REPLACED, STOPPED
 from ullage_router.policy.decision import Attempt
 from ullage_router.telemetry.record import RequestRecord
 
@@ -93,6 +93,9 @@ class Metrics:
         status, decision = str(record.status), record.decision
         if decision.action:
             self._decisions[decision.action, decision.route] += 1
+        if record.error == STOPPED:  # asked for by people, and no failure of any objective
+            self._refusals[STOPPED] += 1
+            return
         self._requests[status] += 1
         if record.status == CLIENT_CLOSED and record.error == "CANCELLED":
             self._early_stops["no" if record.ttft_s is None else "yes"] += 1

@@ -360,6 +360,8 @@ class TicketIssuer:
         ticket_s = (signer.ttl_s if signer else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
         self._book = OpenTickets(ticket_s, longest_s, clock)
         self.counts = self._book.counts
+        self.refusal: ServiceError | None = None
+        """The answer to all requests while the service is stopped; None while it is not."""
         """placed, refused, ended, expired."""
 
     def start(self) -> None:
@@ -397,6 +399,8 @@ class TicketIssuer:
             ServiceError: Pick is off, a request is wrong, no model is known, or too many are open.
         """
         signer, model = self._enabled(), self._engines.model
+        if request.requests and self.refusal:
+            raise self.refusal
         if request.requests and model is None:
             raise errors.no_engine()  # before the reports: unavailable means that none is used
         self._book.sweep()

@@ -212,6 +212,12 @@ SCALING = (
         prometheusURL="http://prometheus:9090",
     ),
     scaling("prometheusURL", "where provider KEDA asks", provider="KEDA"),
+    scaling("keda", "keda is for provider KEDA", keda={}),
+    rule(
+        "router.autoscaling.minReplicas",
+        "minReplicas must not exceed maxReplicas",
+        {"router.autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
+    ),
     scaling("targets.kvUtilization", "at least 0.05", targets={"kvUtilization": 0.01}),
     scaling("targets.queueWait", "from 10ms to 10m", targets={"queueWait": "0s"}),
     scaling("scaleUp.window", "such as 0s", scaleUp={"window": "2h"}),
@@ -223,6 +229,13 @@ SCALING = (
     rule("routing.idempotency.ttl", "ttl must be above 0, such as 10m", value="0s"),
 )
 """About the size of pools."""
+
+SERVICE = (
+    rule("router.service.loadBalancerClass", "is of load balancers", value="x"),
+    rule("router.service.loadBalancerSourceRanges", "are of load", value=["10.0.0.0/8"]),
+    rule("router.service.externalTrafficPolicy", "clients outside the cluster", value="Local"),
+)
+"""About the routers' Service."""
 
 MOVED = (
     *(
@@ -521,6 +534,7 @@ RULES = [
     rule("healing.silentAfter", "must be at least 30s", value="10s"),
     rule("healing.backoff", "first must be at most max", value={"first": "2h", "max": "1m"}),
     *SCALING,
+    *SERVICE,
     rule("rollout.weightSteps", "name each weight once", value=[10, 30, 30]),
     rule("rollout.weightSteps", "the smallest first", value=[30, 10]),
     rule("rollout.weightSteps", "must rise", value=[10, 60, 30]),

@@ -129,6 +129,27 @@ def test_keda_wakes_by_the_requests_that_routers_hold(make_plan: MakePlan):
     assert all(isinstance(value, str) for value in (*memory.values(), *activity.values()))
 
 
+def test_keda_has_the_triggers_and_the_login_that_the_spec_names(make_plan: MakePlan):
+    login = {"name": "prometheus", "kind": "ClusterTriggerAuthentication"}
+    hours = {"timezone": "Europe/Berlin", "start": "0 8 * * *", "desiredReplicas": "3"}
+    queue = {"type": "kafka", "metadata": {"topic": "prompts"}, "metricType": "AverageValue"}
+    queue |= {"authenticationRef": {"name": "kafka", "kind": "TriggerAuthentication"}}
+    triggers = [{"type": "cron", "name": "day", "metadata": hours}, queue]
+    keda = {"authenticationRef": login, "triggers": triggers}
+    pools = single(provider="KEDA", prometheusURL=URL, keda=keda)
+    spec = found(make_plan(seen(), pools=pools), "ScaledObject")["spec"]
+    memory, activity, *own = spec["triggers"]
+    assert own == triggers
+    assert memory["authenticationRef"] == activity["authenticationRef"] == login
+
+
+def test_keda_logs_in_nowhere_unless_it_is_asked_to(make_plan: MakePlan):
+    pools = single(provider="KEDA", prometheusURL=URL)
+    triggers = found(make_plan(seen(), pools=pools), "ScaledObject")["spec"]["triggers"]
+    assert len(triggers) == 2
+    assert not any("authenticationRef" in trigger for trigger in triggers)
+
+
 def test_routers_are_told_which_pools_sleep(make_plan: MakePlan):
     pools = single(minReplicas=0) | {"large": {"gpus": 1}}
     made = make_plan(seen(), pools=pools, routing={"wake": {"timeout": "2m"}})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ullage_operator.api import naming
+from ullage_operator.api.bases import Bases
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.plan import ObjectKey, Observed, key_of, plan
 from ullage_operator.controller.rollout_queue import RolloutQueue
@@ -29,6 +30,7 @@ class Services:
     def __init__(self, manifest: Callable[..., dict[str, Any]]) -> None:
         self._manifest = manifest
         self.settings = Settings(engine_image="one", cuda_engine_image="")
+        self.bases = Bases({"shared": {}})
         self.woken: list[str] = []
         self.spec: dict[str, dict[str, Any]] = {name: {} for name in NAMES}
         self.objects: dict[str, dict[ObjectKey, dict[str, Any]]] = {name: {} for name in NAMES}
@@ -60,7 +62,7 @@ class Services:
             may_begin_rollout=self.queue.may_begin(key, self.statuses),
             rollout_annotation=self.annotation[name],
         )
-        planned = plan(parse(manifest), observed, self.settings)
+        planned = plan(parse(manifest, bases=self.bases), observed, self.settings)
         self.queue.on_planned(key, planned.rollout.progress)
         applied = {key_of(item): self.live(name, item) for item in planned.apply}
         deleted = {key_of(item) for item in planned.delete}
@@ -134,6 +136,22 @@ def test_a_new_default_image_rolls_few_services_at_a_time(services: Services) ->
     assert services.step("d") == services.step("e") == "Promoted"
     assert services.woken == []
     assert {services.image(name) for name in NAMES} == {"two"}
+
+
+def test_an_edit_of_a_base_rolls_few_services_at_a_time(services: Services) -> None:
+    services.settings = Settings(engine_image="one", cuda_engine_image="")
+    for name in NAMES:
+        services.edit(name, baseRefs=[{"name": "shared"}])
+        services.step(name)
+    services.bases = Bases({"shared": {"batching": {"maxSequences": 8}}})
+    reasons = [services.step(name) for name in NAMES]
+    assert reasons == ["RollingOut"] * 2 + ["RolloutQueued"] * 3
+    assert services.step("a") == "Promoted"
+    assert services.step("c") == "RollingOut"
+
+    # Who edits the service itself waits for nobody, whatever else comes with the edit.
+    services.edit("e", limits={"maxOutputTokens": 64})
+    assert services.step("e") == "RollingOut"
 
 
 def test_edits_and_engines_that_do_not_serve_wait_for_nobody(services: Services) -> None:

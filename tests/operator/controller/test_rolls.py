@@ -34,9 +34,14 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"single": {"replicas": 5}}}, NOBODY),
     ({"pools": {"large": {"replicas": 0}}}, NOBODY),
     ({"router": {"replicas": 4}}, NOBODY),
+    ({"router": {"autoscaling": {"maxReplicas": 4}}}, NOBODY),
+    ({"stop": True}, NOBODY),
     ({"pools": {"single": {"autoscaling": {"maxReplicas": 4}}}}, NOBODY),
     ({"pools": {"single": {"autoscaling": KEDA}}}, NOBODY),
     # What no pod reads.
+    ({"router": {"service": {"type": "LoadBalancer"}}}, NOBODY),
+    ({"router": {"gateway": {"parentRefs": [{"name": "public"}]}}}, NOBODY),
+    ({"baseRefs": []}, NOBODY),  # pods read what comes of bases
     ({"slo": {"errorRate": 0.1}}, NOBODY),
     ({"observability": {"podMonitor": {"enabled": False}}}, NOBODY),
     ({"observability": {"podMonitor": {"interval": "30s"}}}, NOBODY),

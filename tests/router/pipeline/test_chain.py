@@ -53,7 +53,7 @@ def test_each_feature_adds_its_own_stages_alone(tmp_path: Path) -> None:
         ),
         "canary": (
             {"rollout_file": str(tmp_path / "rollout.yaml")},
-            ["Rollout.draw_side", "Rollout.try_canary"],
+            ["Rollout.refuse_when_stopped", "Rollout.draw_side", "Rollout.try_canary"],
         ),
         "summaries": (
             {"prompts": {"compress": {"method": "extractive"}}},
@@ -77,6 +77,7 @@ def test_all_features_stand_in_their_order(tmp_path: Path) -> None:
     assert stages == [
         "Replacer.replace_earlier",
         "CommonStages.open",
+        "Rollout.refuse_when_stopped",
         "CommonStages.charge_estimate",
         "Cascade.run",
         "ScaleToZero.wait_for_model",
