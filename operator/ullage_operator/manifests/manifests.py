@@ -100,7 +100,7 @@ def router_service(service: Service, ports: list[Manifest]) -> Manifest:
     name = naming.router_name(service.name)
     match = naming.selector(service.name, naming.ROUTER)
     build = Builder(service, naming.ROUTER)
-    made = build.object("v1", "Service", name, {"selector": match, "ports": ports, **asked})
+    made = build.service(name, {"selector": match, "ports": ports, **asked})
     meta = made["metadata"] | {"labels": given.labels | made["metadata"]["labels"]}
     if given.annotations:
         meta |= {"annotations": given.annotations}

@@ -76,7 +76,7 @@ def test_the_service_is_as_it_is_asked_for(make_plan: MakePlan) -> None:
 
 def test_a_service_of_which_nothing_is_asked_says_nothing_of_it(make_plan: MakePlan) -> None:
     [service] = found(make_plan(), "Service")
-    assert service["spec"].keys() == {"selector", "ports"}
+    assert service["spec"].keys() == {"selector", "ports", "ipFamilyPolicy"}
     assert "annotations" not in service["metadata"]
 
 
