@@ -10,6 +10,7 @@ Other connections come over a network that decides who may connect, often by a p
 its own, so their Host and Origin are not checked.
 """
 
+import functools
 import ipaddress
 import socket
 from http import HTTPStatus
@@ -27,6 +28,10 @@ _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
 """Pages that Prometheus and the operator read, through whatever proxies a mesh has."""
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 """Ends of names that nobody can register, such as host.docker.internal."""
+MAX_NAME = 253
+"""Characters of the longest name that DNS has."""
+KEPT_NAMES = 256
+"""Names and addresses of which the answer is remembered: nearly all requests have the same."""
 _METHODS = b"GET, HEAD, POST, OPTIONS"
 _EXPOSED = (
     b"retry-after, x-request-id, x-should-retry, x-ratelimit-limit-requests, "
@@ -131,6 +136,7 @@ def _names_of(wanted: str) -> str:
     return ", ".join(n for n in names if n and n.replace("-", "").replace("_", "").isalnum())
 
 
+@functools.lru_cache(maxsize=KEPT_NAMES)
 def is_loopback(host: str) -> bool:
     """Whether a server on this address is reached from its own machine alone."""
     try:
@@ -151,6 +157,11 @@ def _name(host: str) -> str:
 def _is_local_name(name: str) -> bool:
     """Whether no stranger can make the name mean another address: an address itself, or a name that
     nobody can register."""
+    return len(name) <= MAX_NAME and _is_local(name)
+
+
+@functools.lru_cache(maxsize=KEPT_NAMES)
+def _is_local(name: str) -> bool:
     if not name or name == socket.gethostname().lower():
         return True
     try:

@@ -57,6 +57,19 @@ def test_every_replica_is_a_process_and_the_router_one(manifest: Make, tmp_path:
     assert plan.model == "smollm2"
 
 
+def test_the_router_listens_on_loopback_for_the_pages_that_are_allowed(
+    manifest: Make, tmp_path: Path
+) -> None:
+    """There it checks Host and Origin."""
+    origins = ["http://localhost:3000"]
+    plan = local(manifest(router={"cors": {"allowedOrigins": origins}}), tmp_path)
+    config = read(plan, "demo-router-0", RouterConfig)
+    hosts = {config.http.host, config.grpc.host, config.metrics.host}
+    assert hosts == {"127.0.0.1"}
+    assert config.cors is not None
+    assert config.cors.allowed_origins == tuple(origins)
+
+
 def test_engines_take_the_devices_that_the_machine_has(manifest: Make, tmp_path: Path) -> None:
     assert read(local(manifest(), tmp_path), "demo-single-0", EngineConfig).device == "auto"
 
