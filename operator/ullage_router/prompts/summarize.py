@@ -72,10 +72,17 @@ def share_kept(facts: frozenset[str], text: str) -> float:
     return sum(fact in present or _has(text, fact) for fact in facts) / len(facts)
 
 
+MAX_PLACES = 100
+"""Number of places at which a fact is looked for: a run of digits has it at each of them."""
+
+
 def _has(text: str, fact: str) -> bool:
-    """Whether the fact stands there as a whole and not inside another word or number."""
+    """Whether the fact stands there as a whole and not inside another word or number; not where it
+    is part of too many of these."""
     at = text.find(fact)
-    while at >= 0:
+    for _ in range(MAX_PLACES):
+        if at < 0:
+            return False
         end = at + len(fact)
         before = text[at - 1 : at] if at else ""
         is_whole = not (before.isalnum() or text[end : end + 1].isalnum())

@@ -46,3 +46,10 @@ def test_a_text_keeps_its_own_facts(text: str) -> None:
 def test_much_of_anything_ends(piece: str) -> None:
     text = piece * (100_000 // len(piece))
     assert share_kept(key_facts(text), text[:10_000]) <= 1.0
+
+
+def test_facts_within_long_words_are_lost() -> None:
+    """What looks at each of a million places for each fact takes longer than the test may."""
+    digits = frozenset("1" * length for length in range(1, 1500))
+    assert share_kept(digits, "1" * 1_000_000) == 0.0
+    assert share_kept(digits, f"{'1' * 1_000_000} 11") == 1 / 1499
