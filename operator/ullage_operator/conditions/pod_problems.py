@@ -40,7 +40,8 @@ _CACHE = "cache"
 _TEMPLATE = "resourceClaimTemplateName"
 _UNALLOCATED = "cannot allocate all claims"
 """The scheduler's words for a node without the devices that a pod claims."""
-_ORDINARY = ("cpu", "memory", "ephemeral-storage", "hugepages")
+_DISK = "ephemeral-storage"
+_ORDINARY = ("cpu", "memory", _DISK, "hugepages")
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _CRASH_LOOP = "CrashLoopBackOff"
@@ -214,12 +215,18 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
 
 
 def fits_place_of(pod: Pod, other: Pod) -> bool:
-    """Whether a pod asks for nothing of which another leaves less when it ends."""
+    """Whether a pod asks for nothing of which another leaves less when it ends.
+
+    Room on a node's disk counts where it is what is missing: engines of an earlier operator do not
+    request any.
+    """
     try:
         asked = _requests(pod)
         left = _requests(other)
     except ValueError:  # a quantity in a form that nobody here writes, such as 1e3
         return False
+    if f"Insufficient {_DISK}" not in _condition(pod, "PodScheduled").get("message", ""):
+        asked.pop(_DISK, None)
     return all(size <= left.get(name, 0) for name, size in asked.items())
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ullage_operator.api import naming
 from ullage_operator.api.sections import parse_bytes
 from ullage_operator.api.spec import Settings, parse
-from ullage_operator.conditions.pod_problems import diagnose_pod
+from ullage_operator.conditions.pod_problems import diagnose_pod, fits_place_of
 from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.manifests.manifests import pool_objects
 
@@ -148,6 +148,26 @@ def test_files_of_kv_are_requested_beside_the_model(make_plan: MakePlan) -> None
     assert model is not None and both == asked + model
     tiers["memory"]["tiers"]["file"] |= {"claimName": "kv"}  # type: ignore[operator]
     assert room(make_plan(pools={"single": tiers})) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("missing", "fits"), [("nvidia.com/gpu", True), ("ephemeral-storage", False)]
+)
+def test_engines_that_requested_no_disk_leave_their_place_unless_it_is_what_is_missing(
+    missing: str, fits: bool
+) -> None:
+    """Those of an earlier operator, whose upgrade on a full node would give up otherwise."""
+    message = f"0/1 nodes are available: 1 Insufficient {missing}."
+
+    def pod(**requests: str) -> dict[str, Any]:
+        amounts = {"limits": {"nvidia.com/gpu": "1"}, "requests": {"cpu": "1", **requests}}
+        condition = {"type": "PodScheduled", "status": "False", "message": message}
+        containers = [{"name": "engine", "resources": amounts}]
+        return {"spec": {"containers": containers}, "status": {"conditions": [condition]}}
+
+    canary = pod(**{"ephemeral-storage": "150Gi"})
+    assert fits_place_of(canary, pod()) == fits
+    assert fits_place_of(canary, canary)
 
 
 @pytest.mark.parametrize(
