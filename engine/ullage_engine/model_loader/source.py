@@ -17,6 +17,9 @@ from ullage_engine.protocol.errors import WeightsError
 PVC_ROOT = Path("/models")
 """Folder in which the operator mounts the claims of `pvc://` sources."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""File that makes a folder that of a LoRA adapter."""
+
 SCHEMES = "pkg://package/file, file:///path, hf://org/name@revision or pvc://claim/path"
 
 _TORCH = (
@@ -74,8 +77,8 @@ def resolve_adapter(source: str) -> Path:
     """
     what = f"adapters: source {source!r}"
     path = _path_of(what, source)
-    if not (path / "adapter_config.json").is_file():
-        raise WeightsError(f"{what}: {path} has no adapter_config.json; name an adapter's folder")
+    if not (path / ADAPTER_CONFIG).is_file():
+        raise WeightsError(f"{what}: {path} has no {ADAPTER_CONFIG}; name an adapter's folder")
     return path
 
 

@@ -30,7 +30,7 @@ def check_vllm(service: Service, has_vllm: bool) -> None:
             f"spec.engine: VLLM needs vLLM, which this environment has not; {remedy}, or set "
             "engine to Auto"
         )
-    if service.spec.adapters:
+    if service.spec.serves_adapters:
         raise LocalFailure(
             "spec.adapters: the native engine serves no adapters, and this environment has no "
             f"vLLM; {remedy}, or leave adapters out"

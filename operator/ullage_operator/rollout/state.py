@@ -40,7 +40,7 @@ SECTIONS = (
     "image",
     "engine",
     "vllm",
-    "adapters",
+    "adapterClaims",
     "model",
     "device",
     "memory",
@@ -49,7 +49,9 @@ SECTIONS = (
     "degrade",
     "allowFaultInjection",
 )
-"""Not tickets, tls, service accounts and pull secrets: both sides must have the same of these."""
+"""Not adapters, which engines load and unload while they serve.
+
+Not tickets, tls, service accounts and pull secrets: both sides must have the same of these."""
 SAME_ANSWERS = ("batching", "limits")
 """Sections that say how fast and how much engines answer, and not what."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")

@@ -10,7 +10,12 @@ import msgspec
 import pytest
 import yaml
 
-from ullage_common.config.engine import OWNED_VLLM_ARGS, AdapterSection, EngineConfig
+from ullage_common.config.engine import (
+    OWNED_VLLM_ARGS,
+    AdapterSection,
+    AdaptersFile,
+    EngineConfig,
+)
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, parse, parse_stored
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
@@ -47,13 +52,51 @@ def pod_spec(plan: ServicePlan) -> dict[str, Any]:
     return pod
 
 
+def container(plan: ServicePlan) -> dict[str, Any]:
+    [engine] = pod_spec(plan)["containers"]
+    return dict(engine)
+
+
+@pytest.mark.parametrize(
+    ("spec", "path", "message"),
+    [
+        ({"adapters": [ADAPTERS[0] | {"rank": 17}]}, "spec.adapters[0].rank", "maxLoraRank 16"),
+        ({"memory": {"maxLoras": 0}}, "spec.memory.maxLoras", "leaves no slot"),
+        ({"adapterClaims": ["other"]}, "spec.adapters[1].source", "is on claim tuned"),
+        (
+            {"engine": "Native", "adapters": [], "memory": {"maxLoras": 1}},
+            "spec.memory.maxLoras",
+            "native",
+        ),
+    ],
+)
+def test_adapters_that_engines_have_no_room_for_are_refused_by_field(
+    manifest: Make, spec: dict[str, Any], path: str, message: str
+) -> None:
+    with pytest.raises(InvalidManifest) as caught:
+        parse(manifest(**{"engine": "VLLM", "model": MODEL, "adapters": ADAPTERS, **spec}))
+    [problem] = caught.value.problems
+    assert problem.path == path and message in problem.message
+
+
 def test_engines_read_which_engine_they_are_and_its_adapters(make_plan: MakePlan) -> None:
-    config = engine_config(make_plan(**VLLM))
+    plan = make_plan(**VLLM)
+    config = engine_config(plan)
     assert config.engine == "vllm"
     assert config.vllm.args == VLLM["vllm"]["args"]
-    assert config.adapters == tuple(AdapterSection(**adapter) for adapter in ADAPTERS)
+    # Not in the configuration, whose change replaces pods.
+    assert (config.adapters, config.max_loras) == ((), 8)
+    mount = {m["name"]: m["mountPath"] for m in container(plan)["volumeMounts"]}["adapters"]
+    assert config.adapters_file == f"{mount}/adapters.yaml"
+    [volume] = [v for v in pod_spec(plan)["volumes"] if v["name"] == "adapters"]
+    text = find(plan, "ConfigMap", volume["configMap"]["name"])["data"]["adapters.yaml"]
+    file = msgspec.convert(yaml.safe_load(text), AdaptersFile)
+    assert file.adapters == tuple(AdapterSection(**adapter) for adapter in ADAPTERS)
+
     plain = engine_config(make_plan())
-    assert (plain.engine, plain.vllm.args, plain.adapters) == ("auto", {}, ())
+    assert (plain.engine, plain.vllm.args, plain.max_loras) == ("auto", {}, 0)
+    assert plain.adapters_file is None
+    assert "adapters" not in [volume["name"] for volume in pod_spec(make_plan())["volumes"]]
     assert plain.batching.prefill_chunk_tokens is None
 
 

@@ -70,6 +70,10 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "quotes": (CHAT, said(b'{"role":"user","content":"%b"}' % (b'\\"' * 4_000_000))),
     "half a surrogate pair": (CHAT, asked(b"x", listed(b"[]"))[:-1] + b',"y":"\\ud800"}'),
     "half pairs": (CHAT, asked(b"x", listed(b'"\\ud800"', 2_000_000))),
+    "backslashes": (COMPLETIONS, b'{"prompt":"%bx\\ud800"}' % (b"\\" * 8_000_000)),
+    "few backslashes": (COMPLETIONS, b'{"prompt":"%bx\\ud800"}' % (b"\\" * 15_000)),
+    "backslashes of inputs": (EMBEDDINGS, b'{"input":"%bx\\ud800"}' % (b"\\" * 8_000_000)),
+    "backslashes of no JSON": (CHAT, b"\\ud800" + b"\\" * 8_000_000),
     "one field": (CHAT, asked(b"x", b'1,%b,"y":1' % b",".join([b'"stop":[]'] * 800_000))),
     "calls' arguments": (CHAT, called(json.dumps({"a": [[]] * 1_450_000}))),
     "small arguments": (CHAT, called(json.dumps({"a": [[]] * 10_000}), 128)),
@@ -241,3 +245,33 @@ def test_long_bodies_have_the_same_errors_as_short_ones(field: str) -> None:
 def test_a_long_body_without_messages_is_refused() -> None:
     with pytest.raises(ServiceError, match="messages is missing; it is required"):
         requests.parse_chat(json.dumps({"user": "x" * 100_000}).encode())
+
+
+HALF_PAIRS = {
+    "at the end": (rb'{"prompt":"x\ud800"}', True),
+    "at the end, in capitals": (rb'{"prompt":"x\uD83D"}', True),
+    "before an escape": (rb'{"prompt":"x\ud83d\n"}', True),
+    "before a field": (rb'{"prompt":"\ud800","model":"m"}', True),
+    "before text": (rb'{"prompt":"\ud800 and more"}', True),
+    "the second half": (rb'{"prompt":"\udc00"}', True),
+    "two first halves": (rb'{"prompt":"\ud83d\ud83d"}', True),
+    "behind a pair": (rb'{"prompt":"\ud83d\ude00\ud83d"}', True),
+    "behind a backslash": (rb'{"prompt":"\\\ud83d"}', True),
+    "before a backslash": (rb'{"prompt":"\ud83d\\ude00"}', True),
+    "of a field that is skipped": (rb'{"prompt":"a","user":"\ud83d and more"}', True),
+    "a body cut short": (rb'{"prompt":"x', False),
+    "a backslash and letters, cut short": (rb'{"prompt":"\\ud800', False),
+    "a pair, cut short": (rb'{"prompt":"\ud83d\ude00', False),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 100_000])
+def test_half_a_surrogate_pair_is_named(padding: int) -> None:
+    wrong = []
+    for name, (body, is_half) in HALF_PAIRS.items():
+        padded = body.replace(b'{"', b'{"x":"%b","' % (b"x" * padding), 1)
+        with pytest.raises(ServiceError) as caught:
+            requests.parse_completion(padded)
+        if ("half a surrogate pair" in caught.value.message) != is_half:
+            wrong.append((name, caught.value.message))
+    assert not wrong

@@ -277,9 +277,12 @@ SUCCESSORS = {
 
 _AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
-_SURROGATES = re.compile(
-    rb"(?P<slashes>\\+)u[dD](?:[89abAB]\w\w(?P<rest>\\u[dD][c-fC-F]\w\w)?|[c-fC-F]\w\w)"
-)
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_HALF_PAIR_BYTES = 11
+"""Most bytes from an escaped half to the end of a body that msgspec takes for cut short: those of
+the half, and fewer than the other half has."""
+_HALF_PAIR_ERRORS = ("surrogate pair", "unexpected end of hex escape")
+"""Parts of what msgspec says of half a pair; the second of one in a field that it skips."""
 _CHAT = msgspec.json.Decoder(ChatRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
@@ -340,7 +343,7 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     except UnicodeDecodeError as error:
         raise invalid("body", "body: the JSON is not valid UTF-8; encode it as UTF-8") from error
     except msgspec.DecodeError as error:
-        if _has_lone_surrogate(body):
+        if _is_half_pair(str(error), body):
             message = "body: a string has half a surrogate pair; escape both halves, or send UTF-8"
             raise invalid("body", message) from error
         raise invalid("body", f"body: {error}; send one JSON object") from error
@@ -402,12 +405,20 @@ def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) 
         raise _validation_error(str(error), name) from error
 
 
-def _has_lone_surrogate(body: bytes) -> bool:
-    """Whether half a surrogate pair is escaped, which msgspec reports as a body cut short."""
-    if b"\\ud" not in body and b"\\uD" not in body:
+def _is_half_pair(text: str, body: bytes) -> bool:
+    """Return whether half a surrogate pair is escaped, which msgspec reports as a body cut short
+    where it is at the end.
+
+    Args:
+        text: of msgspec's error.
+    """
+    if "truncated" not in text:
+        return any(words in text for words in _HALF_PAIR_ERRORS)
+    half = _HALF_PAIR.search(body, max(0, len(body) - _HALF_PAIR_BYTES))
+    if half is None:
         return False
-    escapes = _SURROGATES.finditer(body)
-    return any(len(found["slashes"]) % 2 and not found["rest"] for found in escapes)
+    before = body[: half.start() + 1]
+    return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
 
 
 def _validation_error(text: str, name: str = "") -> ServiceError:
