@@ -56,6 +56,7 @@ ADAPTERS_DIR = "/etc/ullage-adapters"
 CACHE_DIR = "/var/cache/ullage"
 KV_DIR = "/var/lib/ullage/kv"
 """Folder of the file tier of KV where a service names none."""
+MODEL_IMAGE_DIR = "/model-image"
 CLAIM_ROOT = "/models"
 """Folder at which the claim of a `pvc://` source is mounted; the engine looks there."""
 

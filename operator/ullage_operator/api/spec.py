@@ -200,6 +200,8 @@ class Spec(Strict, frozen=True, kw_only=True):
     allow_fault_injection: bool
     service_account: ServiceAccount
     image_pull_secrets: tuple[PullSecret, ...] = ()
+    model_pull_policy: str | None = None
+    """When nodes pull the model's image; None: as Kubernetes does by its tag."""
     router: RouterSpec
     pools: dict[str, PoolSpec]
     """Pools in order of preference: single, large, the others by name."""
@@ -338,6 +340,12 @@ def _with_room_for_adapters(spec: Spec) -> Spec:
         name: replaced(pool, memory=with_slots(pool.memory)) for name, pool in spec.pools.items()
     }
     return replaced(spec, memory=with_slots(spec.memory), pools=pools, adapter_claims=claims)
+
+
+def image_of(source: str) -> str:
+    """Return the reference of the image that a source is in; empty: it is in none."""
+    scheme, _, reference = source.partition("://")
+    return reference.partition("#")[0] if scheme == "oci" else ""
 
 
 def claim_of(source: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.api.spec import Service
+from ullage_operator.api.spec import Service, image_of
 
 
 def check_service(service: Service, has_vllm: bool) -> None:
@@ -15,6 +15,7 @@ def check_service(service: Service, has_vllm: bool) -> None:
         has_vllm: whether engines here can be vLLM.
     """
     check_vllm(service, has_vllm)
+    check_model_image(service)
     check_cascade(service)
     check_nodes(service)
     check_pod_templates(service)
@@ -34,6 +35,16 @@ def check_vllm(service: Service, has_vllm: bool) -> None:
         raise LocalFailure(
             "spec.adapters: the native engine serves no adapters, and this environment has no "
             f"vLLM; {remedy}, or leave adapters out"
+        )
+
+
+def check_model_image(service: Service) -> None:
+    """Images are pulled and mounted by nodes of a cluster."""
+    source = service.spec.model.source
+    if image_of(source):
+        raise LocalFailure(
+            f"spec.model.source {source}: ullage up mounts no images; unpack it, such as with "
+            "skopeo and umoci, and name its folder, file:///path"
         )
 
 

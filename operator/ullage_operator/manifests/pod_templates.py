@@ -15,7 +15,7 @@ from ullage_operator.api.errors import Problem
 from ullage_operator.api.overlay import conflicts, lies_in, over_template, overlap
 from ullage_operator.api.pod_rules import template_problems
 from ullage_operator.api.sections import ModelCache, PoolSpec, canonical
-from ullage_operator.api.spec import Service, Settings, claim_of
+from ullage_operator.api.spec import Service, Settings, claim_of, image_of
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.healing import HUNG_GRACE_S
 from ullage_operator.manifests.config_files import digest
@@ -100,6 +100,7 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
         memory_volume("shm", shm_size(service, pool)),
         *adapter_volumes(service, pool),
         *claim_volumes(service),
+        *image_volumes(service),
         *secret_volumes(engine_secrets(service)),
     ]
 
@@ -114,6 +115,7 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
         {"name": "shm", "mountPath": "/dev/shm"},
         *adapter_mounts(pool),
         *claim_mounts(service),
+        *image_mounts(service),
         *secret_mounts(engine_secrets(service)),
     ]
 
@@ -220,6 +222,25 @@ def claim_mounts(service: Service) -> list[Manifest]:
         {"name": name, "mountPath": f"{naming.CLAIM_ROOT}/{claim}", "readOnly": True}
         for claim, name in claim_volume_names(service).items()
     ]
+
+
+MODEL_IMAGE = "model-image"
+
+
+def image_volumes(service: Service) -> list[Manifest]:
+    """The image that the model is in, as a volume of Kubernetes 1.31 and later: nodes pull it as
+    they pull containers' images, with the pod's own pull secrets."""
+    reference, policy = image_of(service.spec.model.source), service.spec.model_pull_policy
+    if not reference:
+        return []
+    image = {"reference": reference, **({"pullPolicy": policy} if policy else {})}
+    return [{"name": MODEL_IMAGE, "image": image}]
+
+
+def image_mounts(service: Service) -> list[Manifest]:
+    if not image_of(service.spec.model.source):
+        return []
+    return [{"name": MODEL_IMAGE, "mountPath": naming.MODEL_IMAGE_DIR, "readOnly": True}]
 
 
 USER = 65532

@@ -42,6 +42,7 @@ SECTIONS = (
     "vllm",
     "adapterClaims",
     "model",
+    "modelPullPolicy",
     "device",
     "memory",
     "batching",

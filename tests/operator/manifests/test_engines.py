@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import msgspec
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from ullage_common.config.engine import (
     AdaptersFile,
     EngineConfig,
 )
+from ullage_engine.model_loader.source import IMAGE_ROOT
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, parse, parse_stored
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
@@ -98,6 +100,46 @@ def test_engines_read_which_engine_they_are_and_its_adapters(make_plan: MakePlan
     assert plain.adapters_file is None
     assert "adapters" not in [volume["name"] for volume in pod_spec(make_plan())["volumes"]]
     assert plain.batching.prefill_chunk_tokens is None
+
+
+IMAGE = "registry.example:5000/models/llama:1"
+DIGEST = "registry.example/models/llama@sha256:" + 64 * "a"
+
+
+@pytest.mark.parametrize("policy", [None, "Always", "Never"])
+@pytest.mark.parametrize("reference", [IMAGE, DIGEST])
+def test_a_model_in_an_image_is_a_volume_that_the_node_pulls(
+    make_plan: MakePlan, reference: str, policy: str | None
+) -> None:
+    spec: dict[str, Any] = {"imagePullSecrets": [{"name": "registry"}]}
+    if policy:
+        spec["modelPullPolicy"] = policy
+    source = f"oci://{reference}#weights/llama"
+    plan = make_plan(model=MODEL | {"source": source}, **spec)
+    pod = pod_spec(plan)
+    [volume] = [each for each in pod["volumes"] if "image" in each]
+    expected = {"reference": reference} | ({"pullPolicy": policy} if policy else {})
+    assert volume["image"] == expected
+    [mount] = [m for m in container(plan)["volumeMounts"] if m["name"] == volume["name"]]
+    assert (mount["mountPath"], mount["readOnly"]) == (str(IMAGE_ROOT), True)
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert engine_config(plan).model.source == source
+    kubernetes_validate.validate(find(plan, "StatefulSet"), "1.35", strict=True)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"model": MODEL | {"source": "oci://llama:1"}},
+        {"model": MODEL | {"source": "oci://registry.example/Llama:1#"}},
+        {"model": MODEL | {"source": "oci://registry.example/llama@sha256:abc"}},
+        {"engine": "VLLM", "adapters": [ADAPTERS[0] | {"source": f"oci://{IMAGE}"}]},
+        {"modelPullPolicy": "Sometimes"},
+    ],
+)
+def test_images_that_no_node_could_pull_are_refused(manifest: Make, spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidManifest):
+        parse(manifest(**spec))
 
 
 def test_routers_do_not_read_what_engines_compute_with(make_plan: MakePlan) -> None:
