@@ -162,15 +162,15 @@ def test_adapters_come_and_go_and_broken_ones_cost_nothing(
     folder, merged = models
     prompt = list(range(300, 360))
     expected = {name: continue_greedily(each, prompt, OUTPUT) for name, each in merged.items()}
-    started = start_here(folder, memory={"max_loras": 1, "max_lora_rank": 4})
+    started = start_here(folder, memory={"max_loras": 1, "max_lora_rank": 8})
     adapters = started.engine.adapters
     before = ledger_of(started)
 
     # What slots have no room for, with a slot free and with none.
-    wide = adapters.add("first@1", str(tmp_path / "first"), is_checked=False)
-    assert "rank" in wide
+    write_adapter(tmp_path / "wide", merged[""], 16, seed=7)
+    assert "rank" in adapters.add("wide@1", str(tmp_path / "wide"), is_checked=False)
     assert adapters.add("second@1", str(tmp_path / "second"), is_checked=False) == ""
-    assert "rank" in adapters.add("first@1", str(tmp_path / "first"), is_checked=False)
+    assert "rank" in adapters.add("wide@1", str(tmp_path / "wide"), is_checked=False)
     (tmp_path / "third/adapter_model.safetensors").unlink()
     assert adapters.add("third@1", str(tmp_path / "third"), is_checked=False)
 
