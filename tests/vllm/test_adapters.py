@@ -13,7 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ullage_testing.small_models import continue_greedily, write_adapter
 from ullage_testing.worker_link import launcher
 
-from ullage_engine.protocol.messages import AddAdapter, EngineRequest, RequestFailed, SamplingParams
+from ullage_engine.protocol.messages import (
+    AdapterAdded,
+    AddAdapter,
+    EngineRequest,
+    RequestFailed,
+    SamplingParams,
+)
 from ullage_engine.server.worker_process import vllm_env
 from ullage_engine.vllm_worker.adapters import slot_bytes
 
@@ -145,6 +151,11 @@ def test_two_ranks_that_cannot_read_an_adapter_go_on(
         for name in RANKS:
             worker.send(AddAdapter(name=name, folder=str(tmp_path / name)))
         worker.send(AddAdapter(name="gone", folder=str(tmp_path / "gone")))
+        added: dict[str, str] = {}
+        while len(added) < len(RANKS) + 1:
+            if isinstance(message := worker.receive(), AdapterAdded):
+                added[message.name] = message.error
+        assert added.pop("gone") and not any(added.values())
         (tmp_path / "second/adapter_model.safetensors").unlink()
         answers = [worker.submit(request_of(str(i), prompt, name)) for i, name in enumerate(merged)]
         worker.finish_all()

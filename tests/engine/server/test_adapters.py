@@ -17,6 +17,7 @@ from ullage.headroom.v1.headroom_pb2 import Headroom
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import AdapterSection, EngineConfig
 from ullage_common.process.config_file import ConfigError, read_file
+from ullage_common.wire import fingerprint
 from ullage_common.wire.errors import from_rpc_error
 from ullage_engine import main as engine_main
 from ullage_engine.main import main
@@ -260,6 +261,28 @@ def test_an_answer_goes_on_from_another_engine_with_its_adapter(
             received = pb.PartialAnswer(token_ids=tokens[:7])
             later = ask("sql", continuation=pb.Continuation(answers=[received]))
             assert (await engine.generate(later)).token_ids == tokens[7:]
+
+    asyncio.run(scenario())
+
+
+def test_the_fingerprint_of_an_answer_names_the_files_of_its_adapter(
+    serve: Serve, edited: tuple[EngineConfig, Edit], make_adapter: MakeAdapter
+) -> None:
+    config, edit = edited
+    edit(make_adapter("sql"))
+
+    async def scenario() -> None:
+        async with serve(config, weights="w") as engine:
+            [plain, first] = [(await engine.generate(ask(n))).accepted for n in ("", "sql")]
+            [state] = (await engine.state()).adapters
+            key = fingerprint.adapter_key("sql", state.digest)
+            expected = fingerprint.with_adapter(plain.fingerprint, key)
+            assert first.fingerprint == expected != plain.fingerprint
+
+            edit(make_adapter("sql", version=1))
+            await engine.until(lambda headroom: headroom.adapters[0].digest != state.digest)
+            second = (await engine.generate(ask("sql"))).accepted
+            assert second.fingerprint not in (plain.fingerprint, first.fingerprint)
 
     asyncio.run(scenario())
 
