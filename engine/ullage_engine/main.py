@@ -121,7 +121,7 @@ def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
         config.engine,
         on_cuda=_computes_on_cuda(config),
         has_vllm=has_vllm,
-        vllm_refusal=refusal_by_vllm(config.model, config.memory, config.adapters),
+        vllm_refusal=refusal_by_vllm(config.model, config.memory),
     )
     refused_settings = _native_refusal_of_settings(config)
     _check_settings(config, choose(native_refusal=refused_settings)[0], has_vllm)
@@ -160,7 +160,7 @@ def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
         only_vllm = _native_refusal_of_settings(config)
         native = "" if only_vllm else ", or set engine: native (spec.engine: Native)"
         raise AppError(f"engine: vllm is asked for and not installed here; {_INSTALL_VLLM}{native}")
-    if name == "native" and config.adapters:
+    if name == "native" and config.max_loras:
         raise AppError(
             "adapters: the native engine serves none; remove them, or "
             f"{_with_vllm(config, has_vllm)}"
@@ -174,7 +174,7 @@ def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
 
 def _with_vllm(config: EngineConfig, has_vllm: bool) -> str:
     """Returns what to do for vLLM to compute where the native engine was chosen."""
-    if refusal := refusal_by_vllm(config.model, config.memory, config.adapters):
+    if refusal := refusal_by_vllm(config.model, config.memory):
         return f"change what vLLM refuses: {refusal}"
     setting = "set engine: vllm (spec.engine: VLLM)"
     return setting if has_vllm else f"{setting} and {_INSTALL_VLLM}"
@@ -191,7 +191,7 @@ def _computes_on_cuda(config: EngineConfig) -> bool:
 
 def _native_refusal_of_settings(config: EngineConfig) -> str:
     """Returns why the native engine does not serve what is configured; empty if it does."""
-    if config.adapters:
+    if config.max_loras:
         return "it serves no adapters"
     return "it computes on one node" if config.group.nodes > 1 else ""
 

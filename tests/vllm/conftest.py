@@ -134,16 +134,14 @@ def start_here(weights_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     # Of its own, where nobody knows of memory that ran out in other tests.
     run_dir = str(tmp_path_factory.mktemp("run"))
 
-    def start_one(
-        source: str | Path, *, host_tier: Any = None, is_restart: bool = False, **sections: Any
-    ) -> Any:
+    def start_one(source: str | Path, *, host_tier: Any = None, **sections: Any) -> Any:
         stop_running(running)
         uri = f"file://{source}" if isinstance(source, Path) else source
         config = vllm_config(uri, **sections)
         config["server"] |= {"weights_dir": str(weights_dir), "run_dir": run_dir}
         with foreign_warnings_allowed():
             checked = msgspec.convert(config, EngineConfig)
-            running.append(start(checked, lambda _: None, host_tier, is_restart=is_restart))
+            running.append(start(checked, lambda _: None, host_tier))
         return running[-1]
 
     # A start sets what vLLM reads; workers of later tests are to find what this process was given.

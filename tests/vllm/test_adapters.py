@@ -13,8 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ullage_testing.small_models import continue_greedily, write_adapter
 from ullage_testing.worker_link import launcher
 
-from ullage_engine.protocol.errors import WorkerStartError
-from ullage_engine.protocol.messages import EngineRequest, RequestFailed, SamplingParams
+from ullage_engine.protocol.messages import (
+    AdapterAdded,
+    AddAdapter,
+    EngineRequest,
+    RequestFailed,
+    SamplingParams,
+)
 from ullage_engine.server.worker_process import vllm_env
 from ullage_engine.vllm_worker.adapters import slot_bytes
 
@@ -32,7 +37,7 @@ MODEL = LlamaConfig(
     initializer_range=0.1,
     tie_word_embeddings=True,
 )
-ONE_SLOT = {"adapter_share": 0.0001}  # YAML reads no 1e-4
+ONE_SLOT = {"adapter_share": 0.0001, "max_loras": 8, "max_lora_rank": 8}  # YAML reads no 1e-4
 
 
 @pytest.fixture
@@ -47,11 +52,10 @@ def models(write_checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[Path,
     return folder, made
 
 
-def sections(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "source": f"file://{folder / name}", "rank": rank}
-        for name, rank in RANKS.items()
-    ]
+def add_all(started: Any, folder: Path) -> None:
+    """Adds the adapters as a server does, one after the other."""
+    for name in RANKS:
+        assert started.engine.adapters.add(name, str(folder / name), is_checked=False) == ""
 
 
 def request_of(name: str, prompt: list[int], adapter: str) -> EngineRequest:
@@ -101,10 +105,11 @@ def test_three_adapters_take_turns_in_one_slot(
     expected = {name: continue_greedily(each, prompt, OUTPUT) for name, each in merged.items()}
     assert len({tuple(each) for each in expected.values()}) == 4
 
-    started = start_here(folder, memory=ONE_SLOT, adapters=sections(tmp_path))
+    started = start_here(folder, memory=ONE_SLOT)
+    add_all(started, tmp_path)
     config = started.core._config.lora_config
     assert (config.max_loras, config.max_cpu_loras) == (2, 2)  # one of them stays empty
-    # In one slot are all of them once at the start, and each twice now.
+    # The first one took the slot when it came; each is asked for twice now.
     names = ["", *RANKS, "", *RANKS]
     requests = [request_of(str(i), prompt, name) for i, name in enumerate(names)]
     first = run(started, requests[:4])
@@ -137,13 +142,20 @@ def test_two_ranks_that_cannot_read_an_adapter_go_on(
         parallelism={"tensor": 2},
         memory=ONE_SLOT,
         server={"weights_dir": str(tmp_path)},
-        adapters=sections(tmp_path),
     )
     (tmp_path / "engine.yaml").write_text(json.dumps(config))
     with launcher() as launch:
         command = [sys.executable, "-m", "ullage_engine.vllm_worker"]
         worker = launch(command, tmp_path, vllm_env(1, 2))
         worker.wait_ready()
+        for name in RANKS:
+            worker.send(AddAdapter(name=name, folder=str(tmp_path / name)))
+        worker.send(AddAdapter(name="gone", folder=str(tmp_path / "gone")))
+        added: dict[str, str] = {}
+        while len(added) < len(RANKS) + 1:
+            if isinstance(message := worker.receive(), AdapterAdded):
+                added[message.name] = message.error
+        assert added.pop("gone") and not any(added.values())
         (tmp_path / "second/adapter_model.safetensors").unlink()
         answers = [worker.submit(request_of(str(i), prompt, name)) for i, name in enumerate(merged)]
         worker.finish_all()
@@ -155,25 +167,34 @@ def test_two_ranks_that_cannot_read_an_adapter_go_on(
             assert answer.token_ids == continue_greedily(merged[name], prompt, OUTPUT)
 
 
-def test_an_adapter_that_is_broken_ends_the_first_start_and_later_fails_its_requests(
+def test_adapters_come_and_go_and_broken_ones_cost_nothing(
     start_here: Any, models: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, merged = models
-    too_low = [each | {"rank": 1} for each in sections(tmp_path)]
-    with pytest.raises(
-        WorkerStartError, match=r"^adapters: adapter first cannot be loaded: .*rank"
-    ):
-        start_here(folder, adapters=too_low)
-
-    (tmp_path / "first/adapter_config.json").unlink()
-    (tmp_path / "second/adapter_model.safetensors").unlink()
-    started = start_here(folder, adapters=sections(tmp_path), is_restart=True)
-    assert started.engine.stats().num_adapter_loads == 0
     prompt = list(range(300, 360))
-    requests = [request_of(name, prompt, name) for name in ("", *RANKS)]
-    texts, failed = run(started, requests)
-    assert texts == [
-        continue_greedily(merged[name], prompt, OUTPUT) if name in ("", "third") else []
-        for name in ("", *RANKS)
-    ]
-    assert {each.request_id for each in failed} == {"first", "second"}
+    expected = {name: continue_greedily(each, prompt, OUTPUT) for name, each in merged.items()}
+    started = start_here(folder, memory={"max_loras": 1, "max_lora_rank": 8})
+    adapters = started.engine.adapters
+    before = ledger_of(started)
+
+    # What slots have no room for, with a slot free and with none.
+    write_adapter(tmp_path / "wide", merged[""], 16, seed=7)
+    assert "rank" in adapters.add("wide@1", str(tmp_path / "wide"), is_checked=False)
+    assert adapters.add("second@1", str(tmp_path / "second"), is_checked=False) == ""
+    assert "rank" in adapters.add("wide@1", str(tmp_path / "wide"), is_checked=False)
+    (tmp_path / "third/adapter_model.safetensors").unlink()
+    assert adapters.add("third@1", str(tmp_path / "third"), is_checked=False)
+
+    asked = [request_of("a", prompt, "second@1"), request_of("b", prompt, "")]
+    assert run(started, asked) == ([expected["second"], expected[""]], [])
+    adapters.remove("second@1")
+
+    # Another content under the name and the folder of the one before: no KV of it may be found.
+    other = write_adapter(tmp_path / "second", merged[""], 4, seed=9)
+    assert adapters.add("second@2", str(tmp_path / "second"), is_checked=False) == ""
+    [text], _ = run(started, [request_of("c", prompt, "second@2")])
+    assert text == continue_greedily(other, prompt, OUTPUT) != expected["second"]
+    assert ledger_of(started) == before
+    _, [failed] = run(started, [request_of("d", prompt, "second@1")])
+    assert failed.field == "model"
+    assert run(started, [request_of("e", prompt, "")]) == ([expected[""]], [])

@@ -26,6 +26,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -102,6 +103,7 @@ CALLS = [
     calls(Executor.determine_available_memory, THIS),
     calls(Executor.initialize_from_config, THIS, [THIS]),
     calls(Executor.collective_rpc, THIS, "ullage_load_adapter", args=(THIS,)),
+    calls(WorkerLoRAManager._load_adapter, THIS, THIS),
     calls(KVCacheManager.get_computed_blocks, THIS, THIS),
     calls(KVCacheManager.get_blocks, THIS, "id"),
     calls(KVCacheBlocks.get_block_ids, THIS),

@@ -25,7 +25,7 @@ from transformers import (
 from ullage_testing.small_models import continue_greedily, write_adapter
 from ullage_testing.worker_link import Answer, WorkerProcess, launcher
 
-from ullage_engine.protocol.messages import EngineRequest, Ready, SamplingParams
+from ullage_engine.protocol.messages import AddAdapter, EngineRequest, Ready, SamplingParams
 from ullage_engine.server.worker_process import vllm_env
 from ullage_engine.vllm_worker.adapters import slot_bytes
 
@@ -171,11 +171,9 @@ def test_requests_for_the_base_and_for_adapters_share_a_batch(
     expected = {name: continue_greedily(each, prompt, OUTPUT) for name, each in models.items()}
     assert len({tuple(each) for each in expected.values()}) == 3
 
-    adapters = [
-        {"name": name, "source": f"file://{tmp_path / name}", "rank": rank}
-        for name, rank in (("first", 8), ("second", 4))
-    ]
-    worker, ready = start_worker(folder, adapters=adapters)
+    worker, ready = start_worker(folder, memory={"max_loras": 2, "max_lora_rank": 8})
+    for name in ("first", "second"):
+        worker.send(AddAdapter(name=name, folder=str(tmp_path / name)))
     names = ["", "first", "second", ""]
     requests = [request_of(str(i), prompt, adapter=name) for i, name in enumerate(names)]
     answers = answer(worker, *requests)

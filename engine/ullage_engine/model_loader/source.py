@@ -1,4 +1,4 @@
-"""Where a model's files are: one URI field, four schemes.
+"""Where a model's files are: one URI field, five schemes.
 
 Imports no torch and no model code, so the server process finds the tokenizer with it too.
 """
@@ -17,7 +17,16 @@ from ullage_engine.protocol.errors import WeightsError
 PVC_ROOT = Path("/models")
 """Folder in which the operator mounts the claims of `pvc://` sources."""
 
-SCHEMES = "pkg://package/file, file:///path, hf://org/name@revision or pvc://claim/path"
+IMAGE_ROOT = Path("/model-image")
+"""Folder in which the operator mounts the image of an `oci://` source."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""File that makes a folder that of a LoRA adapter."""
+
+SCHEMES = (
+    "pkg://package/file, file:///path, hf://org/name@revision, pvc://claim/path or "
+    "oci://image#folder"
+)
 
 _TORCH = (
     "of PyTorch, which may run code when it is read; convert it with transformers: "
@@ -74,13 +83,15 @@ def resolve_adapter(source: str) -> Path:
     """
     what = f"adapters: source {source!r}"
     path = _path_of(what, source)
-    if not (path / "adapter_config.json").is_file():
-        raise WeightsError(f"{what}: {path} has no adapter_config.json; name an adapter's folder")
+    if not (path / ADAPTER_CONFIG).is_file():
+        raise WeightsError(f"{what}: {path} has no {ADAPTER_CONFIG}; name an adapter's folder")
     return path
 
 
 def _path_of(what: str, source: str) -> Path:
     parts = urlsplit(source)
+    if parts.scheme == "oci":
+        return _image_path(what, unquote(parts.fragment))
     resolvers = {"pkg": _package_path, "file": _file_path, "hf": _hub_path, "pvc": _claim_path}
     resolve = resolvers.get(parts.scheme)
     if resolve is None:
@@ -104,6 +115,15 @@ def _file_path(what: str, host: str, path: str) -> Path:
 
 def _claim_path(what: str, claim: str, path: str) -> Path:
     return PVC_ROOT / claim / path.lstrip("/")
+
+
+def _image_path(what: str, path: str) -> Path:
+    if not IMAGE_ROOT.is_dir():
+        raise WeightsError(
+            f"{what}: no image is mounted at {IMAGE_ROOT}, as the operator does on a cluster with "
+            "image volumes; elsewhere unpack the image and name its folder, file:///path"
+        )
+    return IMAGE_ROOT / path.lstrip("/")
 
 
 def _hub_path(what: str, organisation: str, path: str) -> Path:

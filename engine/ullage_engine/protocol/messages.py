@@ -210,6 +210,22 @@ class KvFound(Message, frozen=True, kw_only=True):
     with `is_rest`. None: there are no more."""
 
 
+class AddAdapter(Message, frozen=True, kw_only=True):
+    """Command: compute requests of one more LoRA adapter; answered with `AdapterAdded`."""
+
+    name: str
+    """Name that requests have as `adapter`; no other files ever have the same."""
+    folder: str
+    is_checked: bool = False
+    """Whether a former worker has loaded it: then it is loaded when a request asks for it."""
+
+
+class RemoveAdapter(Message, frozen=True, kw_only=True):
+    """Command: forget an adapter, for which there are no requests any more."""
+
+    name: str
+
+
 class Shutdown(Message, frozen=True, kw_only=True):
     """Command: exit with status 0."""
 
@@ -376,6 +392,15 @@ class StartFailed(Message, frozen=True, kw_only=True):
     """Whether it computes otherwise than a start that was verified."""
 
 
+class AdapterAdded(Message, frozen=True, kw_only=True):
+    """The answer to an `AddAdapter`."""
+
+    name: str
+    error: str = ""
+    """Why its requests cannot be computed, as a line for whoever runs the engine; empty: they
+    can."""
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of the chosen token and the likeliest alternatives, likeliest first."""
 
@@ -531,6 +556,8 @@ ToWorker = (
     | StopProfile
     | KvGranted
     | KvFound
+    | AddAdapter
+    | RemoveAdapter
     | Shutdown
 )
 FromKv = KvOffer | KvWritten | KvWanted | KvRead | KvDamaged
@@ -545,5 +572,6 @@ ToServer = (
     | RequestFailed
     | StateReport
     | ProfileDone
+    | AdapterAdded
     | FromKv
 )

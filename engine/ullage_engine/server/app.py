@@ -5,10 +5,8 @@ loads and not one that is absent.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,11 +45,13 @@ from ullage_engine.kv_tiers.tiers import KvTiers
 from ullage_engine.model_loader.files import check_files
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError, one_line
+from ullage_engine.server.adapters import AdapterSet
 from ullage_engine.server.health import EngineStatus, HeadroomService, RestartPolicy
 from ullage_engine.server.journal import Journal, TierHit
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_engine.server.service import AdminService, InferenceService, TokenizerBundle
 from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerLaunch, WorkerSupervisor
+from ullage_engine.server.threads import in_daemon
 from ullage_engine.server.tickets import TicketVerifier
 from ullage_engine.server.worker_process import EndpointError
 from ullage_engine.tokenizer.detokenizer import TokenBytes
@@ -111,9 +111,14 @@ class EngineApp:
             journal=self._journal,
             metrics=self._metrics,
             unservable=lambda ready: self._inference.unservable(ready),
+            adapters=lambda: self._adapters.additions() if self._adapters else [],
             has_standby=config.server.standby_worker,
             policy=policy,
         )
+        self._adapters: AdapterSet | None = None
+        if config.max_loras:
+            self._adapters = AdapterSet(config, self._engine_status, self._supervisor)
+            self._adapters.prepare()
         self._ticket_verifier = _make_ticket_verifier(config)
         identity = {"service.instance.id": config.server.engine_id, "ullage.process": "server"}
         self._tracer = start_tracing(config.tracing, "ullage-engine", identity)
@@ -125,6 +130,7 @@ class EngineApp:
             self._metrics,
             self._ticket_verifier,
             self._tracer,
+            self._adapters,
         )
         self._certificates: Certificates | None = None
         self._kv = self._make_tiers()
@@ -154,6 +160,7 @@ class EngineApp:
             kv = await self._open_tiers(launch)
             supervising = asyncio.create_task(self._supervisor.run(launch, kv))
             following = asyncio.create_task(self._follow_health())
+            adapting = asyncio.create_task(self._keep_adapters())
             watching = asyncio.create_task(self._watch_gpus())
             try:
                 await _first_of(stop.wait(), supervising)
@@ -162,6 +169,7 @@ class EngineApp:
             finally:
                 following.cancel()
                 watching.cancel()
+                adapting.cancel()
                 await self._health.set_ready(False)
                 await self._supervisor.stop()
                 try:
@@ -393,7 +401,7 @@ class EngineApp:
             defaults = self._config.model.generation_defaults
             return _load_tokenizer(files.path, defaults), self._choose_launch(files)
 
-        loading = _in_daemon(load)
+        loading = in_daemon(load, "load-language")
         await _first_of(stop.wait(), loading)
         if not loading.done():
             return None
@@ -414,10 +422,15 @@ class EngineApp:
         help."""
         while True:
             await self._health.set_ready(
-                self._engine_status.serving and not self._engine_status.draining
+                self._engine_status.is_ready and not self._engine_status.draining
             )
             await self._health.set_live(self._engine_status.live)
             await self._engine_status.changed(within_s=60.0)
+
+    async def _keep_adapters(self) -> None:
+        """Load and unload LoRA adapters as they are edited."""
+        if self._adapters is not None:
+            await self._adapters.run()
 
     async def _watch_gpus(self) -> None:
         """Watches the GPUs of this node, once a worker has said that it computes on any."""
@@ -469,21 +482,6 @@ def _load_tokenizer(path: Path, generation_defaults: bool) -> TokenizerBundle:
     )
     trim_heap()  # parsing took as much again
     return tokenizer_bundle
-
-
-def _in_daemon(load: Callable[[], _Loaded]) -> asyncio.Future[_Loaded]:
-    """Runs a function as asyncio.to_thread does, but the process may end before the thread."""
-    result: concurrent.futures.Future[_Loaded] = concurrent.futures.Future()
-    result.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            result.set_result(load())
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=work, name="load-language", daemon=True).start()
-    return asyncio.wrap_future(result)
 
 
 def _make_run_dir(path: Path) -> None:

@@ -355,6 +355,20 @@ class StepLimits:
             del self._ordered[bisect.bisect_left(self._ordered, limit_s)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterState:
+    """A wanted LoRA adapter."""
+
+    name: str
+    rank: int
+    is_served: bool
+    """Whether requests may name it."""
+    digest: str
+    """Digest of the files that are served; empty: none are."""
+    error: str
+    """Why its files cannot be served as they are wanted now; empty: they are, or will be."""
+
+
 _OOM_FACTOR = 0.8
 """Share of the health that is left by a step that ran out of memory and was computed after all."""
 
@@ -374,6 +388,9 @@ class EngineStatus:
         self.state: WorkerState | None = None
         self.serving = False
         """Whether a worker is loaded and steps."""
+        self.is_preparing = False
+        """Whether the adapters that the engine starts with are not loaded yet."""
+        self.adapters: tuple[AdapterState, ...] = ()
         self.draining = False
         self.worker_restarts = 0
         """Number of workers that ended unasked."""
@@ -395,6 +412,11 @@ class EngineStatus:
         return self._health.value(time.monotonic())
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the engine serves all that it started with."""
+        return self.serving and not self.is_preparing
+
+    @property
     def profile(self) -> MemoryProfile:
         return self.ready.profile if self.ready else _NO_PROFILE
 
@@ -406,6 +428,16 @@ class EngineStatus:
     def worker_ready(self, ready: Ready) -> None:
         self.ready, self.state, self.serving, self.live = ready, ready.state, True, True
         self._wake()
+
+    def set_preparing(self, is_preparing: bool) -> None:
+        if is_preparing != self.is_preparing:
+            self.is_preparing = is_preparing
+            self._wake()
+
+    def set_adapters(self, adapters: tuple[AdapterState, ...]) -> None:
+        if adapters != self.adapters:
+            self.adapters = adapters
+            self._wake()
 
     def set_live(self, live: bool) -> None:
         self.live = live
@@ -500,7 +532,7 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             sequence=sequence,
             model=self._config.model.name,
             pool=server.pool,
-            ready=engine_status.serving,
+            ready=engine_status.is_ready,
             draining=engine_status.draining,
             health=engine_status.health,
             worker_restarts=engine_status.worker_restarts,
@@ -518,6 +550,14 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             fingerprint = engine_status.ready.fingerprint
             headroom.fingerprint = fingerprint.digest
             headroom.fingerprint_facts.update(fingerprint.facts)
+        for adapter in engine_status.adapters:
+            headroom.adapters.add(
+                name=adapter.name,
+                rank=adapter.rank,
+                served=adapter.is_served,
+                digest=adapter.digest,
+                error=adapter.error,
+            )
         for tier in engine_status.tiers():
             headroom.tiers.add(
                 name=tier.name,

@@ -10,7 +10,7 @@ words: `max_tokens=512`, `temperature=0`, `top_p=0.7`.
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -108,8 +108,8 @@ class ModelLimits:
     """Facts of the loaded model that bound a request."""
 
     name: str
-    adapters: tuple[str, ...]
-    """Names of its LoRA adapters, by which clients ask for it as well."""
+    adapters: Mapping[str, str]
+    """What the worker calls its LoRA adapters, by the names by which clients ask for them."""
     task: pb.Task
     vocab_size: int
     max_model_len: int
@@ -159,7 +159,7 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
     _check_support(request, model)
 
 
-def check_model(asked: str, served: str, adapters: Sequence[str]) -> None:
+def check_model(asked: str, served: str, adapters: Collection[str]) -> None:
     """Checks that the request names the served model, as an empty name does, or an adapter of it.
 
     Raises:
@@ -215,7 +215,7 @@ def validated_request(
         cache_salt=request.cache_salt,
         beam=samples.beam,
         grammar=grammar,
-        adapter=request.model if request.model in model.adapters else "",
+        adapter=model.adapters.get(request.model, ""),
     )
     return ValidatedRequest(
         client_id=request.request_id or key,
@@ -244,7 +244,7 @@ def _validated_embedding(
         sampling=SamplingParams(),
         priority=request.priority,
         cache_salt=request.cache_salt,
-        adapter=request.model if request.model in model.adapters else "",
+        adapter=model.adapters.get(request.model, ""),
         embed=True,
     )
     client_id = request.request_id or key

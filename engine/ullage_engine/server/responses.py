@@ -267,7 +267,6 @@ def model_response(
     return pb.GetModelResponse(
         model=config.model.name,
         task=TASKS[ready.task],
-        adapters=[pb.Adapter(name=each.name, rank=each.rank) for each in config.adapters],
         tokenizer_json=tokenizer.json_bytes,
         chat_template=tokenizer.chat_template,
         tool_chat_template=tokenizer.tool_chat_template,

@@ -30,11 +30,13 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.process.tracing import Tracer
 from ullage_common.request_cost import most_tokens, request_blocks
 from ullage_common.wire.errors import ServiceError, abort, invalid
+from ullage_common.wire.fingerprint import with_adapter
 from ullage_common.wire.flow_control import AT_ONCE, Pace
 from ullage_common.wire.multiplex import CallContext, serve_multiplex
 from ullage_engine.protocol.messages import Ready, StartProfile
 from ullage_engine.protocol.request_events import ServedRequest
 from ullage_engine.server import responses
+from ullage_engine.server.adapters import AdapterSet
 from ullage_engine.server.grammar import GrammarCheck
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Finish, Journal, Update
@@ -95,8 +97,11 @@ class InferenceService(rpc.InferenceServiceServicer):
         metrics: EngineMetrics,
         ticket_verifier: TicketVerifier,
         tracer: Tracer | None = None,
+        adapters: AdapterSet | None = None,
     ) -> None:
+        """`adapters`: None: the engine serves none."""
         self._tracer = tracer
+        self._adapters = adapters
         self._config = config
         self._engine_status = engine_status
         self._journal = journal
@@ -105,7 +110,6 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._ticket_verifier = ticket_verifier
         self._keys = itertools.count(1)
         self._grammars = GrammarCheck()
-        self._adapters = tuple(adapter.name for adapter in config.adapters)
         self._tokenizer_bundle: TokenizerBundle | None = None
 
     def unservable(self, ready: Ready) -> str:
@@ -120,14 +124,29 @@ class InferenceService(rpc.InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         try:
-            check_model(request.model, self._config.model.name, self._adapters)
-            return responses.model_response(
+            check_model(request.model, self._config.model.name, self._adapter_keys)
+            response = responses.model_response(
                 self._config, self._loaded().tokenizer, self._engine_status
             )
+            for each in self._adapters.sections if self._adapters else ():
+                response.adapters.add(name=each.name, rank=each.rank)
+            return response
         except ServiceError as error:
             await abort(context, error)
 
+    @property
+    def _adapter_keys(self) -> dict[str, str]:
+        return self._adapters.keys if self._adapters else {}
+
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        if self._adapters is None:
+            await self._generate(request, context)
+            return
+        # What it begins with stays loaded to its end, whatever is edited meanwhile.
+        with self._adapters.held(request.model):
+            await self._generate(request, context)
+
+    async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:
         key = f"{self._config.server.engine_id}-{self._engine_status.epoch:x}-{next(self._keys)}"
         served = self._served(request, key, context)
         try:
@@ -214,7 +233,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         assert ready is not None
         return ModelLimits(
             name=self._config.model.name,
-            adapters=self._adapters,
+            adapters=self._adapter_keys,
             task=responses.TASKS[ready.task],
             vocab_size=ready.vocab_size,
             max_model_len=ready.max_model_len,
@@ -323,7 +342,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         num_samples = group.job.samples.num_sequences
         blocks = request_blocks(profile, request.num_prompt_tokens, num_tokens, num_samples)
         charged = blocks * profile.block_bytes
-        engine_id, digest = self._config.server.engine_id, ready.fingerprint.digest
+        engine_id = self._config.server.engine_id
+        digest = with_adapter(ready.fingerprint.digest, request.adapter)
         return responses.accepted(group, engine_id, charged, digest)
 
 

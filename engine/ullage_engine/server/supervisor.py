@@ -29,6 +29,8 @@ from ullage_engine.protocol.errors import (
     one_line,
 )
 from ullage_engine.protocol.messages import (
+    AdapterAdded,
+    AddAdapter,
     Admitted,
     Cancel,
     Embedding,
@@ -43,6 +45,7 @@ from ullage_engine.protocol.messages import (
     ProfileDone,
     Ready,
     Rejected,
+    RemoveAdapter,
     RequestFailed,
     Shutdown,
     StartFailed,
@@ -54,6 +57,7 @@ from ullage_engine.protocol.messages import (
     TokenOutput,
     ToServer,
 )
+from ullage_engine.server.adapters import WorkerEndedError
 from ullage_engine.server.health import EngineStatus, HangDetector, RestartPolicy
 from ullage_engine.server.journal import (
     Journal,
@@ -122,6 +126,7 @@ class WorkerSupervisor:
         journal: Journal,
         metrics: EngineMetrics,
         unservable: Callable[[Ready], str] = lambda _: "",
+        adapters: Callable[[], list[AddAdapter]] = list,
         has_standby: bool = False,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008 - immutable
     ) -> None:
@@ -131,6 +136,10 @@ class WorkerSupervisor:
         self._metrics = metrics
         self._unservable = unservable
         """Why the server cannot serve a worker's model; empty if it can."""
+        self._adapters = adapters
+        """LoRA adapters that every worker has to know before it gets requests."""
+        self._adding: dict[str, asyncio.Future[str]] = {}
+        """Adapters that the worker loads, by what it calls them."""
         self._has_standby = has_standby
         """Whether the next worker is started beside a ready one, and waits."""
         self._standby: StandbyWorker | None = None
@@ -236,6 +245,36 @@ class WorkerSupervisor:
         else:
             profile.set_result(done)
 
+    async def add_adapter(self, message: AddAdapter) -> str:
+        """Have the worker that serves load a LoRA adapter; return why it cannot, empty: it has.
+
+        Raises:
+            WorkerEndedError: it ended before it answered.
+        """
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._adding[message.name] = answer
+        if self._worker is not None and self._worker.ready_at is not None:
+            self._worker.link.post(message)
+        try:
+            return await answer
+        finally:
+            self._adding.pop(message.name, None)
+
+    def remove_adapter(self, name: str) -> None:
+        """Have the worker forget a LoRA adapter; the next ones do not hear of it."""
+        if self._worker is not None and self._worker.ready_at is not None:
+            self._worker.link.post(RemoveAdapter(name=name))
+
+    def _adapter_added(self, added: AdapterAdded) -> None:
+        answer = self._adding.get(added.name)
+        if answer is not None and not answer.done():
+            answer.set_result(added.error)
+
+    def _lose_additions(self) -> None:
+        for answer in self._adding.values():
+            if not answer.done():
+                answer.set_exception(WorkerEndedError())
+
     def kill_worker(self) -> int | None:
         """Sends SIGKILL to the worker; returns its process id, None without a worker."""
         if self._worker is None:
@@ -323,9 +362,8 @@ class WorkerSupervisor:
         return self._worker
 
     def _command(self, launch: WorkerLaunch, address: str) -> list[str]:
-        """Returns a worker's command line, which says whether one of this server was ready."""
-        was_ready = self._engine_status.ready is not None
-        command = [*launch.command(address), *(["--restarted"] if was_ready else [])]
+        """Returns a worker's command line."""
+        command = list(launch.command(address))
         return command if self._kv is None else [*command, *self._kv.worker_options]
 
     async def _keep_standby(self, launch: WorkerLaunch) -> None:
@@ -430,6 +468,8 @@ class WorkerSupervisor:
                 self._engine_status.worker_state(state)
             case ProfileDone():
                 self._profile_done(message)
+            case AdapterAdded():
+                self._adapter_added(message)
             case Admitted(request_id=request_id):
                 self._admitted(request_id)
             case Rejected():
@@ -477,6 +517,8 @@ class WorkerSupervisor:
         self._engine_status.worker_ready(ready)
         if self._batch_limit < 1.0:  # before it starts any request
             worker.link.post(LimitBatch(share=self._batch_limit))
+        for addition in self._adapters():
+            worker.link.post(addition)
         self._send_waiting(worker)
 
     def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
@@ -569,6 +611,7 @@ class WorkerSupervisor:
         if self._engine_status.ready is None and (status == 2 or not worker.may_retry):
             raise StartError(worker.start_error or "the worker could not start; see its log above")
         self._engine_status.worker_lost()
+        self._lose_additions()
         self._metrics.worker_restarts.inc()
         self._metrics.collective_errors.inc(_is_group_lost(status, self._engine_status.ready))
         is_killed_for_memory = self._count_oom(worker, status)

@@ -70,7 +70,7 @@ def _start(
     from ullage_engine.worker.device import HostTier
 
     host_tier = HostTier(options.kv_arena, options.kv_bytes) if options.kv_arena else None
-    return start(config, report, host_tier, is_restart=options.restarted)
+    return start(config, report, host_tier)
 
 
 if __name__ == "__main__":

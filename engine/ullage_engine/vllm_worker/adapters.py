@@ -5,17 +5,18 @@ size. An adapter is loaded when a request of it starts, into a free slot or into
 adapter that nobody uses.
 """
 
+import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
 
-from ullage_common.config.engine import AdapterSection
-from ullage_engine.model_loader.files import ADAPTER, read_safetensors_header, weight_files
+from ullage_common.config.engine import AdaptersFile, EngineConfig
+from ullage_common.process.config_file import ConfigError, read_file
+from ullage_engine.model_loader.files import weight_files
 from ullage_engine.model_loader.source import resolve_adapter
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.vllm_worker.interface import AdapterError, Core
@@ -25,6 +26,8 @@ log = logging.getLogger("ullage.engine.vllm")
 
 _UNADAPTED = ("bias", "scale", "scales", "scale_inv", "zeros", "qzeros")
 """Last words of the names of tensors that are no matrices of a layer."""
+_LOOK_S = 5.0
+"""Seconds between a following node's looks at which adapters it needs."""
 _NUMBERS_OF = {"I32": 8}
 """Numbers of four bits that formats pack into one of these types."""
 
@@ -60,11 +63,9 @@ def _sides(name: str, dtype: str, shape: list[int]) -> int:
     return math.prod(experts) * min(rows * packed + columns, rows + columns * packed)
 
 
-def num_slots(
-    num_adapters: int, room_bytes: int, size: int, *, copy_bytes: int, num_spare: int
-) -> int:
-    """Returns how many adapters are loaded at a time: all, or as many as there is room for, and one
-    at least.
+def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spare: int) -> int:
+    """Returns how many adapters are loaded at a time: `most`, or as many as there is room for, and
+    one at least.
 
     Args:
         size: bytes of a slot.
@@ -72,28 +73,27 @@ def num_slots(
         num_spare: slots that stay empty.
     """
     each = size + copy_bytes
-    fitting = (room_bytes - num_spare * size) // each if each else num_adapters
-    return max(1, min(num_adapters, fitting))
+    fitting = (room_bytes - num_spare * size) // each if each else most
+    return max(1, min(most, fitting))
 
 
-def adapter_folders(adapters: Iterable[AdapterSection], *, may_lack: bool) -> dict[str, str]:
-    """Finds the folders of adapters, by name; `may_lack`: leaves out those that it does not find.
-
-    Raises:
-        WeightsError: a source is malformed, names no adapter's folder, or its file is broken.
-    """
-    folders = {}
-    for each in adapters:
-        try:
-            folder = resolve_adapter(each.source)
-            if os.path.lexists(folder / ADAPTER):
-                read_safetensors_header(folder / ADAPTER)
-            folders[each.name] = str(folder)
-        except WeightsError as error:
-            if not may_lack:
-                raise
-            log.error("adapter %s fails its requests: %s", each.name, error)
-    return folders
+def fetch_adapters(config: EngineConfig) -> None:
+    """Bring the files of adapters to a node that follows, now and when they are edited, until the
+    process ends: its ranks load them where the leader does."""
+    path = Path(config.adapters_file) if config.adapters_file else None
+    present: set[str] = set()
+    while True:
+        with contextlib.suppress(ConfigError):  # the leader's server says what is wrong with it
+            wanted = read_file(path, AdaptersFile).adapters if path else config.adapters
+            for source in {each.source for each in wanted} - present:
+                try:
+                    resolve_adapter(source)
+                    present.add(source)
+                except WeightsError as error:
+                    log.error("%s", error)
+        if path is None and len(present) == len({each.source for each in config.adapters}):
+            return
+        time.sleep(_LOOK_S)
 
 
 class Turns:
@@ -141,11 +141,11 @@ class Turns:
 
 
 class Adapters:
-    """The adapters of an engine, and those that are loaded."""
+    """The adapters of an engine, which come and go while it serves, and those that are loaded."""
 
-    def __init__(self, core: Core, names: Collection[str], num_slots: int) -> None:
+    def __init__(self, core: Core, num_slots: int) -> None:
         self._core = core
-        self._names = names
+        self._names: set[str] = set()
         self._num_slots = num_slots
         self._loaded: list[str] = []
         """The least recently used first."""
@@ -196,13 +196,36 @@ class Adapters:
             self._load(adapter)
         self._loaded.append(adapter)
 
-    def load(self, adapter: str) -> None:
-        """Loads an adapter while no request runs.
+    def add(self, name: str, folder: str, *, is_checked: bool) -> str:
+        """Serve one more adapter; return why it cannot be loaded, empty: it can.
 
-        Raises:
-            AdapterError: it cannot be loaded.
+        It is loaded for that where a slot is free. Otherwise its files are read as for a load, so
+        that no request waits for a slot that only this one had.
+
+        Args:
+            is_checked: whether a former worker has loaded it, so that the next load is a request's.
         """
-        self.use(adapter, self._turns(()).slot_for(adapter) or "")
+        self._core.add_adapter(name, folder)
+        try:
+            if is_checked:
+                pass
+            elif len(self._loaded) < self._num_slots:
+                self._load(name)
+                self._loaded.append(name)
+            else:
+                self._core.check_adapter(name)
+        except AdapterError as error:
+            self._core.remove_adapter(name)
+            return error.reason
+        self._names.add(name)
+        return ""
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter that no request has, and give back its slot."""
+        if name in self._loaded:
+            self._unload(name)
+        self._names.discard(name)
+        self._core.remove_adapter(name)
 
     def _load(self, adapter: str) -> None:
         started = time.perf_counter()

@@ -20,7 +20,7 @@ def check(config: EngineConfig) -> None:
         WorkerStartError: one line naming the field and what to set.
     """
     ranks = config.parallelism
-    if problem := refusal_by_vllm(config.model, config.memory, config.adapters):
+    if problem := refusal_by_vllm(config.model, config.memory):
         raise WorkerStartError(problem)
     if ranks.tensor * ranks.pipeline != config.gpus:
         raise WorkerStartError(
@@ -121,10 +121,8 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
 
 
 def lora_rank(config: EngineConfig) -> int:
-    """Returns the rank of every slot, of a configuration with adapters: the least of vLLM's that
-    all adapters fit in."""
-    largest = max(adapter.rank for adapter in config.adapters)
-    return next(rank for rank in VLLM_LORA_RANKS if rank >= largest)
+    """Returns the rank of every slot: the least of vLLM's that `memory.max_lora_rank` fits in."""
+    return next(rank for rank in VLLM_LORA_RANKS if rank >= config.memory.max_lora_rank)
 
 
 def spare_slots(is_cpu: bool) -> int:
@@ -134,7 +132,7 @@ def spare_slots(is_cpu: bool) -> int:
 
 
 def _adapter_args(config: EngineConfig, adapter_slots: int, is_cpu: bool) -> dict[str, Any]:
-    if not config.adapters:
+    if not config.max_loras:
         return {}
     num_slots = adapter_slots + spare_slots(is_cpu)
     return {

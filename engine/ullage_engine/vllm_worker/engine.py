@@ -65,7 +65,7 @@ class VllmEngine:
         self.tiers = tiers
         self.throughput = ThroughputEstimator()
         self.reservations = reservations
-        self.adapters = Adapters(core, limits.adapters, limits.adapter_slots)
+        self.adapters = Adapters(core, limits.adapter_slots)
         self._core = core
         self._profile = profile
         self._limits = limits

@@ -3,21 +3,16 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.model_config.hf_config import read_json
-from ullage_engine.model_loader.digest import Digests
-from ullage_engine.model_loader.source import ModelFiles, resolve_adapter
-from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.worker.fingerprint import digest_of_json, yes_or_no
 
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
 """Files of a model that say its sizes and how its weights are quantised."""
-
-_ADAPTER_FILES = (".json", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +62,6 @@ def engine_facts(
     if backend.environment:
         facts["environment"] = json.dumps(dict(backend.environment), sort_keys=True)
     return facts
-
-
-def adapter_facts(config: EngineConfig) -> dict[str, str]:
-    """Return digests of the adapters, which decide the answers of those who ask for them."""
-    digests = Digests(Path(config.server.weights_dir))
-    contents = {each.name: _adapter_digest(each.source, digests) for each in config.adapters}
-    text = ", ".join(f"{name} {content[:16]}" for name, content in sorted(contents.items()))
-    return {"adapters": text} if contents else {}
-
-
-def _adapter_digest(source: str, digests: Digests) -> str:
-    try:
-        files = sorted(resolve_adapter(source).iterdir())
-    except (WeightsError, OSError):
-        return "missing"
-    return digests.of_all(path for path in files if path.suffix in _ADAPTER_FILES)
 
 
 def _config_digest(files: ModelFiles) -> str:

@@ -115,6 +115,19 @@ class Core(Protocol):
     def is_compiled(self, grammar: str) -> bool:
         """Whether a grammar is compiled; if not, begins to compile it."""
 
+    def add_adapter(self, name: str, folder: str) -> None:
+        """Record where a LoRA adapter is, under a name that no other files have had."""
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter that is in no slot."""
+
+    def check_adapter(self, name: str) -> None:
+        """Read an adapter as `load_adapter` does, and keep nothing of it.
+
+        Raises:
+            AdapterError: it cannot be read, or is none of the model's.
+        """
+
     def load_adapter(self, name: str) -> None:
         """Reads a LoRA adapter into a slot, of which one is free.
 

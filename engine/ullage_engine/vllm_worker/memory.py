@@ -99,13 +99,13 @@ class StartMemory:
             WeightsError: the checkpoint is incomplete.
         """
         config = self._config
-        if not config.adapters:
+        if not config.max_loras:
             return
         rank = arguments.lora_rank(config)
         size = slot_bytes(folder, rank, vllm_core.item_bytes(dtype))
         copy_bytes = size if self.is_cpu else 0  # vLLM keeps one where it keeps the slots
         self.adapter_slots = num_slots(
-            len(config.adapters),
+            config.max_loras,
             int(rank_bytes * config.memory.adapter_share),
             # Of tensor ranks each is taken to have all of it, which is no less than it has.
             -(-size // config.parallelism.pipeline),
@@ -114,7 +114,9 @@ class StartMemory:
         )
         self._copy_bytes = copy_bytes * self._num_ranks
         facts = {"slot_bytes": size, "rank": rank}
-        log.info("%d of %d adapters fit", self.adapter_slots, len(config.adapters), extra=facts)
+        log.info(
+            "%d of %d slots of adapters fit", self.adapter_slots, config.max_loras, extra=facts
+        )
 
     @property
     def device_share(self) -> float | None:
@@ -217,12 +219,16 @@ class StartMemory:
 
     def _record_model(self, used: int, adapter_bytes: int) -> None:
         self.ledger.record("model", max(0, used - adapter_bytes))
-        if self._config.adapters:
+        if self._config.max_loras:
             self.ledger.record("adapters", adapter_bytes)
 
     @property
     def _staging_bytes(self) -> int:
-        return _STAGING_BYTES + self.adapter_slots * self._copy_bytes if self.is_cpu else 0
+        if not self.is_cpu:
+            return 0
+        # One that is looked at before it is offered has no slot, and a copy all the same.
+        num_copies = self.adapter_slots + 1 if self.adapter_slots else 0
+        return _STAGING_BYTES + num_copies * self._copy_bytes
 
     def used_bytes(self) -> int:
         """Return the bytes in use: resident ones of all ranks, or what they have of their GPUs.

@@ -99,8 +99,18 @@ class WorkerExtension:
         try:
             is_loaded = self.add_lora(adapter)  # type: ignore[attr-defined]
         except Exception as error:
-            return " ".join(str(error).split())[:400] or type(error).__name__
+            return _reason(error)
         return "" if is_loaded else "vLLM does not take it"
+
+    def ullage_check_adapter(self, adapter: Any) -> str:
+        """Read an adapter's files as a load does, into memory of the host; return why it cannot be
+        loaded, empty: it can."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        try:
+            runner.lora_manager._load_adapter(adapter)
+        except Exception as error:
+            return _reason(error)
+        return ""
 
     def ullage_follow_resumed(self) -> None:
         """Makes the model runner count a request's former output as its own."""
@@ -135,3 +145,7 @@ class WorkerExtension:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__

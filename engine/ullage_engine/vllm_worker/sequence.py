@@ -20,8 +20,6 @@ class EngineLimits:
     """Whether vLLM keeps computed KV, so that samples of one prompt share it."""
     keeps_prompts: bool = True
     """Whether requests that begin alike share it as well."""
-    adapters: tuple[str, ...] = ()
-    """Names of the LoRA adapters."""
     adapter_slots: int = 0
     """Most adapters that are loaded at a time."""
 

@@ -34,14 +34,14 @@ from ullage_engine.protocol.errors import (
 from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
-from ullage_engine.vllm_worker.adapters import adapter_folders
+from ullage_engine.vllm_worker.adapters import fetch_adapters
 from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.bindings import core as vllm_core
 from ullage_engine.vllm_worker.checkpoint import checkpoint_folder, written_bytes
 from ullage_engine.vllm_worker.engine import VllmEngine
-from ullage_engine.vllm_worker.fingerprint import Backend, adapter_facts, engine_facts
+from ullage_engine.vllm_worker.fingerprint import Backend, engine_facts
 from ullage_engine.vllm_worker.group import announce_loaded, lead
-from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput
+from ullage_engine.vllm_worker.interface import CoreOutput
 from ullage_engine.vllm_worker.memory import StartMemory
 from ullage_engine.vllm_worker.oom_backoff import OomBackoff, Taken
 from ullage_engine.vllm_worker.proof import Probe, proof_file, take_proofs
@@ -157,15 +157,11 @@ def start(
     config: EngineConfig,
     report: Report,
     host_tier: HostTier | None = None,
-    *,
-    is_restart: bool = False,
 ) -> Started:
     """Loads the model, sizes the KV pool and returns an engine that steps.
 
     Args:
         host_tier: memory for KV outside the device.
-        is_restart: a worker has served this configuration before, so that a broken adapter fails
-            its own requests instead of the start.
 
     Raises:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
@@ -174,7 +170,7 @@ def start(
     shared_memory = _prepare(config)
     backoff = OomBackoff(Path(config.server.run_dir))
     try:
-        return _start(config, report, host_tier, is_restart, shared_memory, backoff)
+        return _start(config, report, host_tier, shared_memory, backoff)
     except Exception as error:
         backoff.on_failed_start(error)
         raise
@@ -184,7 +180,6 @@ def _start(
     config: EngineConfig,
     report: Report,
     host_tier: HostTier | None,
-    is_restart: bool,
     shared_memory: SharedMemory,
     backoff: OomBackoff,
 ) -> Started:
@@ -194,7 +189,7 @@ def _start(
     weights_dir = Path(config.server.weights_dir)
     progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():
-        loaded = _load(config, memory, progress, node, is_restart)
+        loaded = _load(config, memory, progress, node)
     core = loaded.core
     if chunk_tokens := backoff.limits.chunk_tokens:
         core.limit_chunk(chunk_tokens)
@@ -222,8 +217,6 @@ def _start(
         tiers = core.use_tiers(kv_space, profile.block_tokens, profile.block_bytes)
         memory.attached()
     engine = VllmEngine(core, profile, limits, reservations, tiers=tiers)
-    if not is_restart:
-        _check_adapters(engine, limits.adapters, report)
     started = Started(
         engine=engine,
         core=core,
@@ -239,7 +232,7 @@ def _start(
         max_model_len=loaded.max_model_len,
         name=config.model.name,
         ranks=core.ranks,
-        fingerprint=fingerprint_of(facts | adapter_facts(config)),
+        fingerprint=fingerprint_of(facts),
         shared_memory=shared_memory,
         backoff=backoff,
         kv_space=kv_space,
@@ -287,7 +280,6 @@ def _limits(core: vllm_core.VllmCore, config: EngineConfig, memory: StartMemory)
         lookahead_tokens=core.lookahead_tokens,
         shares_prompts=core.has_prefix_cache,
         keeps_prompts=config.memory.prefix_cache,
-        adapters=tuple(each.name for each in config.adapters),
         adapter_slots=memory.adapter_slots,
     )
 
@@ -301,8 +293,9 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
         WorkerStartError, LedgerError, WeightsError: one line saying what to change.
     """
     _prepare(config, node.rank)
-    # Ranks read them where the leader does, which says so if one cannot.
-    adapter_folders(config.adapters, may_lack=True)
+    if config.max_loras:
+        fetching = threading.Thread(target=fetch_adapters, args=(config,), daemon=True)
+        fetching.start()
     dtype = vllm_core.resolve_dtype(config.model.dtype)
     files = resolve_source(config.model.source)
     check_for_vllm(files, config.vllm.args)
@@ -350,7 +343,6 @@ def _load(
     memory: StartMemory,
     progress: "_Progress",
     node: Node | None,
-    is_restart: bool,
 ) -> _Loaded:
     """Return vLLM's engine with the model's weights."""
     progress.begin("weights")
@@ -361,7 +353,6 @@ def _load(
     weights_dir = Path(config.server.weights_dir)
     folder = checkpoint_folder(files, dtype, weights_dir, progress.repeat)
     weights_digest = digest.begin(partial(digest.model_digest, files, weights_dir))
-    adapters = adapter_folders(config.adapters, may_lack=is_restart)
     memory.plan_adapters(folder, dtype, memory.rank_bytes)
     share, slots = memory.device_share, memory.adapter_slots
     given = arguments.engine_args(config, folder, dtype, share, node, slots)
@@ -371,31 +362,11 @@ def _load(
     core = vllm_core.VllmCore(
         vllm_config,
         memory.size_pool,
-        adapters,
         partial(_load_vocabulary, files.path),
         progress.begin,
     )
     check_unchanged(files, source_key(files, "load"), key)
     return _Loaded(core, given, max_model_len, weights_digest)
-
-
-def _check_adapters(engine: VllmEngine, names: tuple[str, ...], report: Report) -> None:
-    """Loads every adapter once, so that one that is broken is an error of the start; the last ones
-    stay loaded.
-
-    Raises:
-        WorkerStartError: one cannot be loaded.
-    """
-    for index, name in enumerate(names):
-        report(Loading(stage="adapters", done_bytes=index, total_bytes=len(names)))
-        try:
-            engine.adapters.load(name)
-        except AdapterError as error:
-            raise WorkerStartError(
-                f"adapters: adapter {name} cannot be loaded: {error.reason}; mend its files"
-            ) from error
-    if names:
-        report(Loading(stage="adapters", done_bytes=len(names), total_bytes=len(names)))
 
 
 def _weight_bytes(folder: Path) -> int:

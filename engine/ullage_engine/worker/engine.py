@@ -191,6 +191,11 @@ class EngineCore:
         return self.scheduler.num_steps
 
     @property
+    def adapters(self) -> None:
+        """This engine serves no adapters."""
+        return None
+
+    @property
     def tiers(self) -> TierTransfers | None:
         """KV outside the device; None: there is none."""
         return self.scheduler.tiers

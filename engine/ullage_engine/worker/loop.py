@@ -47,6 +47,8 @@ from ullage_engine.protocol.errors import (
 )
 from ullage_engine.protocol.frames import connect
 from ullage_engine.protocol.messages import (
+    AdapterAdded,
+    AddAdapter,
     Admitted,
     Cancel,
     Embedding,
@@ -61,6 +63,7 @@ from ullage_engine.protocol.messages import (
     ProfileDone,
     Ready,
     Rejected,
+    RemoveAdapter,
     RequestFailed,
     Shutdown,
     StartFailed,
@@ -142,12 +145,30 @@ class KvTransfers(Protocol):
         """Takes the answer to a query."""
 
 
+class LoraAdapters(Protocol):
+    """LoRA adapters that come and go while the worker serves, as the loop sees them."""
+
+    def add(self, name: str, folder: str, *, is_checked: bool) -> str:
+        """Serve one more; return why it cannot be loaded, empty: it can.
+
+        Args:
+            is_checked: whether a former worker has loaded it.
+        """
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter that no request has; an unknown name is no error."""
+
+
 class WorkerEngine(Protocol):
     """What computes, as the loop sees it."""
 
     @property
     def tiers(self) -> KvTransfers | None:
         """KV outside the device; None: there is none."""
+
+    @property
+    def adapters(self) -> LoraAdapters | None:
+        """LoRA adapters; None: the engine serves none."""
 
     @property
     def events(self) -> RequestEvents:
@@ -362,6 +383,13 @@ class Worker:
                 self._engine.tiers.on_granted(slots)
             case KvFound() if self._engine.tiers is not None:
                 self._engine.tiers.on_found(message)
+            case AddAdapter(name=name) if self._engine.adapters is not None:
+                error = self._engine.adapters.add(
+                    name, message.folder, is_checked=message.is_checked
+                )
+                self._link.send(AdapterAdded(name=name, error=error))
+            case RemoveAdapter(name=name) if self._engine.adapters is not None:
+                self._engine.adapters.remove(name)
             case Fault(after_steps=after_steps):
                 self._engine.inject_out_of_memory(after_steps)
             case LimitBatch(share=share):
@@ -471,9 +499,6 @@ def run(
     )
     parser.add_argument("--kv-arena", help="path of the memory of the host tier")
     parser.add_argument("--kv-bytes", type=int, default=0, help="bytes of that memory")
-    parser.add_argument(
-        "--restarted", action="store_true", help="a worker of this server has served before"
-    )
     options = parser.parse_args(arguments)
     die_with_parent(parent)
     dump_on_signal()

@@ -54,14 +54,18 @@ TLS_DIR = "/etc/ullage-tls"
 CLIENT_CA_DIR = "/etc/ullage-client-ca"
 ENGINE_TLS_DIR = "/etc/ullage-engine-tls"
 STEPS_DIR = "/etc/ullage-steps"
+ADAPTERS_DIR = "/etc/ullage-adapters"
 """Folders of a cascade's steps, by their index: `0-tls` and `0-key`."""
 CACHE_DIR = "/var/cache/ullage"
 KV_DIR = "/var/lib/ullage/kv"
 """Folder of the file tier of KV where a service names none."""
+MODEL_IMAGE_DIR = "/model-image"
 CLAIM_ROOT = "/models"
 """Folder at which the claim of a `pvc://` source is mounted; the engine looks there."""
 
 ENGINE_CONFIG = "engine.yaml"
+ADAPTERS_FILE = "adapters.yaml"
+"""Of all engines of a service; read again whenever it changes."""
 ROUTER_CONFIG = "router.yaml"
 ROLLOUT_FILE = "rollout.yaml"
 """Beside the router's configuration; read again whenever it changes."""
@@ -127,7 +131,8 @@ def rollout_name(service: str) -> str:
 
 
 def engine_name(service: str) -> str:
-    """What all engine pods share: ServiceAccount, NetworkPolicy and PodMonitor."""
+    """What all engine pods share: ServiceAccount, NetworkPolicy, PodMonitor, and the ConfigMap with
+    their LoRA adapters."""
     return f"{service}-engine"
 
 

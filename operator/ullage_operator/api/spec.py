@@ -24,6 +24,7 @@ from ullage_common.config.engine import (
     ModelSection,
     ProfilingSection,
     VllmSection,
+    default_max_loras,
 )
 from ullage_common.config.router import (
     Anonymous,
@@ -206,6 +207,8 @@ class Spec(Strict, frozen=True, kw_only=True):
     engine: EngineKind
     vllm: VllmSection
     adapters: tuple[AdapterSection, ...] = ()
+    adapter_claims: tuple[str, ...] | None = None
+    """Claims that engines mount for adapters; never None once a spec is read."""
     image: str | None = None
     stop: bool
     """Whether no pool has an engine, on purpose."""
@@ -213,6 +216,8 @@ class Spec(Strict, frozen=True, kw_only=True):
     service_account: ServiceAccount
     security_context: SecurityContext
     image_pull_secrets: tuple[PullSecret, ...] = ()
+    model_pull_policy: str | None = None
+    """When nodes pull the model's image; None: as Kubernetes does by its tag."""
     router: RouterSpec
     pools: dict[str, PoolSpec]
     """Pools in order of preference: single, large, the others by name."""
@@ -233,9 +238,9 @@ class Spec(Strict, frozen=True, kw_only=True):
     observability: ObservabilitySpec
 
     @property
-    def sources(self) -> list[str]:
-        """URIs of the model and its adapters."""
-        return [self.model.source, *(adapter.source for adapter in self.adapters)]
+    def serves_adapters(self) -> bool:
+        """Whether engines have room for LoRA adapters, whether there are any now or not."""
+        return any(pool.memory.max_loras for pool in self.pools.values())
 
 
 _read_spec = section_reader(Spec)
@@ -323,7 +328,9 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
     """
     complete = with_tenant_defaults(with_pool_defaults(stored))
     try:
-        return _with_time_to_start(msgspec.convert(_read_spec(complete, ""), Spec))
+        return _with_room_for_adapters(
+            _with_time_to_start(msgspec.convert(_read_spec(complete, ""), Spec))
+        )
     except msgspec.ValidationError as error:
         raise _refusal(error, stored) from error
 
@@ -341,6 +348,42 @@ def _with_time_to_start(spec: Spec) -> Spec:
         return spec
     rollout = msgspec.structs.replace(spec.rollout, start_deadline=longest)
     return msgspec.structs.replace(spec, rollout=rollout)
+
+
+def _with_room_for_adapters(spec: Spec) -> Spec:
+    """Return a spec that says how many adapters engines have slots for and which claims they
+    mount: with what its adapters need where nobody asked for more.
+
+    Both are of engines' releases and the adapters are not, so that only an edit that engines have
+    no room for is a rollout.
+    """
+    replaced = msgspec.structs.replace
+    has_adapters = bool(spec.adapters)
+
+    def with_slots(memory: MemorySpec) -> MemorySpec:
+        slots = default_max_loras(memory.max_loras, has_adapters=has_adapters)
+        return replaced(memory, max_loras=slots)
+
+    claims = spec.adapter_claims
+    if claims is None:
+        named = (claim_of(adapter.source) for adapter in spec.adapters)
+        claims = tuple(dict.fromkeys(filter(None, named)))
+    pools = {
+        name: replaced(pool, memory=with_slots(pool.memory)) for name, pool in spec.pools.items()
+    }
+    return replaced(spec, memory=with_slots(spec.memory), pools=pools, adapter_claims=claims)
+
+
+def image_of(source: str) -> str:
+    """Return the reference of the image that a source is in; empty: it is in none."""
+    scheme, _, reference = source.partition("://")
+    return reference.partition("#")[0] if scheme == "oci" else ""
+
+
+def claim_of(source: str) -> str:
+    """Return the claim that a source is on; empty: it is on none."""
+    scheme, _, path = source.partition("://")
+    return path.partition("/")[0] if scheme == "pvc" else ""
 
 
 def in_api_names(text: str) -> str:
@@ -395,7 +438,7 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
     sliced = (each for name, pool in pools for each in _slices(spec, name, pool))
     # Several pools may share a field.
-    return [*excesses(spec), *sliced, *dict.fromkeys(in_memory)]
+    return [*excesses(spec), *sliced, *_adapters(spec), *dict.fromkeys(in_memory)]
 
 
 _MIG_SLICE = "/mig-"
@@ -414,6 +457,41 @@ def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
             f"{gpus} of {resource} is no group of GPUs, since NCCL connects no slices of a GPU; "
             "set gpus: 1 and more replicas, or take whole GPUs",
         )
+
+
+def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
+    """Adapters that engines have no room for, whatever they are."""
+    memory, adapters = spec["memory"], spec.get("adapters", ())
+    slots, rank = memory.get("maxLoras"), memory["maxLoraRank"]
+    if slots == 0 and adapters:
+        yield Problem(
+            "spec.memory.maxLoras",
+            "0 leaves no slot for spec.adapters; raise it, or leave one of them out",
+        )
+    if slots and spec["engine"] == "Native":
+        yield Problem(
+            "spec.memory.maxLoras",
+            f"{slots} is for LoRA adapters, which the native engine serves none of; set engine to "
+            "VLLM, or leave it out",
+        )
+    mounted = spec.get("adapterClaims")
+    for index, adapter in enumerate(adapters):
+        if adapter["rank"] > rank:
+            yield Problem(
+                f"spec.adapters[{index}].rank",
+                f"{adapter['rank']} is above memory.maxLoraRank {rank}, for which slots have room; "
+                "raise maxLoraRank",
+            )
+        claim = claim_of(adapter["source"])
+        if (
+            claim
+            and mounted is not None
+            and claim not in (claim_of(spec["model"]["source"]), *mounted)
+        ):
+            yield Problem(
+                f"spec.adapters[{index}].source",
+                f"is on claim {claim}, which engines do not mount; add it to spec.adapterClaims",
+            )
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:

@@ -12,6 +12,10 @@ One more says whether all engines give the same answers (`consistency`), once on
 
 EnginesConsistent    the fingerprints of all engines are the same
 
+One says whether engines serve the service's LoRA adapters (`adapters`), where it has any:
+
+AdaptersReady        every adapter is on every engine that is ready
+
 Four more say what the cluster gives the operator; the first three are there only while they hold.
 
 DefinitionOutdated   the cluster's definition of LLMService is older than the operator
@@ -32,6 +36,7 @@ READY = "Ready"
 AVAILABLE = "Available"
 DEGRADED = "Degraded"
 ENGINES_CONSISTENT = "EnginesConsistent"
+ADAPTERS_READY = "AdaptersReady"
 
 
 @dataclass(frozen=True, slots=True)

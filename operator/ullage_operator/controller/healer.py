@@ -270,7 +270,10 @@ class HeadroomStreams(Generic[Key]):
         elif not was_ill:
             stream.unhealthy_at = self._clock_s
         stream.is_silent = False
-        is_news = has_new_restart or has_boost_changed or has_new_numerics
+        have_adapters_changed = before is not None and (
+            list(before.adapters) != list(report.adapters) or before.ready != report.ready
+        )
+        is_news = has_new_restart or has_boost_changed or has_new_numerics or have_adapters_changed
         if was_silent or is_ill != was_ill or is_news:
             self._on_news(key)
         self._report_if_due(key)

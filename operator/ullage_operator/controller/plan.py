@@ -29,6 +29,7 @@ from ullage_operator.autoscaling import (
     was_stopped,
     with_replicas,
 )
+from ullage_operator.conditions.adapters import Reports, adapters_condition, adapters_status
 from ullage_operator.conditions.conditions import (
     Condition,
     Workload,
@@ -347,7 +348,10 @@ def all_engines(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> list[Manifest]:
     """Returns the rollout's state, the canary's engines and the stable ones."""
-    objects = rollout_objects(service, rollout, settings) + engine_objects(service, settings)
+    objects = rollout_objects(service, rollout, settings)
+    # Pods that run keep their mounts until they are replaced.
+    had_adapters = rollout.stable.spec.serves_adapters
+    objects += engine_objects(service, settings, with_adapters=had_adapters)
     for name, pool in rollout.stable.spec.pools.items():
         manifests = pool_objects(rollout.stable, name, pool, settings)
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
@@ -618,6 +622,8 @@ def status_of(
     )
     conditions.append(rollout_condition(rollout))
     conditions += consistency_condition(engine_numerics(observed))
+    adapters, reports = [each.name for each in service.spec.adapters], adapter_reports(observed)
+    conditions += adapters_condition(adapters, reports)
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
     conditions += contested(observed.challenger)
@@ -637,6 +643,7 @@ def status_of(
             pool_name: pool_status(service, pool_name, workload, observed)
             for pool_name, workload in pools.items()
         },
+        **({"adapters": adapters_status(adapters, reports)} if adapters else {}),
         **({"healing": {"restarts": restarts}} if restarts else {}),
         "rollout": rollout_status(service, rollout),
         "conditions": render(
@@ -691,6 +698,16 @@ def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
             Fingerprint(report.fingerprint, dict(report.fingerprint_facts)),
         )
     return engines
+
+
+def adapter_reports(observed: Observed) -> Reports:
+    """Return what engines that are ready say of their adapters, by the names of their pods."""
+    reports = {}
+    for pod in observed.pods:
+        health = observed.engine_health.get(pod["metadata"].get("uid", ""))
+        if health is not None and health.report is not None and health.report.ready:
+            reports[pod["metadata"]["name"]] = list(health.report.adapters)
+    return reports
 
 
 def warned_objects(service: Service, observed: Observed) -> list[str]:

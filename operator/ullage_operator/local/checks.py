@@ -5,7 +5,7 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.api.spec import Service
+from ullage_operator.api.spec import Service, image_of
 
 
 def check_service(service: Service, has_vllm: bool) -> None:
@@ -16,6 +16,7 @@ def check_service(service: Service, has_vllm: bool) -> None:
     """
     check_started(service)
     check_vllm(service, has_vllm)
+    check_model_image(service)
     check_cascade(service)
     check_nodes(service)
     check_pod_templates(service)
@@ -36,10 +37,20 @@ def check_vllm(service: Service, has_vllm: bool) -> None:
             f"spec.engine: VLLM needs vLLM, which this environment has not; {remedy}, or set "
             "engine to Auto"
         )
-    if service.spec.adapters:
+    if service.spec.serves_adapters:
         raise LocalFailure(
             "spec.adapters: the native engine serves no adapters, and this environment has no "
             f"vLLM; {remedy}, or leave adapters out"
+        )
+
+
+def check_model_image(service: Service) -> None:
+    """Images are pulled and mounted by nodes of a cluster."""
+    source = service.spec.model.source
+    if image_of(source):
+        raise LocalFailure(
+            f"spec.model.source {source}: ullage up mounts no images; unpack it, such as with "
+            "skopeo and umoci, and name its folder, file:///path"
         )
 
 

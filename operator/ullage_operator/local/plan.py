@@ -26,7 +26,7 @@ from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import autoscaling_of, replicas
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.local.checks import check_service
-from ullage_operator.manifests.config_files import to_yaml
+from ullage_operator.manifests.config_files import adapters_file, to_yaml
 from ullage_operator.manifests.engine_choice import expected_engine
 
 Manifest = Mapping[str, Any]
@@ -242,6 +242,8 @@ def mounted(document: Any, folders: Mapping[str, Path]) -> Any:
             return document
 
 
+ADAPTERS = "adapters"
+"""Folder of the file with the adapters, which no pod is called like: theirs end with numbers."""
 Ports = Mapping[str, Mapping[str, int]]
 """Loopback port of every named container port, by pod name."""
 Document = dict[str, Any]
@@ -310,6 +312,8 @@ def plan_local(
     cores = share_cores(objects, physical_cores(sorted(os.sched_getaffinity(0))[: usable_cores()]))
     planned_files = pod_files(objects, run_dir, ports, cores)
     files = with_secrets(planned_files, secret_folders(objects, secrets))
+    if service.spec.serves_adapters:
+        files.append(adapters_of(service, run_dir))
     return LocalPlan(
         service.spec.model.name,
         planned,
@@ -319,6 +323,11 @@ def plan_local(
         first_sizes(service),
         kv_folders(files),
     )
+
+
+def adapters_of(service: Service, run_dir: Path) -> File:
+    """Return the file from which all engines read the adapters that they serve."""
+    return File(run_dir / ADAPTERS / naming.ADAPTERS_FILE, adapters_file(service))
 
 
 def engine_lines(service: Service, has_vllm: bool) -> list[str]:
@@ -534,7 +543,10 @@ def local_engine(
         tiers["remote"] = tiers["remote"] | {"peers": peers}
     if has_file_tier(document) and tiers["file"]["path"] == naming.KV_DIR:
         tiers["file"] = tiers["file"] | {"path": str(run_dir / pod_name / "kv")}
-    return document | {"server": server, "memory": document["memory"] | {"tiers": tiers}}
+    local = document | {"server": server, "memory": document["memory"] | {"tiers": tiers}}
+    if "adapters_file" in document:
+        local["adapters_file"] = str(run_dir / ADAPTERS / naming.ADAPTERS_FILE)
+    return local
 
 
 def local_router(

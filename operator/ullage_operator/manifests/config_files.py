@@ -56,7 +56,9 @@ def engine_config(
     return EngineConfig(
         engine=spec.engine,
         model=spec.model,
-        adapters=spec.adapters,
+        adapters_file=f"{naming.ADAPTERS_DIR}/{naming.ADAPTERS_FILE}"
+        if pool.memory.max_loras
+        else None,
         vllm=spec.vllm,
         device=device_of(spec.device, settings),
         gpus=pool.gpus,
@@ -87,6 +89,11 @@ def engine_config(
         profiling=spec.observability.profiling,
         tracing=spec.observability.tracing,
     )
+
+
+def adapters_file(service: Service) -> str:
+    """Return what engines read the adapters from that they serve."""
+    return to_yaml(document(engine.AdaptersFile(adapters=service.spec.adapters)))
 
 
 def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySection:

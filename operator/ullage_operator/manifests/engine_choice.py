@@ -30,7 +30,7 @@ def is_vllm(spec: Spec, pool: PoolSpec, settings: Settings) -> bool:
     """Whether vLLM computes in a pool's pods, as far as that is known before they run: of an image
     that nobody says anything of, only where the native engine cannot."""
     has_vllm = image_has_vllm(engine_image(spec, settings), settings)
-    return _is_vllm(spec, pool, bool(has_vllm or spec.adapters))
+    return _is_vllm(spec, pool, bool(has_vllm or spec.serves_adapters))
 
 
 def _is_vllm(spec: Spec, pool: PoolSpec, has_vllm: bool) -> bool:
@@ -38,14 +38,14 @@ def _is_vllm(spec: Spec, pool: PoolSpec, has_vllm: bool) -> bool:
         spec.engine,
         on_cuda=spec.device != "cpu",
         has_vllm=has_vllm,
-        native_refusal=_NO_ADAPTERS if spec.adapters else "",
+        native_refusal=_NO_ADAPTERS if spec.serves_adapters else "",
         vllm_refusal=_refusal_by_vllm(spec, pool),
     )
     return engine == "vllm"
 
 
 def _refusal_by_vllm(spec: Spec, pool: PoolSpec) -> str:
-    return in_api_names(refusal_by_vllm(spec.model, pool.memory, spec.adapters))
+    return in_api_names(refusal_by_vllm(spec.model, pool.memory))
 
 
 def image_has_vllm(image: str, settings: Settings) -> bool | None:
@@ -71,7 +71,9 @@ def expected_engine(
         place: where vLLM would be, such as `image ullage/engine:1`.
     """
     # Whether the native engine serves the model is known to who reads its files.
-    refusals = (_NO_ADAPTERS,) if spec.adapters else ("", "of a family that it does not know")
+    refusals = (
+        (_NO_ADAPTERS,) if spec.serves_adapters else ("", "of a family that it does not know")
+    )
     devices = (True, False) if on_cuda is None else (on_cuda,)
     # Of reasons for one engine the last is said, which is the one where vLLM is.
     places = (False, True) if has_vllm is None else (has_vllm,)
@@ -91,10 +93,10 @@ def expected_engine(
         if has_vllm is False:
             missing = f", which {place} has not: {_IMAGE_WITH_VLLM}"
             reason += missing if engine == "vllm" else f", in {place}"
-        if engine == "native" and spec.adapters:
+        if engine == "native" and spec.serves_adapters:
             return f"native, which serves no adapters: {_IMAGE_WITH_VLLM} ({reason})"
         return f"{engine}: {reason}"
-    if spec.adapters:
+    if spec.serves_adapters:
         return (
             f"vllm where {place} has vLLM; the native engine serves no adapters: {_IMAGE_WITH_VLLM}"
             " where it has not"

@@ -16,6 +16,7 @@ from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec, to_api
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.autoscaling import KEDA, SCALED_OBJECT, autoscaling_of
 from ullage_operator.manifests.config_files import (
+    adapters_file,
     digest,
     document,
     engine_config,
@@ -107,8 +108,14 @@ def router_service(service: Service, ports: list[Manifest]) -> Manifest:
     return {**made, "metadata": meta}
 
 
-def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
-    """What the engines of all pools share."""
+def engine_objects(
+    service: Service, settings: Settings, *, with_adapters: bool = False
+) -> list[Manifest]:
+    """What the engines of all pools share.
+
+    Args:
+        with_adapters: whether engines that run have room for adapters, though the spec has none.
+    """
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
     routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
@@ -120,7 +127,10 @@ def engine_objects(service: Service, settings: Settings) -> list[Manifest]:
     operator = from_operator(naming.PROBE_PORT, settings)
     policy = {"ingress": [asking, operator, *from_scrapers(service, settings)]}
     build = Builder(service, naming.ENGINE)
-    return [build.account(name), build.network_policy(name, match, policy)]
+    objects = [build.account(name), build.network_policy(name, match, policy)]
+    if with_adapters or service.spec.serves_adapters:
+        objects.append(build.config_map(name, naming.ADAPTERS_FILE, adapters_file(service)))
+    return objects
 
 
 def pool_objects(

@@ -15,7 +15,7 @@ from ullage_operator.api.errors import Problem
 from ullage_operator.api.overlay import conflicts, over_template, overlap
 from ullage_operator.api.pod_rules import template_problems
 from ullage_operator.api.sections import USER, PoolSpec, canonical
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.spec import Service, Settings, claim_of, image_of
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.healing import HUNG_GRACE_S
 from ullage_operator.manifests.config_files import digest
@@ -110,7 +110,9 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
         *kv_volumes(pool),
         scratch_volume("tmp"),
         memory_volume("shm", shm_size(service, pool)),
+        *adapter_volumes(service, pool),
         *claim_volumes(service),
+        *image_volumes(service),
         *secret_volumes(service, engine_secrets(service)),
     ]
 
@@ -123,9 +125,24 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
         *kv_mounts(pool),
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shm", "mountPath": "/dev/shm"},
+        *adapter_mounts(pool),
         *claim_mounts(service),
+        *image_mounts(service),
         *secret_mounts(engine_secrets(service)),
     ]
+
+
+def adapter_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
+    """The file with the adapters: mounted as a folder, or the kubelet would not follow edits."""
+    if not pool.memory.max_loras:
+        return []
+    return [{"name": "adapters", "configMap": {"name": naming.engine_name(service.name)}}]
+
+
+def adapter_mounts(pool: PoolSpec) -> list[Manifest]:
+    if not pool.memory.max_loras:
+        return []
+    return [{"name": "adapters", "mountPath": naming.ADAPTERS_DIR, "readOnly": True}]
 
 
 CACHE_VOLUME = "cache"
@@ -203,10 +220,9 @@ def scratch_volume(name: str) -> Manifest:
 
 
 def claims_of(service: Service) -> list[str]:
-    """The claims of `pvc://claim/path` sources, the model's first; each once."""
-    sources = (source.partition("://") for source in service.spec.sources)
-    claims = (path.partition("/")[0] for scheme, _, path in sources if scheme == "pvc")
-    return list(dict.fromkeys(claims))
+    """The claims of the model and of adapters, the model's first; each once."""
+    claims = (claim_of(service.spec.model.source), *(service.spec.adapter_claims or ()))
+    return list(dict.fromkeys(filter(None, claims)))
 
 
 def claim_volume_names(service: Service) -> dict[str, str]:
@@ -226,6 +242,25 @@ def claim_mounts(service: Service) -> list[Manifest]:
         {"name": name, "mountPath": f"{naming.CLAIM_ROOT}/{claim}", "readOnly": True}
         for claim, name in claim_volume_names(service).items()
     ]
+
+
+MODEL_IMAGE = "model-image"
+
+
+def image_volumes(service: Service) -> list[Manifest]:
+    """The image that the model is in, as a volume of Kubernetes 1.31 and later: nodes pull it as
+    they pull containers' images, with the pod's own pull secrets."""
+    reference, policy = image_of(service.spec.model.source), service.spec.model_pull_policy
+    if not reference:
+        return []
+    image = {"reference": reference, **({"pullPolicy": policy} if policy else {})}
+    return [{"name": MODEL_IMAGE, "image": image}]
+
+
+def image_mounts(service: Service) -> list[Manifest]:
+    if not image_of(service.spec.model.source):
+        return []
+    return [{"name": MODEL_IMAGE, "mountPath": naming.MODEL_IMAGE_DIR, "readOnly": True}]
 
 
 PRE_STOP_S = 15
@@ -496,7 +531,8 @@ def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
         "VLLM_CACHE_ROOT": f"{naming.CACHE_DIR}/vllm",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if not any(source.startswith("hf://") for source in service.spec.sources):
+    # Adapters that may come may be on the hub.
+    if not pool.memory.max_loras and not service.spec.model.source.startswith("hf://"):
         env["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, so nothing may wait for the hub
     given = given_env(pool)
     return [{"name": name, "value": value} for name, value in env.items() if name not in given]

@@ -45,8 +45,9 @@ SECTIONS = (
     "image",
     "engine",
     "vllm",
-    "adapters",
+    "adapterClaims",
     "model",
+    "modelPullPolicy",
     "device",
     "memory",
     "batching",
@@ -55,7 +56,9 @@ SECTIONS = (
     "allowFaultInjection",
     ENGINE_TLS,
 )
-"""Not tickets, service accounts and pull secrets: both sides must have the same of these."""
+"""Not adapters, which engines load and unload while they serve.
+
+Not tickets, service accounts and pull secrets: both sides must have the same of these."""
 SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
 """Sections that say how fast, how much and by which way engines answer, and not what."""
 _SECRET = "secretName"

@@ -353,7 +353,7 @@ class Admission:
         if len(fingerprints) != 1:
             return preferred
         refusing = self._still_refusing(call)
-        return self._balancer.alike(preferred, fingerprints, call.side, refusing)
+        return self._balancer.alike(preferred, fingerprints, call.side, refusing, call.adapter)
 
     def _passes(self, request: AdmissionRequest) -> bool:
         """Whether a request behind the first of its line may run now."""

@@ -69,6 +69,7 @@ class LoadBalancer:
         fingerprints: Collection[str],
         side: Side,
         refusing: Collection[str],
+        adapter: str = "",
     ) -> Preferred:
         """Returns the engine that goes on with an answer exactly, if one takes requests: the
         preferred one, or the one with the least to do.
@@ -76,11 +77,12 @@ class LoadBalancer:
         Args:
             fingerprints: of the engines that generated the answer so far.
             refusing: keys of engines that do not take it.
+            adapter: that the answer is computed with; empty: none.
         """
         able = {
             engine.key: engine
             for engine in self._engines.all()
-            if engine.numerics.digest in fingerprints
+            if engine.numerics_of(adapter) in fingerprints
             and engine.key not in refusing
             and self._is_usable(side, engine.key)
         }

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import time
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import grpc
@@ -15,7 +16,7 @@ from ullage_common.config.router import BreakerSection
 from ullage_common.request_cost import MemoryProfile
 from ullage_common.wire import memory_profile
 from ullage_common.wire.errors import ServiceError
-from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint
+from ullage_common.wire.fingerprint import UNKNOWN, Fingerprint, adapter_key, with_adapter
 from ullage_common.wire.tls import speaks_tls
 from ullage_router.engines.flow_control import FlowControl, Source, StreamWatchdog
 from ullage_router.engines.multiplex import ConnectionBroken, Metadata, Multiplexer
@@ -213,6 +214,13 @@ class Engine:
         self._closing: set[asyncio.Task[None]] = set()
         self.adapters: frozenset[str] = frozenset()
         """Names of the model's adapters that the engine serves."""
+        self.described_adapters: tuple[inference_pb2.Adapter, ...] = ()
+        """The same with what is known of each."""
+        self._adapter_keys: dict[str, str] = {}
+        """Versions of the adapters, by name."""
+        self._reported_adapters: list[headroom_pb2.AdapterState] | None = None
+        """What the last report said of adapters; None where no report says anything of them, as
+        those of an engine whose adapters never change."""
         self._profile = MemoryProfile(1, ())
         self._view: EngineView | None = None
         """The engine as decisions see it; None after something has changed."""
@@ -618,10 +626,31 @@ class Engine:
         self._on_state_change()
         self._on_load_change()
         self._owner.on_change()
+        if headroom.adapters or self._reported_adapters is not None:
+            self._on_adapters(list(headroom.adapters))
         if headroom.fingerprint != self.numerics.digest:
             facts = dict(headroom.fingerprint_facts)
             self.numerics = Fingerprint(headroom.fingerprint, facts)
             self._owner.on_numerics_change()
+
+    def _on_adapters(self, states: list[headroom_pb2.AdapterState]) -> None:
+        """Take what a report says of adapters, which come and go while an engine serves."""
+        if states == self._reported_adapters:
+            return
+        self._reported_adapters = states
+        served = [state for state in states if state.served]
+        self._adapter_keys = {each.name: adapter_key(each.name, each.digest) for each in served}
+        self._set_adapters(inference_pb2.Adapter(name=e.name, rank=e.rank) for e in served)
+        self._on_state_change()
+        self._owner.on_change()
+
+    def _set_adapters(self, adapters: Iterable[inference_pb2.Adapter]) -> None:
+        self.described_adapters = tuple(adapters)
+        self.adapters = frozenset(adapter.name for adapter in self.described_adapters)
+
+    def numerics_of(self, adapter: str) -> str:
+        """Return the fingerprint of the engine's answers, with an adapter if one is named."""
+        return with_adapter(self.numerics.digest, self._adapter_keys.get(adapter, ""))
 
     async def _fetch_model(self) -> None:
         """Fetches the engine's model, once an epoch."""
@@ -635,7 +664,8 @@ class Engine:
             raise WrongModel(str(error)) from error
         await self._multiplexer.open()
         self.description = described
-        self.adapters = frozenset(adapter.name for adapter in described.adapters)
+        self._set_adapters(described.adapters)
+        self._reported_adapters = None
         tensor = 1 + max((rank.tensor_rank for rank in described.ranks), default=0)
         pipeline = 1 + max((rank.stage for rank in described.ranks), default=0)
         self.route = route_of(self.pool, tensor, pipeline)

@@ -253,8 +253,8 @@ class Engines:
         if allowed and response.model not in allowed:
             response.model = ""
         del response.adapters[:]
-        described = [engine.description for engine in self._known() if engine.description]
-        adapters = {adapter.name: adapter for each in described for adapter in each.adapters}
+        known = (adapter for engine in self._known() for adapter in engine.described_adapters)
+        adapters = {adapter.name: adapter for adapter in known}
         for each in sorted(self.adapters):
             if not allowed or each in allowed:
                 response.adapters.append(adapters.get(each) or inference_pb2.Adapter(name=each))

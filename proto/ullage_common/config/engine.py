@@ -95,7 +95,13 @@ class AdapterSection(Strict, frozen=True, kw_only=True):
     source: str
     """URI of the adapter's folder, as a model's."""
     rank: Positive
-    """Rank of its matrices; a loaded adapter takes the memory of the largest of all."""
+    """Rank of its matrices, at most `memory.max_lora_rank`."""
+
+
+class AdaptersFile(Strict, frozen=True, kw_only=True):
+    """A file with the adapters of an engine that runs, which loads and unloads what is edited."""
+
+    adapters: tuple[AdapterSection, ...] = ()
 
 
 _SERVED_BY_ULLAGE = "nothing, since requests come by Ullage's own server"
@@ -104,6 +110,7 @@ _REVISION = "model.source, as hf://org/name@revision"
 _NODES = "nodes of the pool"
 _REPLICAS = "replicas of the pool"
 _MAX_KV = "memory.max_kv"
+_MAX_LORAS = "memory.max_loras and memory.adapter_share"
 _RANKS = "parallelism.tensor and parallelism.pipeline"
 _KV_TIERS = "memory.tiers"
 OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
@@ -165,9 +172,9 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "structured_outputs_config": "nothing, since grammars are those of the native engine",
         "disable_log_stats": "nothing, since the engine has metrics of its own",
         "enable_lora": _ADAPTERS,
-        "max_lora_rank": _ADAPTERS,
-        "max_loras": "memory.adapter_share",
-        "max_cpu_loras": "memory.adapter_share",
+        "max_lora_rank": "memory.max_lora_rank",
+        "max_loras": _MAX_LORAS,
+        "max_cpu_loras": _MAX_LORAS,
         "lora_modules": _ADAPTERS,
         "host": _SERVED_BY_ULLAGE,
         "port": _SERVED_BY_ULLAGE,
@@ -320,8 +327,13 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     max_kv: Bytes | None = None
     """Most KV of a device; None: `kv_limit` has the default."""
     adapter_share: Share = 0.1
-    """Share of each device that LoRA adapters may take: as many as fit into it are loaded at a
-    time, and one at least."""
+    """Share of each device that slots of LoRA adapters may take: there are as many as fit into it,
+    at most `max_loras`, and one at least."""
+    max_loras: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Most LoRA adapters that are loaded at a time; 0: the engine serves none. None: 8 where the
+    engine starts with adapters, else 0."""
+    max_lora_rank: Annotated[int, msgspec.Meta(ge=1, le=512)] = 16
+    """Largest rank of an adapter, which all slots have room for."""
     device_bytes: Bytes | None = None
     """Budget of a CPU device; None is the cgroup's limit."""
     prefix_cache: bool = True
@@ -481,6 +493,9 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     """What computes: the native engine or vLLM; see `choose_engine` for auto."""
     model: ModelSection
     adapters: tuple[AdapterSection, ...] = ()
+    adapters_file: Text | None = None
+    """File whose `adapters` are served in the place of those here: it is read again whenever it
+    changes. None: they stay as they are."""
     vllm: VllmSection = VllmSection()
     device: Device = "auto"
     gpus: Positive = 1
@@ -504,13 +519,13 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     """Where spans of requests go; None: nowhere."""
 
     def __post_init__(self) -> None:
-        names = [self.model.name, *(adapter.name for adapter in self.adapters)]
-        for place, name in enumerate(names[1:]):
-            if name in names[: place + 1]:
-                raise ValueError(
-                    f"adapters[{place}].name is {name!r}, which the model or another adapter is "
-                    "called; give it a name of its own"
-                )
+        if problem := name_taken_twice(self.model.name, self.adapters):
+            raise ValueError(problem)
+        if self.adapters and self.max_loras == 0:
+            raise ValueError(
+                "memory.max_loras is 0, so that no adapter can be loaded; raise it, or leave "
+                "adapters out"
+            )
         if self.gpus % self.group.nodes:
             raise ValueError(
                 f"gpus {self.gpus} is no multiple of group.nodes {self.group.nodes}, of which each "
@@ -527,17 +542,43 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
         """Ranks on each node."""
         return self.gpus // self.group.nodes
 
+    @property
+    def max_loras(self) -> int:
+        """Most adapters that are loaded at a time; 0: the engine serves none."""
+        has_adapters = bool(self.adapters) or self.adapters_file is not None
+        return default_max_loras(self.memory.max_loras, has_adapters=has_adapters)
+
+
+DEFAULT_MAX_LORAS = 8
+
+
+def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
+    """Return how many adapters are loaded at a time where nobody asked for a number."""
+    if asked is not None:
+        return asked
+    return DEFAULT_MAX_LORAS if has_adapters else 0
+
+
+def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
+    """Return that an adapter has the name of the model or of another adapter; empty: none has."""
+    taken = {model}
+    for place, adapter in enumerate(adapters):
+        if adapter.name in taken:
+            return (
+                f"adapters[{place}].name is {adapter.name!r}, which the model or another adapter "
+                "is called; give it a name of its own"
+            )
+        taken.add(adapter.name)
+    return ""
+
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has kernels for; a smaller adapter takes the room of the next one."""
 
 
-def refusal_by_vllm(
-    model: ModelSection, memory: MemoryLimits, adapters: Iterable[AdapterSection] = ()
-) -> str:
+def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:
     """Returns why vLLM does not take these settings, as a line that names the field and what to
     set; empty: it takes them."""
-    largest = max((adapter.rank for adapter in adapters), default=0)
     if model.quantization not in ("auto", "none", "fp8"):
         return (
             f"model.quantization: {model.quantization} is the native engine's; with vLLM set fp8, "
@@ -553,9 +594,6 @@ def refusal_by_vllm(
             "memory.host_kv: vLLM computes preempted requests again; set 0, or choose the native "
             "engine"
         )
-    if largest > VLLM_LORA_RANKS[-1]:
-        most = VLLM_LORA_RANKS[-1]
-        return f"adapters: rank {largest} is above {most}, the largest that vLLM serves"
     return ""
 
 

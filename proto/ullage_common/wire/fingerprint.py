@@ -79,3 +79,21 @@ def _listed(names: list[str]) -> str:
 def num_kinds(engines: Iterable[Fingerprint]) -> int:
     """Return the number of different fingerprints."""
     return len({each.digest for each in engines})
+
+
+_KEY_DIGITS = 12
+
+
+def adapter_key(name: str, digest: str) -> str:
+    """Return the name of one version of a LoRA adapter, by the digest of its files."""
+    return f"{name}@{digest[:_KEY_DIGITS]}"
+
+
+def with_adapter(fingerprint: str, key: str) -> str:
+    """Return the fingerprint of answers that an engine computes with a version of an adapter.
+
+    Args:
+        fingerprint: of the engine's answers without one; empty: unknown.
+        key: of `adapter_key`; empty: the answers are without one.
+    """
+    return f"{fingerprint}/{key}" if fingerprint and key else fingerprint

@@ -73,3 +73,23 @@ def test_an_adapter_is_a_folder_with_its_configuration(tmp_path: Path) -> None:
         resolve_adapter("s3://bucket/a")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert resolve_adapter(f"file://{tmp_path}") == tmp_path
+
+
+def test_an_image_is_where_the_operator_mounts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_engine.model_loader.source.IMAGE_ROOT", tmp_path / "image")
+    with pytest.raises(WeightsError, match=r"no image is mounted .*; elsewhere unpack the image"):
+        resolve_source("oci://registry.example/llama:1")
+    folder = tmp_path / "image" / "weights" / "llama"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    for source in (
+        "oci://r.example:5000/a/llama:1#weights/llama",
+        "oci://r.example/a@sha256:0#/weights/llama/",
+    ):
+        assert resolve_source(source).path == folder
+    (tmp_path / "image" / "model.gguf").write_bytes(b"GGUF")
+    assert resolve_source("oci://r.example/a:1#model.gguf").format == "gguf"
+    with pytest.raises(WeightsError, match=r"has no config\.json"):
+        resolve_source("oci://r.example/a:1")

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 from ullage_testing import fake_worker
 
 from ullage.admin.v1 import admin_pb2_grpc
@@ -21,6 +23,7 @@ from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.config.engine import (
+    AdapterSection,
     EngineConfig,
     HostTierSection,
     LimitsSection,
@@ -148,6 +151,21 @@ def config(run_dir: Path) -> EngineConfig:
         limits=LimitsSection(max_output_tokens=400, request_timeout=20.0),
         server=server,
     )
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path) -> Callable[..., AdapterSection]:
+    """Writes the folder of a LoRA adapter, whose content is of its name and its version."""
+
+    def make(name: str, version: int = 0, rank: int = 16) -> AdapterSection:
+        folder = tmp_path / "adapters" / f"{name}-{version}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "about": name}))
+        weights = {"lora_A": numpy.full((rank, 2), version, dtype=numpy.float32)}
+        save_file(weights, folder / "adapter_model.safetensors")
+        return AdapterSection(name=name, source=f"file://{folder}", rank=rank)
+
+    return make
 
 
 @pytest.fixture

@@ -70,9 +70,12 @@ def test_a_vector_is_priced_by_its_prompt(
 
 
 def test_a_vector_is_computed_again_where_its_worker_dies(
-    serve: Serve, fake: ModuleType, config: EngineConfig
+    serve: Serve,
+    fake: ModuleType,
+    config: EngineConfig,
+    make_adapter: Callable[..., AdapterSection],
 ) -> None:
-    adapters = (AdapterSection(name="legal", source="file:///legal", rank=8),)
+    adapters = (make_adapter("legal"),)
 
     async def scenario() -> None:
         async with serve(replace(config, adapters=adapters), EAGER, **ENCODER) as engine:

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from ullage_testing.fake_vllm import FakeVllm
 
-from ullage_common.config.engine import AdapterSection
-from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.vllm_worker.adapters import Turns, adapter_folders, num_slots, slot_bytes
+from ullage_engine.vllm_worker.adapters import Adapters, Turns, num_slots, slot_bytes
 
 NAMES = ("a", "b", "c", "d")
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 13107200\n"
 
 
 def write(folder: Path, **tensors: tuple[torch.dtype, tuple[int, ...]]) -> Path:
@@ -70,26 +68,6 @@ def test_as_many_are_loaded_as_there_is_room_for(
     assert num_slots(3, room, 100, copy_bytes=copy_bytes, num_spare=num_spare) == expected
 
 
-def test_an_adapter_that_is_gone_is_an_error_of_the_first_start_only(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    adapters = [
-        AdapterSection(name="a", source=f"file://{tmp_path}", rank=8),
-        AdapterSection(name="b", source=f"file://{tmp_path}/gone", rank=8),
-    ]
-    with pytest.raises(WeightsError, match=r"gone has no adapter_config\.json"):
-        adapter_folders(adapters, may_lack=False)
-    assert adapter_folders(adapters, may_lack=True) == {"a": str(tmp_path)}
-
-
-def test_a_broken_adapter_is_named(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_bytes(POINTER)
-    adapters = [AdapterSection(name="a", source=f"file://{tmp_path}", rank=8)]
-    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors: a Git LFS pointer"):
-        adapter_folders(adapters, may_lack=False)
-    assert adapter_folders(adapters, may_lack=True) == {}
-
-
 def turns(loaded: str, in_use: str, free: int = 0) -> Turns:
     return Turns(NAMES, list(loaded), set(in_use), free)
 
@@ -120,3 +98,45 @@ def test_who_is_asked_first_keeps_the_slot() -> None:
     assert [asked.slot_for(each) for each in "acb"] == ["", None, None]
     asked = turns(loaded="ab", in_use="")
     assert [asked.slot_for(each) for each in "cdc"] == ["a", "b", "a"]
+
+
+def make_adapters(num_slots: int) -> tuple[Adapters, FakeVllm]:
+    core = FakeVllm(8, 16, adapter_slots=num_slots)
+    return Adapters(core, num_slots), core
+
+
+def test_one_that_comes_is_loaded_where_a_slot_is_free_and_else_only_read() -> None:
+    adapters, core = make_adapters(1)
+    assert adapters.add("a", "/a", is_checked=False) == ""
+    assert adapters.add("b", "/b", is_checked=False) == ""
+    assert core.loaded == ["a"]
+    assert (adapters.num_loads, adapters.num_unloads) == (1, 0)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_one_that_cannot_be_read_is_forgotten_and_costs_no_slot(num_slots: int) -> None:
+    adapters, core = make_adapters(num_slots)
+    core.unreadable = {"broken"}
+    assert adapters.add("a", "/a", is_checked=False) == ""
+    assert adapters.add("broken", "/x", is_checked=False) == "there is no /x"
+    assert core.adapters == {"a": "/a"}
+    assert adapters.add("b", "/b", is_checked=False) == ""
+    assert core.loaded == ["a", "b"][:num_slots]
+
+
+def test_one_that_goes_gives_back_its_slot() -> None:
+    adapters, core = make_adapters(1)
+    adapters.add("a", "/a", is_checked=False)
+    adapters.remove("a")
+    adapters.remove("unknown")
+    assert (core.loaded, core.adapters) == ([], {})
+    adapters.add("a", "/a", is_checked=False)
+    assert core.loaded == ["a"]
+
+
+def test_one_that_a_former_worker_had_is_loaded_when_it_is_asked_for() -> None:
+    adapters, core = make_adapters(1)
+    adapters.add("a", "/a", is_checked=True)
+    assert core.loaded == []
+    adapters.use("a", "")
+    assert core.loaded == ["a"]

@@ -75,23 +75,21 @@ def test_ranks_are_as_many_as_gpus() -> None:
         ({"quantization": "w8a8"}, "model.quantization: w8a8"),
         ({"deterministic": True}, "model.deterministic"),
         ({"memory": MemorySection(host_kv=1)}, "memory.host_kv"),
-        ({"adapters": (AdapterSection(name="a", source="file:///a", rank=513),)}, "adapters: rank"),
     ],
 )
 def test_auto_leaves_to_the_native_engine_what_the_worker_refuses(
     changes: dict[str, Any], field: str
 ) -> None:
     memory = changes.pop("memory", MemorySection())
-    adapters = changes.pop("adapters", ())
     model = ModelSection(source="file:///m", name="m", **changes)
-    config = EngineConfig(model=model, memory=memory, adapters=adapters)
+    config = EngineConfig(model=model, memory=memory)
     with pytest.raises(WorkerStartError, match=f"^{re.escape(field)}") as refusal:
         check(config)
     engine, reason = choose_engine(
         "auto",
         on_cuda=True,
         has_vllm=True,
-        vllm_refusal=refusal_by_vllm(model, memory, adapters),
+        vllm_refusal=refusal_by_vllm(model, memory),
     )
     assert (engine, reason) == ("native", f"vLLM refuses {refusal.value}")
 
@@ -112,11 +110,8 @@ def test_people_set_nothing_that_the_worker_sets(chunk_tokens: int) -> None:
 def test_slots_are_those_of_adapters_and_on_cpus_one_more(
     device_share: float | None, num_slots: int
 ) -> None:
-    ranks = (8, 40, 4)
-    adapters = tuple(
-        AdapterSection(name=str(rank), source="file:///a", rank=rank) for rank in ranks
-    )
-    config = structs.replace(configured(1, 1, 1), adapters=adapters)
+    memory = MemorySection(max_loras=2, max_lora_rank=40)
+    config = structs.replace(configured(1, 1, 1), memory=memory)
     given = engine_args(config, Path("/m"), "bfloat16", device_share, adapter_slots=2)
     assert (given["max_loras"], given["max_cpu_loras"]) == (num_slots, num_slots)
     assert given["max_lora_rank"] == 64
@@ -124,7 +119,7 @@ def test_slots_are_those_of_adapters_and_on_cpus_one_more(
 
 @pytest.mark.parametrize("name", ["max_loras", "max_cpu_loras"])
 def test_slots_are_decided_by_memory(name: str) -> None:
-    with pytest.raises(ValueError, match=f"args.{name} is not yours to set; .*adapter_share"):
+    with pytest.raises(ValueError, match=f"args.{name} is not yours to set; .*memory.max_loras"):
         VllmSection(args={name: 4})
 
 

@@ -73,10 +73,12 @@ def make_engine(
         lookahead_tokens=lookahead_tokens,
         shares_prompts=shares_prompts,
         keeps_prompts=keeps_prompts,
-        adapters=ADAPTERS if adapter_slots else (),
         adapter_slots=adapter_slots or 0,
     )
-    return VllmEngine(core, profile, limits, reservations, clock), core, clock
+    engine = VllmEngine(core, profile, limits, reservations, clock)
+    for name in ADAPTERS if adapter_slots else ():
+        assert engine.adapters.add(name, f"/adapters/{name}", is_checked=True) == ""
+    return engine, core, clock
 
 
 def make_request(

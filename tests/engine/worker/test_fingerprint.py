@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ullage_common.config.engine import (
-    AdapterSection,
     BatchingSection,
     EngineConfig,
     MemorySection,
@@ -25,7 +24,7 @@ from ullage_common.wire.fingerprint import Fingerprint, differences, fingerprint
 from ullage_engine.model_loader.digest import model_digest
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.native import library
-from ullage_engine.vllm_worker.fingerprint import Backend, adapter_facts, engine_facts
+from ullage_engine.vllm_worker.fingerprint import Backend, engine_facts
 from ullage_engine.worker import fingerprint as own
 from ullage_engine.worker.device import HostTier
 from ullage_engine.worker.fingerprint import build_digest, cpu_kind
@@ -234,21 +233,3 @@ def test_with_vllm_two_copies_compute_alike_and_each_change_is_told(
     config.write_text(config.read_text().replace("1e-06", "1e-05"))
     found = vllm_fingerprint(vllm_config(copy), tmp_path / "kept")
     assert facts_that_differ(usual, found) == {"model_config"}
-
-
-def test_an_adapters_files_are_a_fact_of_their_own(source: Path, tmp_path: Path) -> None:
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    (adapter / "adapter_model.safetensors").write_bytes(b"one")
-    server = ServerSection(weights_dir=str(tmp_path / "kept"))
-    section = AdapterSection(name="tone", source=f"file://{adapter}", rank=8)
-    config = vllm_config(source, adapters=(section,), server=server)
-    before = adapter_facts(config)
-    (adapter / "README.md").write_text("a word")
-    assert adapter_facts(config) == before
-    (adapter / "adapter_model.safetensors").write_bytes(b"two")
-    assert adapter_facts(config) != before
-    shutil.rmtree(adapter)
-    assert adapter_facts(config) == {"adapters": "tone missing"}
-    assert adapter_facts(vllm_config(source)) == {}

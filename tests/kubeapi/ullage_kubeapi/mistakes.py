@@ -77,7 +77,7 @@ ADAPTER = {"name": "a", "source": "file:///a", "rank": 8}
 LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
 
 UNKNOWN = [
-    form("gpus", 4, "unknown field; the fields here are adapters, allow"),
+    form("gpus", 4, "unknown field; the fields here are adapterClaims, adapters"),
     form("memory.treshold", 0.5, "unknown field; did you mean threshold?"),
     form("memory.tiers.file.folder", "/kv", "unknown field; the fields here are claimName"),
     form("memory.tiers.remote.peers", ["a:1"], "unknown field; the fields here are copy, deadline"),

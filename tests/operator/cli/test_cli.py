@@ -106,6 +106,16 @@ def test_a_folder_for_kv_that_cannot_be_had_is_one_line(
     assert "choose a folder in which you may write" in line
 
 
+def test_up_says_that_it_mounts_no_images(
+    capsys: pytest.CaptureFixture[str], manifest: Make, write: Write
+) -> None:
+    model = {"source": "oci://registry.example/llama:1", "name": "llama"}
+    path = write(yaml.safe_dump(manifest(model=model)))
+    [line] = errors(capsys, "up", "-f", str(path), "--http-port", "0", "--grpc-port", "0")
+    assert line.startswith("error: spec.model.source oci://registry.example/llama:1: ")
+    assert "unpack it" in line
+
+
 @pytest.mark.parametrize(
     ("spec", "field"),
     [

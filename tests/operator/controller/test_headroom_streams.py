@@ -4,6 +4,7 @@ import asyncio
 
 from ullage_testing.fake_engine import FakeEngine
 
+from ullage.headroom.v1.headroom_pb2 import AdapterState
 from ullage_operator.controller.healer import HeadroomStreams, StreamTimes
 from ullage_operator.healing import EngineTarget
 
@@ -62,6 +63,39 @@ def test_a_new_fingerprint_is_worth_a_look() -> None:
             assert dict(streams.engine_health("a")["1"].report.fingerprint_facts) == {
                 "weights": "2"
             }
+        finally:
+            await streams.close()
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_adapters_that_come_and_go_are_worth_a_look() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine("e", "single", 10, 100)
+        engine.heartbeat_s = 0.02
+        await engine.start()
+        looks: list[str] = []
+        streams = HeadroomStreams[str](looks.append, StreamTimes(status_interval_s=3600.0))
+
+        async def until_reported(*names: str) -> None:
+            async with asyncio.timeout(30):
+                while True:
+                    report = streams.engine_health("a")["1"].report
+                    if report and [each.name for each in report.adapters] == list(names):
+                        return
+                    await asyncio.sleep(0.01)
+
+        try:
+            streams.follow("a", {"1": EngineTarget("single", engine.address, 0.2)})
+            await until_reported()
+            before = len(looks)
+            engine.push(adapters=[AdapterState(name="sql")])
+            await until_reported("sql")
+            assert len(looks) == before + 1
+            engine.push(adapters=[])
+            await until_reported()
+            assert len(looks) == before + 2
         finally:
             await streams.close()
             await engine.stop()

@@ -305,6 +305,19 @@ def test_the_router_knows_the_adapters_of_engines_that_sleep(
     assert (rollout.adapters, rollout.canary) == (("sql",), None)
 
 
+def test_all_engines_read_their_adapters_from_one_file(manifest: Make, tmp_path: Path) -> None:
+    adapters = [{"name": "sql", "source": "file:///sql", "rank": 8}]
+    pools = {"single": {"replicas": 2}}
+    ports = {"http_port": 0, "grpc_port": 0}
+    for given, names in (({"adapters": adapters}, ["sql"]), ({"memory": {"maxLoras": 2}}, [])):
+        service = parse(manifest(engine="VLLM", pools=pools, **given))
+        plan = plan_local(service, tmp_path, **ports, log_level="warning", has_vllm=True)
+        engines = [read(plan, f"demo-single-{i}", EngineConfig) for i in range(2)]
+        [path] = {engine.adapters_file for engine in engines}
+        [file] = [each for each in plan.files if str(each.path) == path]
+        assert [each["name"] for each in yaml.safe_load(file.text)["adapters"]] == names
+
+
 def own_cores(plan: LocalPlan) -> dict[str, tuple[bool | None, tuple[int, ...]]]:
     engines = [pod.name for pod in plan.pods if "http" not in pod.ports]
     servers = {name: read(plan, name, EngineConfig).server for name in engines}

@@ -6,11 +6,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import msgspec
 import pytest
 import yaml
 
-from ullage_common.config.engine import OWNED_VLLM_ARGS, AdapterSection, EngineConfig
+from ullage_common.config.engine import (
+    OWNED_VLLM_ARGS,
+    AdapterSection,
+    AdaptersFile,
+    EngineConfig,
+)
+from ullage_engine.model_loader.source import IMAGE_ROOT
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, parse, parse_stored
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
@@ -47,14 +54,92 @@ def pod_spec(plan: ServicePlan) -> dict[str, Any]:
     return pod
 
 
+def container(plan: ServicePlan) -> dict[str, Any]:
+    [engine] = pod_spec(plan)["containers"]
+    return dict(engine)
+
+
+@pytest.mark.parametrize(
+    ("spec", "path", "message"),
+    [
+        ({"adapters": [ADAPTERS[0] | {"rank": 17}]}, "spec.adapters[0].rank", "maxLoraRank 16"),
+        ({"memory": {"maxLoras": 0}}, "spec.memory.maxLoras", "leaves no slot"),
+        ({"adapterClaims": ["other"]}, "spec.adapters[1].source", "is on claim tuned"),
+        (
+            {"engine": "Native", "adapters": [], "memory": {"maxLoras": 1}},
+            "spec.memory.maxLoras",
+            "native",
+        ),
+    ],
+)
+def test_adapters_that_engines_have_no_room_for_are_refused_by_field(
+    manifest: Make, spec: dict[str, Any], path: str, message: str
+) -> None:
+    with pytest.raises(InvalidManifest) as caught:
+        parse(manifest(**{"engine": "VLLM", "model": MODEL, "adapters": ADAPTERS, **spec}))
+    [problem] = caught.value.problems
+    assert problem.path == path and message in problem.message
+
+
 def test_engines_read_which_engine_they_are_and_its_adapters(make_plan: MakePlan) -> None:
-    config = engine_config(make_plan(**VLLM))
+    plan = make_plan(**VLLM)
+    config = engine_config(plan)
     assert config.engine == "vllm"
     assert config.vllm.args == VLLM["vllm"]["args"]
-    assert config.adapters == tuple(AdapterSection(**adapter) for adapter in ADAPTERS)
+    # Not in the configuration, whose change replaces pods.
+    assert (config.adapters, config.max_loras) == ((), 8)
+    mount = {m["name"]: m["mountPath"] for m in container(plan)["volumeMounts"]}["adapters"]
+    assert config.adapters_file == f"{mount}/adapters.yaml"
+    [volume] = [v for v in pod_spec(plan)["volumes"] if v["name"] == "adapters"]
+    text = find(plan, "ConfigMap", volume["configMap"]["name"])["data"]["adapters.yaml"]
+    file = msgspec.convert(yaml.safe_load(text), AdaptersFile)
+    assert file.adapters == tuple(AdapterSection(**adapter) for adapter in ADAPTERS)
+
     plain = engine_config(make_plan())
-    assert (plain.engine, plain.vllm.args, plain.adapters) == ("auto", {}, ())
+    assert (plain.engine, plain.vllm.args, plain.max_loras) == ("auto", {}, 0)
+    assert plain.adapters_file is None
+    assert "adapters" not in [volume["name"] for volume in pod_spec(make_plan())["volumes"]]
     assert plain.batching.prefill_chunk_tokens is None
+
+
+IMAGE = "registry.example:5000/models/llama:1"
+DIGEST = "registry.example/models/llama@sha256:" + 64 * "a"
+
+
+@pytest.mark.parametrize("policy", [None, "Always", "Never"])
+@pytest.mark.parametrize("reference", [IMAGE, DIGEST])
+def test_a_model_in_an_image_is_a_volume_that_the_node_pulls(
+    make_plan: MakePlan, reference: str, policy: str | None
+) -> None:
+    spec: dict[str, Any] = {"imagePullSecrets": [{"name": "registry"}]}
+    if policy:
+        spec["modelPullPolicy"] = policy
+    source = f"oci://{reference}#weights/llama"
+    plan = make_plan(model=MODEL | {"source": source}, **spec)
+    pod = pod_spec(plan)
+    [volume] = [each for each in pod["volumes"] if "image" in each]
+    expected = {"reference": reference} | ({"pullPolicy": policy} if policy else {})
+    assert volume["image"] == expected
+    [mount] = [m for m in container(plan)["volumeMounts"] if m["name"] == volume["name"]]
+    assert (mount["mountPath"], mount["readOnly"]) == (str(IMAGE_ROOT), True)
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert engine_config(plan).model.source == source
+    kubernetes_validate.validate(find(plan, "StatefulSet"), "1.35", strict=True)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"model": MODEL | {"source": "oci://llama:1"}},
+        {"model": MODEL | {"source": "oci://registry.example/Llama:1#"}},
+        {"model": MODEL | {"source": "oci://registry.example/llama@sha256:abc"}},
+        {"engine": "VLLM", "adapters": [ADAPTERS[0] | {"source": f"oci://{IMAGE}"}]},
+        {"modelPullPolicy": "Sometimes"},
+    ],
+)
+def test_images_that_no_node_could_pull_are_refused(manifest: Make, spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidManifest):
+        parse(manifest(**spec))
 
 
 def test_routers_do_not_read_what_engines_compute_with(make_plan: MakePlan) -> None:

@@ -181,6 +181,64 @@ def test_what_engines_run_is_tried(cluster, change):
     assert cluster.objects["StatefulSet", "demo-single"]["spec"]["template"] == before
 
 
+SQL = {"name": "sql", "source": "file:///sql", "rank": 8}
+LAW = {"name": "law", "source": "pvc://tuned/law", "rank": 16}
+ROOM = {"engine": "VLLM", "memory": {"maxLoras": 4}, "adapterClaims": ["tuned"]}
+
+
+def loaded(cluster):
+    """The adapters that all engines read, and the pods' templates of the stable ones."""
+    file = yaml.safe_load(cluster.config("demo-engine")["adapters.yaml"])
+    template = cluster.objects["StatefulSet", "demo-single"]["spec"]["template"]
+    return [each["name"] for each in file["adapters"]], template
+
+
+def test_an_edit_of_adapters_is_no_rollout_where_there_is_room(manifest):
+    cluster = Cluster(manifest, **ROOM)
+    cluster.step()
+    assert loaded(cluster)[0] == []
+    before = loaded(cluster)[1]
+    for adapters in ([SQL], [SQL, LAW], [LAW | {"source": "hf://a/b"}], []):
+        cluster.edit(**ROOM, adapters=adapters)
+        assert loaded(cluster) == ([each["name"] for each in adapters], before)
+        assert not cluster.has_canary and cluster.status["rollout"]["stage"] == "Stable"
+
+
+def test_an_edit_that_engines_have_no_room_for_is_a_rollout(manifest):
+    cluster = Cluster(manifest, engine="VLLM")
+    cluster.step()
+    before = cluster.objects["StatefulSet", "demo-single"]["spec"]["template"]
+    cluster.edit(engine="VLLM", adapters=[SQL])
+    assert cluster.has_canary, "engines that were started without slots"
+    assert loaded(cluster) == (["sql"], before)
+    for _ in range(7):
+        cluster.step()
+    assert cluster.stages[-1] == "Stable"
+    with_slots = loaded(cluster)[1]
+    cluster.edit(engine="VLLM", adapters=[SQL, SQL | {"name": "python"}])
+    assert loaded(cluster) == (["sql", "python"], with_slots) and not cluster.has_canary
+    cluster.edit(engine="VLLM", adapters=[SQL, LAW])
+    assert cluster.has_canary, "a claim that no engine mounts"
+    cluster.edit(engine="VLLM", adapters=[])
+    # Engines that run keep the file that they mount.
+    assert loaded(cluster) == ([], with_slots) and cluster.has_canary
+
+
+def test_adapters_of_a_release_that_an_older_operator_kept_are_no_change(manifest):
+    cluster = Cluster(manifest, engine="VLLM", adapters=[SQL])
+    cluster.step()
+    key = ("ConfigMap", "demo-rollout")
+    text = json.loads(cluster.objects[key]["data"]["state.json"])
+    text["release"]["adapters"] = [SQL]
+    for field in ("maxLoras", "maxLoraRank"):
+        del text["release"]["memory"][field]
+        del text["release"]["pools"]["single"]["memory"][field]
+    del text["release"]["adapterClaims"]
+    cluster.objects[key]["data"]["state.json"] = json.dumps(text)
+    cluster.step()
+    assert cluster.status["rollout"]["stage"] == "Stable" and not cluster.has_canary
+
+
 def test_the_peers_of_a_canary_are_of_its_own_revision(cluster):
     def peers(name):
         tiers = yaml.safe_load(cluster.config(name)["engine.yaml"])["memory"]["tiers"]

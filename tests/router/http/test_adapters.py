@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from ullage.headroom.v1 import headroom_pb2
+from ullage.headroom.v1.headroom_pb2 import AdapterState
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.process.config_file import entry
 from ullage_common.wire.errors import from_rpc_error
@@ -96,6 +97,38 @@ def test_openai_and_grpc_clients_name_an_adapter(start_service: StartService) ->
                 with pytest.raises(grpc.aio.AioRpcError) as failed:
                     [part async for part in service.grpc.Generate(ask(model))]
                 assert from_rpc_error(failed.value).reason == "MODEL_NOT_FOUND"
+
+    asyncio.run(scenario())
+
+
+def state(name: str, digest: str = "d", **fields: Any) -> AdapterState:
+    return AdapterState(name=name, rank=8, **{"served": True, "digest": digest} | fields)
+
+
+def test_adapters_come_and_go_with_the_reports_of_one_engine(start_service: StartService) -> None:
+    async def scenario() -> None:
+        async with start_service(single=(100, 100)) as service:
+            engines = service.router.service.engines
+            first, second = service.engines
+            first.push(adapters=[state("sql"), state("bad", served=False, error="gone")])
+            await service.until(lambda: engines.adapters == {"sql"})
+            for _ in range(4):
+                assert (await service.chat(model="sql")).status_code == 200
+            assert served(service) == [["sql"] * 4, []]
+            assert (await service.chat(model="bad")).status_code == 404
+            described = await service.grpc.GetModel(pb.GetModelRequest(model="sql"))
+            assert [(each.name, each.rank) for each in described.adapters] == [("sql", 8)]
+
+            first.push(adapters=[])
+            second.push(adapters=[state("sql")])
+            moved = {first.headroom.engine: frozenset(), second.headroom.engine: {"sql"}}
+            await service.until(lambda: {e.id: e.adapters for e in engines.all()} == moved)
+            assert (await service.chat(model="sql")).status_code == 200
+            assert served(service)[1] == ["sql"]
+            second.push(adapters=[])
+            await service.until(lambda: not engines.adapters)
+            assert (await service.chat(model="sql")).status_code == 404
+            assert (await service.chat()).status_code == 200
 
     asyncio.run(scenario())
 

@@ -155,7 +155,7 @@ class FakeEngine(
     def push(self, **changes: Any) -> None:
         """Changes the headroom and reports it."""
         for name, value in changes.items():
-            if name in {"releases", "step_seconds"}:
+            if name in {"releases", "step_seconds", "adapters"}:
                 self.headroom.ClearField(name)
                 getattr(self.headroom, name).extend(value)
             else:

@@ -102,6 +102,8 @@ class FakeVllm:
         """Why requests are given up at their first token, and the field at fault."""
         self.most_held: dict[str, int] = {}
         """Most blocks that each request held at a time."""
+        self.adapters: dict[str, str] = {}
+        """Folders of adapters, by name."""
         self.loaded: list[str] = []
         """Adapters in slots, in the order in which they were loaded."""
         self.unreadable: set[str] = set()
@@ -177,11 +179,22 @@ class FakeVllm:
     def is_compiled(self, grammar: str) -> bool:
         return True
 
+    def add_adapter(self, name: str, folder: str) -> None:
+        assert name not in self.adapters, "added twice"
+        self.adapters[name] = folder
+
+    def remove_adapter(self, name: str) -> None:
+        assert name not in self.loaded, "it is in a slot"
+        self.adapters.pop(name, None)
+
+    def check_adapter(self, name: str) -> None:
+        if name in self.unreadable:
+            raise AdapterError(name, f"there is no {self.adapters[name]}")
+
     def load_adapter(self, name: str) -> None:
         assert name not in self.loaded, "loaded twice"
         assert len(self.loaded) < (self._adapter_slots or 0), "no slot is free"
-        if name in self.unreadable:
-            raise AdapterError(name, f"there is no /adapters/{name}")
+        self.check_adapter(name)
         self.loaded.append(name)
 
     def unload_adapter(self, name: str) -> None:

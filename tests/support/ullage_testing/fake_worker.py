@@ -20,6 +20,8 @@ from ullage_engine.memory.pressure import PressureController
 from ullage_engine.protocol.errors import UNPROVEN
 from ullage_engine.protocol.frames import connect
 from ullage_engine.protocol.messages import (
+    AdapterAdded,
+    AddAdapter,
     Admitted,
     Cancel,
     Embedding,
@@ -31,6 +33,7 @@ from ullage_engine.protocol.messages import (
     Ready,
     Rejected,
     ReleaseState,
+    RemoveAdapter,
     RequestFailed,
     ReservationState,
     Shutdown,
@@ -109,6 +112,11 @@ def token_at(position: int, seed: int) -> int:
     return 300 + (position * 7919 + seed * 31) % 40_000
 
 
+def _name_of(request: EngineRequest) -> str:
+    """Return the name of a request's adapter, without what tells its versions apart."""
+    return request.adapter.partition("@")[0]
+
+
 class Sequence:
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
@@ -132,7 +140,7 @@ class Sequence:
 
     def _next(self) -> TokenOutput:
         request = self.request
-        token_id = token_at(len(self.token_ids), request.sampling.seed + len(request.adapter))
+        token_id = token_at(len(self.token_ids), request.sampling.seed + len(_name_of(request)))
         if request.token_ids[0] == Script.ENDS_AFTER_FIVE and self.num_output == 5:
             token_id = request.stop_token_ids[0]
         self.token_ids.append(token_id)
@@ -213,6 +221,14 @@ class FakeWorker:
                 adapter = f" {requests[0].adapter}" if requests[0].adapter else ""
                 self._trace(f"submit {names} {message.resumed} {requests[0].token_ids}{adapter}")
                 self._submit(requests)
+            case AddAdapter(name=name):
+                self._trace(f"add {name} {message.is_checked}")
+                if "kills" in name:
+                    os.kill(os.getpid(), 9)
+                error = "its rank is wrong" if "broken" in name else ""
+                self._send(AdapterAdded(name=name, error=error))
+            case RemoveAdapter(name=name):
+                self._trace(f"remove {name}")
             case LimitBatch(share=share):
                 self._pressure.limit_batch(share)
                 self._send(StateReport(state=self._state()))
@@ -288,7 +304,9 @@ class FakeWorker:
     def _embed(self) -> list[Embedding]:
         requests, self._embeds = self._embeds, []
         return [
-            Embedding(each.request_id, struct.pack("<3f", *vector_of(each.token_ids, each.adapter)))
+            Embedding(
+                each.request_id, struct.pack("<3f", *vector_of(each.token_ids, _name_of(each)))
+            )
             for each in requests
         ]
 

@@ -286,7 +286,7 @@ def write_adapter(folder: Path, model: Any, rank: int, seed: int) -> Any:
             layer = name.removesuffix(".weight")
             tensors[f"base_model.model.{layer}.lora_A.weight"] = a
             tensors[f"base_model.model.{layer}.lora_B.weight"] = b
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
     config |= {"target_modules": list(targets), "task_type": "CAUSAL_LM"}

@@ -233,14 +233,13 @@ class VllmCore:
         self,
         config: VllmConfig,
         size_pool: SizePool,
-        adapters: Mapping[str, str],
         load_vocabulary: Callable[[int], LLTokenizer],
         on_stage: Callable[[str], None],
     ) -> None:
         """Loads the model and allocates everything.
 
-        `adapters`: folders by name, of those that are there. `load_vocabulary`: makes what grammars
-        need of the tokenizer, for a vocabulary of so many tokens, when the first grammar comes.
+        `load_vocabulary`: makes what grammars need of the tokenizer, for a vocabulary of so many
+        tokens, when the first grammar comes.
         `on_stage` is called when the weights are loaded and warm_up begins, and kv_pool.
 
         Raises:
@@ -266,10 +265,9 @@ class VllmCore:
         self._warm_up_s: float = getattr(core.model_executor, "warm_up_s", 0.0)
         self._broken: dict[str, str] = {}
         """Why a grammar cannot be followed any more, by vLLM's ids of requests."""
-        self._adapters = {
-            name: LoRARequest(name, number, path)
-            for number, (name, path) in enumerate(adapters.items(), 1)
-        }
+        self._adapters: dict[str, LoRARequest] = {}
+        self._num_adapters = 0
+        """Adapters that were ever added: vLLM knows them by numbers."""
         self.blocks = VllmBlocks(self._scheduler, self._requests)
         self._tiers: TierTransfers | None = None
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
@@ -439,14 +437,33 @@ class VllmCore:
     def is_compiled(self, grammar: str) -> bool:
         return self._grammars.compile(grammar).done()
 
+    def add_adapter(self, name: str, folder: str) -> None:
+        self._num_adapters += 1
+        self._adapters[name] = LoRARequest(name, self._num_adapters, folder)
+
+    def remove_adapter(self, name: str) -> None:
+        self._adapters.pop(name, None)
+
+    def check_adapter(self, name: str) -> None:
+        self._on_all_ranks("ullage_check_adapter", name)
+
     def load_adapter(self, name: str) -> None:
-        if name not in self._adapters:
-            raise AdapterError(name, "its folder was not there when this worker started")
-        executor = self._engine.engine_core.engine_core.model_executor
-        reasons = executor.collective_rpc("ullage_load_adapter", args=(self._adapters[name],))
-        if any(reasons):
+        try:
+            self._on_all_ranks("ullage_load_adapter", name)
+        except AdapterError:
             self.unload_adapter(name)  # ranks that have loaded it, or a part
-            raise AdapterError(name, next(filter(None, reasons)))
+            raise
+
+    def _on_all_ranks(self, method: str, name: str) -> None:
+        """Have each rank read an adapter.
+
+        Raises:
+            AdapterError: one of them cannot.
+        """
+        executor = self._engine.engine_core.engine_core.model_executor
+        reasons = executor.collective_rpc(method, args=(self._adapters[name],))
+        if reason := next(filter(None, reasons), ""):
+            raise AdapterError(name, reason)
 
     def unload_adapter(self, name: str) -> None:
         self._engine.remove_lora(self._adapters[name].lora_int_id)

@@ -1,0 +1,347 @@
+"""LoRA adapters that come and go while the engine serves.
+
+The wanted ones stand in the configuration, or in a file that is read again when it changes. Each is
+found, and downloaded where it has to be, in a thread of the server; then the worker loads it, and
+only then requests may name it. One that cannot be had is reported by its name, and costs nobody
+else anything.
+
+An adapter's key, which the worker knows it by, is of its name and its content. So KV that was
+computed with one version is never another's, and requests that run go on with the version that they
+began with while new ones get the next.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ullage_common.config.engine import (
+    AdapterSection,
+    AdaptersFile,
+    EngineConfig,
+    name_taken_twice,
+)
+from ullage_common.process.config_file import ConfigError, read_file
+from ullage_common.process.file_watch import fingerprint, follow
+from ullage_common.wire.fingerprint import adapter_key
+from ullage_engine.model_loader.digest import Digests
+from ullage_engine.model_loader.files import ADAPTER, read_safetensors_header
+from ullage_engine.model_loader.source import ADAPTER_CONFIG, resolve_adapter
+from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.protocol.messages import AddAdapter
+from ullage_engine.server.health import AdapterState, EngineStatus
+from ullage_engine.server.threads import in_daemon
+
+log = logging.getLogger("ullage.engine.adapters")
+
+FIRST_RETRY_S, MAX_RETRY_S = 30.0, 300.0
+"""Seconds after which an adapter that cannot be had is tried again; they double up to the last."""
+FIRST_ADAPTERS_S = 30.0
+"""Longest time from the worker's start for which an engine that starts with adapters is not ready:
+the rest of a slow download does not hold up those that serve without it."""
+_MAX_WORKERS_LOST = 2
+"""Workers that may end while they load one adapter, before it is left alone until it is edited."""
+_FILES = (".json", ".safetensors", ".bin")
+
+
+class WorkerEndedError(Exception):
+    """The worker ended before it answered."""
+
+
+class Worker(Protocol):
+    """What computes, as this module sees it."""
+
+    async def add_adapter(self, message: AddAdapter) -> str:
+        """Have the ready worker load an adapter; return why it cannot, empty: it has.
+
+        Raises:
+            WorkerEndedError: it ended before it answered.
+        """
+
+    def remove_adapter(self, name: str) -> None:
+        """Have the worker forget an adapter, if there is a worker."""
+
+
+@dataclass(eq=False, slots=True)
+class AdapterVersion:
+    """One adapter as its files are."""
+
+    section: AdapterSection
+    folder: str
+    digest: str
+    """Digest of its files; none of their names."""
+    num_requests: int = 0
+    """Open requests of it."""
+
+    @property
+    def key(self) -> str:
+        """The name by which the worker knows it."""
+        return adapter_key(self.section.name, self.digest)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """An adapter that is being brought."""
+
+    section: AdapterSection
+    task: asyncio.Task[None]
+
+
+def find_adapter(section: AdapterSection, max_rank: int, digests: Digests) -> AdapterVersion:
+    """Find an adapter's files, which `hf://` downloads, and look at what can be seen of them
+    without the model.
+
+    Raises:
+        WeightsError: they are not there, are damaged, or do not fit the slots.
+    """
+    folder = resolve_adapter(section.source)
+    rank = _rank_of(folder / ADAPTER_CONFIG)
+    if rank > max_rank:
+        raise WeightsError(
+            f"{ADAPTER_CONFIG} has r {rank}, but slots have room for memory.max_lora_rank "
+            f"{max_rank} (spec.memory.maxLoraRank); raise it"
+        )
+    if (folder / ADAPTER).exists():
+        read_safetensors_header(folder / ADAPTER)
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in _FILES]
+    return AdapterVersion(section, str(folder), digests.of_all(files))
+
+
+def _rank_of(path: Path) -> int:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(
+            f"{path} says no rank r of the adapter's matrices; download the adapter again"
+        ) from error
+
+
+class AdapterSet:
+    """The adapters of an engine: the wanted ones, and those that requests may name."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine_status: EngineStatus,
+        worker: Worker,
+        find: Callable[[AdapterSection, int, Digests], AdapterVersion] = find_adapter,
+    ) -> None:
+        self._config = config
+        self._engine_status = engine_status
+        self._worker = worker
+        self._find = find
+        self._digests = Digests(Path(config.server.weights_dir))
+        self._wanted: dict[str, AdapterSection] = {}
+        self._attempts: dict[str, _Attempt] = {}
+        """Those that are being brought, or were given up, by name."""
+        self._offered: dict[str, AdapterVersion] = {}
+        """Versions that requests get, by name."""
+        self._retired: list[AdapterVersion] = []
+        """Versions that are not offered any more, and that requests still use."""
+        self._errors: dict[str, str] = {}
+        self._loading = asyncio.Lock()
+        """Held while the worker loads one, so that its end is blamed on no other."""
+
+    # requests ------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """What the worker calls the adapters that requests may name, by these names."""
+        return {name: version.key for name, version in self._offered.items()}
+
+    @property
+    def sections(self) -> list[AdapterSection]:
+        """The adapters that requests may name."""
+        return [version.section for version in self._offered.values()]
+
+    @contextlib.contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Keep the present version of an adapter within the block; any other name is none's."""
+        version = self._offered.get(name)
+        if version is None:
+            yield
+            return
+        version.num_requests += 1
+        try:
+            yield
+        finally:
+            version.num_requests -= 1
+            self._remove_unused()
+
+    # workers -------------------------------------------------------------------------------------
+
+    def additions(self) -> list[AddAdapter]:
+        """Return what a new worker has to know before it gets requests."""
+        versions = [*self._offered.values(), *self._retired]
+        return [AddAdapter(name=each.key, folder=each.folder, is_checked=True) for each in versions]
+
+    # what is wanted ------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Hold back readiness until the adapters that the engine starts with are loaded."""
+        self._engine_status.set_preparing(bool(self._read()))
+
+    async def run(self) -> None:
+        """Bring what is wanted, now and whenever that changes, until it is cancelled."""
+        path = self._config.adapters_file
+        folders = [Path(path).parent] if path else []
+        seen = fingerprint(folders)
+        tasks = [asyncio.create_task(self._end_preparing(), name="first adapters")]
+        try:
+            await self._reload()
+            if folders:
+                await follow(folders, seen, self._reload)
+            await asyncio.Event().wait()
+        finally:
+            tasks += [attempt.task for attempt in self._attempts.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _read(self) -> tuple[AdapterSection, ...]:
+        path = self._config.adapters_file
+        if path is None:
+            return self._config.adapters
+        try:
+            wanted = read_file(Path(path), AdaptersFile).adapters
+            if problem := name_taken_twice(self._config.model.name, wanted):
+                raise ConfigError(f"{path}: {problem}")
+        except ConfigError as error:
+            log.error("adapters stay as they are: %s", error)
+            return tuple(self._wanted.values())
+        return wanted
+
+    async def _reload(self) -> None:
+        self.set_wanted(self._read())
+
+    def set_wanted(self, sections: Iterable[AdapterSection]) -> None:
+        """Bring these adapters, and let go of all others."""
+        self._wanted = {section.name: section for section in sections}
+
+        for name, attempt in list(self._attempts.items()):
+            if self._wanted.get(name) != attempt.section:
+                attempt.task.cancel()
+                del self._attempts[name]
+        for name in [name for name in self._offered if name not in self._wanted]:
+            log.info("adapter %s is not wanted any more", name)
+            self._retired.append(self._offered.pop(name))
+        self._errors = {name: e for name, e in self._errors.items() if name in self._attempts}
+
+        for name, section in self._wanted.items():
+            offered = self._offered.get(name)
+            if name in self._attempts or (offered and offered.section == section):
+                continue
+            task = asyncio.create_task(self._bring(section), name=f"adapter {name}")
+            self._attempts[name] = _Attempt(section, task)
+        self._remove_unused()
+        self._publish()
+
+    async def _bring(self, section: AdapterSection) -> None:
+        """Find and load one adapter; try again for as long as it is wanted and cannot be had."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            error, may_retry = await self._try(section)
+            if not error:
+                return
+            log.error("adapter %s cannot be served: %s", section.name, error)
+            self._errors[section.name] = error
+            self._publish()
+            if not may_retry:
+                return
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
+
+    async def _try(self, section: AdapterSection) -> tuple[str, bool]:
+        """Return why an adapter cannot be offered, empty: it is; and whether to try again."""
+        try:
+            version = await in_daemon(
+                lambda: self._find(section, self._config.memory.max_lora_rank, self._digests),
+                f"adapter {section.name}",
+            )
+        except WeightsError as error:
+            return str(error), True
+        except Exception as error:
+            log.exception("adapter %s cannot be looked at", section.name)
+            return f"its files cannot be read: {error!r}", True
+
+        known = next((each for each in self._known() if each.key == version.key), None)
+        if known is None:
+            error_text, may_retry = await self._load(version)
+            if error_text:
+                return error_text, may_retry
+        elif known in self._retired:
+            self._retired.remove(known)
+
+        self._offer(section, known or version)
+        return "", False
+
+    async def _load(self, version: AdapterVersion) -> tuple[str, bool]:
+        """Have a worker load a version; return why it cannot, and whether to try again."""
+        message = AddAdapter(name=version.key, folder=version.folder)
+        async with self._loading:
+            for _ in range(_MAX_WORKERS_LOST):
+                while not self._engine_status.serving:
+                    await self._engine_status.changed(within_s=60.0)
+                with contextlib.suppress(WorkerEndedError):
+                    return await self._add(message), True
+        lost = f"{_MAX_WORKERS_LOST} workers ended while they loaded it; edit it to try again"
+        return lost, False
+
+    async def _add(self, message: AddAdapter) -> str:
+        try:
+            return await self._worker.add_adapter(message)
+        except asyncio.CancelledError:  # it is not wanted any more
+            self._worker.remove_adapter(message.name)
+            raise
+
+    def _offer(self, section: AdapterSection, version: AdapterVersion) -> None:
+        name = section.name
+        version.section = section
+        before = self._offered.get(name)
+        if before is not None and before is not version:
+            self._retired.append(before)
+        self._offered[name] = version
+        self._attempts.pop(name, None)
+        self._errors.pop(name, None)
+        log.info("adapter %s is served", name, extra={"source": section.source})
+        self._remove_unused()
+        self._publish()
+
+    def _known(self) -> list[AdapterVersion]:
+        return [*self._offered.values(), *self._retired]
+
+    def _remove_unused(self) -> None:
+        for version in [each for each in self._retired if not each.num_requests]:
+            self._retired.remove(version)
+            self._worker.remove_adapter(version.key)
+
+    # what is reported ----------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        states = []
+        for name, section in self._wanted.items():
+            version = self._offered.get(name)
+            states.append(
+                AdapterState(
+                    name=name,
+                    rank=(version.section if version else section).rank,
+                    is_served=version is not None,
+                    digest=version.digest if version else "",
+                    error=self._errors.get(name, ""),
+                )
+            )
+        self._engine_status.set_adapters(tuple(states))
+        if all(each.is_served or each.error for each in states):
+            self._engine_status.set_preparing(False)
+
+    async def _end_preparing(self) -> None:
+        """Let the engine become ready without adapters that take long."""
+        while not self._engine_status.serving:
+            await self._engine_status.changed(within_s=60.0)
+        await asyncio.sleep(FIRST_ADAPTERS_S)
+        self._engine_status.set_preparing(False)

@@ -1,0 +1,26 @@
+"""Work in threads that do not hold up the end of the process."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_daemon(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run a function as asyncio.to_thread does, but the process may end before the thread."""
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(value)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return asyncio.wrap_future(result)

@@ -1,0 +1,77 @@
+"""The condition AdaptersReady and status.adapters: which LoRA adapters engines serve. Pure.
+
+An adapter that cannot be served makes nothing unready: the model and all other adapters go on.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ullage.headroom.v1 import headroom_pb2
+from ullage_operator.conditions.conditions import ADAPTERS_READY, Condition
+
+Reports = Mapping[str, Sequence[headroom_pb2.AdapterState]]
+"""What ready engines say of their adapters, by the names of their pods."""
+
+_LONGEST = 512
+"""Characters of what one engine says of an adapter."""
+
+
+def adapters_status(names: Iterable[str], reports: Reports) -> list[dict[str, Any]]:
+    """Return status.adapters: on how many engines each wanted adapter is, and why not on all."""
+    return [_status(name, reports) for name in names]
+
+
+def _status(name: str, reports: Reports) -> dict[str, Any]:
+    states = _states_of(name, reports)
+    num_served = sum(_is_served(state) for state in states.values())
+    message = _message(states)
+    return {
+        "name": name,
+        "engines": f"{num_served}/{len(reports)}",
+        **({"message": message} if message else {}),
+    }
+
+
+def adapters_condition(names: Sequence[str], reports: Reports) -> list[Condition]:
+    """Return the condition; none of a service without adapters, or whose engines sleep."""
+    if not names or not reports:
+        return []
+    failed: list[str] = []
+    differing: list[str] = []
+    loading: list[str] = []
+    for name in names:
+        states = _states_of(name, reports)
+        num_served = sum(_is_served(state) for state in states.values())
+        if message := _message(states):
+            failed.append(f"{name}: {message}")
+        elif num_served < len(reports):
+            loading.append(f"{name} is on {num_served} of {len(reports)} engines")
+        elif len({state.digest for state in states.values()}) > 1:
+            differing.append(f"{name} has other files on {' than on '.join(sorted(states))}")
+
+    if failed:
+        return [Condition(ADAPTERS_READY, False, "AdapterFailed", "; ".join(failed))]
+    if differing:
+        return [Condition(ADAPTERS_READY, False, "AdaptersDiffer", "; ".join(differing))]
+    if loading:
+        return [Condition(ADAPTERS_READY, False, "AdaptersLoading", "; ".join(loading))]
+    return [Condition(ADAPTERS_READY, True, "Loaded", f"all engines serve {', '.join(names)}")]
+
+
+def _states_of(name: str, reports: Reports) -> dict[str, headroom_pb2.AdapterState]:
+    return {pod: state for pod, states in reports.items() for state in states if state.name == name}
+
+
+def _is_served(state: headroom_pb2.AdapterState) -> bool:
+    return state.served and not state.error
+
+
+def _message(states: Mapping[str, headroom_pb2.AdapterState]) -> str:
+    """Return why an adapter is not on all engines: an error, and which pods say so."""
+    errors = {pod: state.error[:_LONGEST] for pod, state in sorted(states.items()) if state.error}
+    if not errors:
+        return ""
+    first, *others = errors
+    more = f" and {len(others)} more" if others else ""
+    before = "; what was there before is served" if states[first].served else ""
+    return f"{errors[first]} (pod {first}{more}){before}"
