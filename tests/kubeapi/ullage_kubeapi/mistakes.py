@@ -77,7 +77,7 @@ ADAPTER = {"name": "a", "source": "file:///a", "rank": 8}
 LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
 
 UNKNOWN = [
-    form("gpus", 4, "unknown field; the fields here are adapterClaims, adapters"),
+    form("gpus", 4, "unknown field; the fields here are adapterClaims, adapters, allow"),
     form("memory.treshold", 0.5, "unknown field; did you mean threshold?"),
     form("memory.tiers.file.folder", "/kv", "unknown field; the fields here are claimName"),
     form("memory.tiers.remote.peers", ["a:1"], "unknown field; the fields here are copy, deadline"),
@@ -333,6 +333,7 @@ RULES = [
     rule("model.source", "takes an absolute path", value="file://m"),
     rule("model.source", "source of a claim is pvc://claim/path", value="pvc://Claim/path"),
     rule("model.source", "source of a package is", value="pkg://a-b/model.gguf"),
+    rule("model.source", "source of an image is", value="oci://llama:1"),
     rule(
         "model.quantization",
         "quantization W8A8 needs a calibrated model",
@@ -427,6 +428,11 @@ RULES = [
     rule("adapters", "native engine serves no", {"engine": "Native", "adapters": [ADAPTER]}),
     rule("adapters", "another name than the model", value=[ADAPTER | {"name": "m"}]),
     rule("adapters", "two adapters have one name", value=[ADAPTER, ADAPTER]),
+    rule(
+        "adapters",
+        "an adapter cannot be an image",
+        value=[ADAPTER | {"source": "oci://registry.example/a:1"}],
+    ),
     rule(
         "adapters[0].source",
         "source must be hf://",
