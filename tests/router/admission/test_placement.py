@@ -190,7 +190,7 @@ def test_a_full_queue_is_429(start_service: "StartService") -> None:
             answer = await service.complete(LONG)
             assert answer.status_code == 429
             assert answer.json()["error"]["code"] == "QUEUE_FULL"
-            assert answer.headers["retry-after"] == "3"
+            assert answer.headers["retry-after"] in ("3", "4")
             decided(answer, "reject", "single")
             service.engine.push(headroom_bytes=100 * BLOCK)
             assert [a.status_code for a in await asyncio.gather(*waiting)] == [200, 200]

@@ -64,7 +64,7 @@ def test_what_would_be_late_is_refused_at_once_and_waits_where_that_helps(
             await free(service, 80, **busy, releases=later)
             answer = await service.complete("Hi")
             assert error(answer) == (429, "DEADLINE", "reject=DEADLINE")
-            assert answer.headers["retry-after"] == "12"
+            assert 12 <= int(answer.headers["retry-after"]) <= 15
             soon = [headroom_pb2.Release(after_ms=1_000, bytes=BLOCK)]
             await free(service, 79, releases=soon)
             waits = asyncio.ensure_future(service.complete("Hi", max_tokens=16))
