@@ -19,9 +19,9 @@ MAX_LONG_BYTES = 16 << 20
 TURN_TIMEOUT_S = 20.0
 """Seconds that a body waits for its turn."""
 IDLE_TIMEOUT_S = 2.0
-"""Seconds for which a body that has its turn may bring nothing while others wait for theirs."""
+"""Seconds for which a body that has its turn may bring too little while others wait for theirs."""
 MIN_BYTES_PER_S = 512 << 10
-"""Rate above which a body brings enough."""
+"""Rate from which on a body brings enough."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +31,13 @@ class Turn:
     size
         bytes that it may have
     idle_s
-        seconds for which it brought nothing although it was waited for, before `idle_since`
+        seconds before `idle_since` for which it was waited for, less those that its bytes made up
     idle_since
         when it was waited for last, on the event loop's clock; None: it is not
     """
 
     size: int
     tenant: str
-    num_bytes: int = 0
     idle_s: float = 0.0
     idle_since: float | None = None
     timeout: asyncio.Timeout | None = None
@@ -48,8 +47,11 @@ class Turn:
         """Return when the turn is lost where others wait, if nothing comes until then."""
         if self.idle_since is None or self.is_lost:
             return float("inf")
-        allowed_s = IDLE_TIMEOUT_S + self.num_bytes / MIN_BYTES_PER_S
-        return self.idle_since + max(0.0, allowed_s - self.idle_s)
+        return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
+
+    def add(self, num_bytes: int) -> None:
+        """Take bytes that came; they make up for time, and for none that is to come."""
+        self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
         """End what the body's reader waits for."""

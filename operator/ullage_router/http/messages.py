@@ -222,13 +222,12 @@ class Request:
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
             turn = self._turn = await bodies.take(size, self._tenant)
-            turn.num_bytes = len(body)
             while has_more:
                 async with asyncio.timeout(None) as timeout:
                     with bodies.awaited(turn, timeout):
                         part, has_more = await self._receive_part(len(body))
                 body += part
-                turn.num_bytes = len(body)
+                turn.add(len(part))
         except TimeoutError as error:
             raise bodies_full() from error
         bodies.shrink(turn, len(body))
