@@ -158,7 +158,7 @@ def test_helm_test_asks_the_operator_that_the_policy_lets_it_reach(render):
     (container,) = pod["spec"]["containers"]
     compile(container["args"][0], "args", "exec")
     host = service["metadata"]["name"].upper().replace("-", "_") + "_SERVICE_HOST"
-    assert f"http://$({host}):9090/readyz" in container["args"][0]
+    assert f'host = "$({host})"' in container["args"][0]
     assert container["image"] == template["spec"]["containers"][0]["image"]
 
 
