@@ -57,7 +57,7 @@ class Image:
 
 
 IMAGES = {
-    "operator": Image("operator,router", without=("ullage_engine",), limit_bytes=350 * MB),
+    "operator": Image("operator,router", without=("ullage_engine",), limit_bytes=360 * MB),
     "engine": Image("engine", (DEMO_MODEL,)),
     "engine-cuda": Image("gpu", (DEMO_MODEL,)),
     "engine-vllm": Image("gpu,vllm", (DEMO_MODEL,), constraints=VLLM_CONSTRAINTS),

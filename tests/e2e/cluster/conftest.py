@@ -76,7 +76,7 @@ def release(kubectl: Kubectl) -> Iterator[Release]:
     kubectl("delete", KIND, "--all", timeout=600)
     made.uninstall()
     if is_ours:
-        kubectl("delete", "customresourcedefinition", CRD, "--ignore-not-found")
+        made.delete_definitions()
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ def older(kubectl: Kubectl, newer: Release, lag_s: int) -> Iterator[Release]:
     yield made
     kubectl("delete", "llmservices", "--all", timeout=600)
     made.uninstall()
-    kubectl("delete", "customresourcedefinition", CRD, "--ignore-not-found")
+    made.delete_definitions()
 
 
 def images(service: Service) -> set[str]:

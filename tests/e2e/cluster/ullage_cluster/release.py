@@ -14,6 +14,7 @@ from ullage_cluster.kubectl import Kubectl, Object
 
 ROOT = Path(__file__).parents[4]
 CRD = "llmservices.serving.ullage.dev"
+BASE_CRD = "llmservicebases.serving.ullage.dev"
 NAME = "e2e"
 DNS_LAG = "ULLAGE_DNS_LAG"
 
@@ -101,6 +102,11 @@ class Release:
         annotations = obj["metadata"].get("annotations", {})
         owner = [annotations.get(f"meta.helm.sh/release-{part}") for part in ("name", "namespace")]
         return owner == [NAME, self.kubectl.namespace]
+
+    def delete_definitions(self) -> None:
+        """Delete what `crds.keep` leaves behind, and with it every service."""
+        kind = "customresourcedefinition"
+        self.kubectl("delete", kind, CRD, BASE_CRD, "--ignore-not-found")
 
     def uninstall(self) -> None:
         self.run("uninstall", NAME, "--wait", "--ignore-not-found")
