@@ -111,6 +111,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"memory": {"maxLoras": 2}}, ENGINES),
     ({"memory": {"maxLoraRank": 64}}, ENGINES),
     ({"adapterClaims": ["tuned"]}, ENGINES),
+    ({"model": {"source": "oci://r.example/m:1"}, "modelPullPolicy": "Always"}, ENGINES),
     ({"memory": {"tiers": {"host": {"size": "1Gi"}}}}, ENGINES),
     ({"memory": {"tiers": {"remote": {}}}}, ENGINES),
     ({"pools": {"single": {"memory": {"tiers": {"file": {}}}}}}, SINGLE),
