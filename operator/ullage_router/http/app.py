@@ -61,7 +61,8 @@ class App:
                 raise error
             await self._endpoint(request)(request, reply)
         except ServiceError as error:
-            await _fail(request, reply, error)
+            # Its frames have the request, which may have the error: a cycle would keep both.
+            await _fail(request, reply, error.with_traceback(None))
         except Exception:
             if reply.has_begun:
                 raise

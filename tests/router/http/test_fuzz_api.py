@@ -20,7 +20,6 @@ from schemathesis.specs.openapi.checks import (
 )
 from ullage_testing.background_loop import background_loop
 from ullage_testing.fake_engine import MODEL
-from ullage_testing.loop_watch import MOST_S
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.limits import ROLES
@@ -100,11 +99,9 @@ def fuzz(
             case.validate_response(answer, checks=CHECKS)
 
         index = 0
-        with loop.watching() as watch:
-            while index < rounds if rounds else time.monotonic() - began < SLOW_S:
-                seed(index)(send)()
-                index += 1
-        assert watch.turn_s <= MOST_S
+        while index < rounds if rounds else time.monotonic() - began < SLOW_S:
+            seed(index)(send)()
+            index += 1
         assert session.get(f"{url}/healthz").json() == {"status": "alive"}
     return set(statuses)
 

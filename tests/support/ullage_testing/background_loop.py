@@ -6,6 +6,7 @@ import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
+import uvloop
 from ullage_testing.loop_watch import LoopWatch
 
 T = TypeVar("T")
@@ -15,7 +16,7 @@ class BackgroundLoop:
     """A loop that runs in a thread of its own."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()  # as the programs have it
         self._stack = contextlib.AsyncExitStack()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -36,6 +37,11 @@ class BackgroundLoop:
             yield watch
         finally:
             task.cancel()
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks that are not done."""
+        return len(asyncio.all_tasks(self._loop))
 
     def run_forever(self) -> None:
         self._loop.run_forever()
