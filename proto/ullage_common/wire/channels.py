@@ -22,7 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from ullage_common.wire.call_names import Server
 from ullage_common.wire.errors import ServiceError, abort, invalid
 from ullage_common.wire.message_size import check_message
 
@@ -415,11 +416,12 @@ def new_server(
         guard: who may call what; None: everybody everything.
         options: beside those of all servers.
     """
-    return grpc.aio.server(
-        options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)), *options),
+    server = Server(
         interceptors=(guard or RequestGuard(),),
-        maximum_concurrent_rpcs=MAX_CALLS,
+        options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)), *options),
+        max_calls=MAX_CALLS,
     )
+    return cast(grpc.aio.Server, server)
 
 
 LIVENESS = "liveness"
