@@ -1,7 +1,9 @@
 """Turns of long bodies, of which a process has few bytes at a time.
 
-A body and what is made of it take three times its bytes until it is a prompt. Bodies that find
-others before them wait on their clients' side: nothing more of them is received.
+Few arrive at a time: those that find others before them wait on their clients' side, and nothing
+more of them is received. Of those that are there fewer still become prompts at a time, since what
+is made of a body takes up to six times its bytes on the way; how long that takes is in no client's
+hands.
 """
 
 import asyncio
@@ -10,8 +12,10 @@ from collections import Counter, OrderedDict, deque
 LONG_BODY_BYTES = 1 << 20
 """Bytes that every body may have without waiting for its turn."""
 MAX_LONG_BYTES = 16 << 20
-"""Bytes of long bodies at one time, by the lengths that they declare; half of them for one tenant.
-"""
+"""Bytes of long bodies that arrive or are there at one time, by the lengths that they declare; half
+of them for one tenant."""
+MAX_HANDLED_BYTES = 8 << 20
+"""Bytes of long bodies that become prompts at one time: the longest alone."""
 TURN_TIMEOUT_S = 20.0
 """Seconds that a body waits for its turn, fewer than it has to arrive."""
 
@@ -20,9 +24,18 @@ _Waiting = tuple[int, "asyncio.Future[None]"]
 
 
 class LongBodies:
-    """Gives tenants their turns, one after the other, and each tenant's bodies in their order."""
+    """Gives tenants their turns, one after the other, and each tenant's bodies in their order.
 
-    def __init__(self) -> None:
+    Args:
+        limit: bytes at one time.
+        tenant_limit: bytes of one tenant at one time.
+    """
+
+    def __init__(
+        self, limit: int = MAX_LONG_BYTES, tenant_limit: int = MAX_LONG_BYTES // 2
+    ) -> None:
+        self._limit = limit
+        self._tenant_limit = tenant_limit
         self._taken = Counter[str]()
         """Bytes by tenant."""
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
@@ -67,6 +80,6 @@ class LongBodies:
 
     def _may_take(self, size: int, tenant: str) -> bool:
         # Those without a name are many clients.
-        most = MAX_LONG_BYTES // 2 if tenant else MAX_LONG_BYTES
+        most = self._tenant_limit if tenant else self._limit
         total = self._taken.total() + size
-        return total <= MAX_LONG_BYTES and self._taken[tenant] + size <= most
+        return total <= self._limit and self._taken[tenant] + size <= most

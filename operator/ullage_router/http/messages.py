@@ -13,7 +13,7 @@ from ullage_router.errors import (
     length_required,
     malformed,
 )
-from ullage_router.http.long_bodies import LONG_BODY_BYTES, LongBodies
+from ullage_router.http.long_bodies import LONG_BODY_BYTES, MAX_HANDLED_BYTES, LongBodies
 
 Headers = list[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
@@ -65,6 +65,11 @@ class BodyRoom:
     limit: int
     taken: int = 0
     long_bodies: LongBodies = field(default_factory=LongBodies)
+    """Turns of those that arrive."""
+    handled: LongBodies = field(
+        default_factory=lambda: LongBodies(MAX_HANDLED_BYTES, MAX_HANDLED_BYTES)
+    )
+    """Turns of those that become prompts."""
     _of_tenants: dict[str, int] = field(default_factory=dict)
 
     def take(self, size: int, tenant: str) -> bool:
@@ -108,7 +113,9 @@ class Request:
         self._has_failed = False
         self._taken_bytes = 0
         self._turn_bytes = 0
-        """Bytes of its turn among long bodies; 0: it has none."""
+        """Bytes of its turn among long bodies that arrive; 0: it has none."""
+        self._handled_bytes = 0
+        """Bytes of its turn among those that become prompts; 0: it has none."""
         self._tenant = ""
 
     @property
@@ -138,6 +145,9 @@ class Request:
         if self._turn_bytes:
             self._room.long_bodies.give_back(self._turn_bytes, self._tenant)
             self._turn_bytes = 0
+        if self._handled_bytes:
+            self._room.handled.give_back(self._handled_bytes, self._tenant)
+            self._handled_bytes = 0
 
     async def read(self, tenant: str = "") -> bytes:
         """The body.
@@ -181,13 +191,15 @@ class Request:
                 raise bodies_full()
             self._taken_bytes += len(part)
             if len(body) + len(part) > LONG_BODY_BYTES and not self._turn_bytes:
-                await self._wait_for_turn()
+                await self._wait_to_arrive()
             if not (has_more or body):
                 return part
             body += part
+        if self._turn_bytes:
+            await self._wait_to_be_handled(len(body))
         return bytes(body)
 
-    async def _wait_for_turn(self) -> None:
+    async def _wait_to_arrive(self) -> None:
         """Receive nothing until few other long bodies are here."""
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
@@ -195,6 +207,14 @@ class Request:
         except TimeoutError as error:
             raise bodies_full() from error
         self._turn_bytes = size
+
+    async def _wait_to_be_handled(self, size: int) -> None:
+        """Wait until few other long bodies are becoming prompts."""
+        try:
+            await self._room.handled.take(size, self._tenant)
+        except TimeoutError as error:
+            raise bodies_full() from error
+        self._handled_bytes = size
 
 
 class Reply:

@@ -196,7 +196,7 @@ MAX_KEPT_CHARACTERS = 4 << 20
 LABEL = "[Summary of the first {count} messages of this conversation, which were long]\n"
 REPLY = "Understood."
 
-Render = Callable[[Sequence[Turn]], list[int]]
+Render = Callable[[Sequence[Turn]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class SummarizedHistory:
     """A shorter conversation."""
 
     turns: tuple[Turn, ...]
-    token_ids: list[int]
+    token_ids: Sequence[int]
     num_turns: int
     """Number of turns that the summary stands for."""
 
@@ -322,7 +322,7 @@ class HistorySummarizer:
         summary: str,
         render: Render,
         tenant: str,
-    ) -> tuple[tuple[Turn, ...], list[int]] | None:
+    ) -> tuple[tuple[Turn, ...], Sequence[int]] | None:
         shorter = with_summary(turns, places, summary)
         try:
             ids = await self._threads.run(weight(shorter), lambda: render(shorter), tenant)
