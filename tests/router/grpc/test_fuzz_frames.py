@@ -55,7 +55,7 @@ WORDS = (
 )
 COUNT = 150
 """Connections, and as many messages, of a round."""
-SLOW_S = 240.0
+SLOW_S = 360.0
 HONEST = frozenset(
     {
         grpc.StatusCode.OK,

@@ -80,7 +80,7 @@ HONEST = frozenset({501, 503, 505})
 nothing that serves."""
 COUNT = 400
 """Messages of a round."""
-SLOW_S = 360.0
+SLOW_S = 420.0
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
