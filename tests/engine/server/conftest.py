@@ -81,7 +81,8 @@ class Engine:
         if not listening.done():
             listening.cancel()
             await self.running
-        self.channel = channel = open_channel(f"127.0.0.1:{self._app.port}")
+        self.port = self._app.port
+        self.channel = channel = open_channel(f"127.0.0.1:{self.port}")
         self.inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self.headroom = headroom_pb2_grpc.HeadroomServiceStub(channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(channel)
