@@ -211,6 +211,7 @@ class PromptBuilder:
             self._engines.max_model_len,
             prompt.render,
             tenant,
+            prompt.weight,
         )
         if history is None:
             return prompt
