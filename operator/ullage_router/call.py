@@ -112,6 +112,8 @@ class Call:
     """Names of the cascades that handed the request on to this router."""
     release_body: Callable[[], None] = _nothing
     """Gives back the room for the request's body; called once its prompt is rendered."""
+    end_turn: Callable[[], None] = _nothing
+    """Lets other long bodies come; called before the request waits for others than this router."""
     prompt_cache_key: str = ""
     """OpenAI's name for requests with a common beginning: they go to one engine, as those of a
     session do, which holds no memory for them. A session comes first."""

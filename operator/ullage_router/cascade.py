@@ -152,6 +152,7 @@ class Peer:
         Raises:
             ServiceError: it refused or failed.
         """
+        call.end_turn()
         authorization = self._key.authorization if self._key else call.authorization
         credentials = [("authorization", authorization)] if authorization else []
         path = ",".join((*call.path, self._name))

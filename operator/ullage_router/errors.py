@@ -50,7 +50,7 @@ _STATUSES = {
     grpc.StatusCode.FAILED_PRECONDITION: (503, "service_unavailable"),
     grpc.StatusCode.CANCELLED: (CLIENT_CLOSED, "cancelled"),
 }
-_STATUSES_BY_REASON = {
+STATUSES_BY_REASON = {
     "CASCADE_LOOP": 400,
     "METHOD_NOT_ALLOWED": 405,
     "REQUEST_TIMEOUT": 408,
@@ -74,7 +74,7 @@ _KINDS = {
 
 def http_status(error: ServiceError) -> int:
     """Returns the HTTP status of an error."""
-    return _STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, (500, ""))[0]
+    return STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, (500, ""))[0]
 
 
 def error_type(error: ServiceError) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
@@ -58,6 +58,8 @@ ENTRY_BYTES = 250
 _LOCAL = (ByteLevel, Digits, Punctuation, Split)
 
 Tokenise = Callable[[str], list[int]]
+TokenIds: TypeAlias = "array[int]"
+"""Token ids at four bytes each: a list takes nine times as much."""
 
 
 class TooManyTokens(Exception):
@@ -84,7 +86,7 @@ class SegmentEncoder:
         self._max_bytes = max_bytes
         self._special_ids = _special_ids(tokenizer)
         self._boundaries = finder(self._special_ids)
-        self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._kept: OrderedDict[bytes, TokenIds] = OrderedDict()
         """Token ids by the segment's digest; the latest used is last."""
         self._bytes = 0
         self._lock = threading.Lock()
@@ -99,7 +101,7 @@ class SegmentEncoder:
         """What finds the places to cut at; empty where there are none."""
         return self._boundaries.pattern if self._boundaries else ""
 
-    def encode(self, text: str, most: int = MAX_TOKENS) -> list[int]:
+    def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return token ids, without any that the text does not ask for.
 
         Args:
@@ -113,7 +115,7 @@ class SegmentEncoder:
             return _counted(self._tokenise(text, self._encode), most)
         return self._join(parted(text, self._boundaries), self._encode, most)
 
-    def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> list[int]:
+    def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> TokenIds:
         """Return token ids of a text in which the pieces that are tokens are the only guarded ones.
 
         Raises:
@@ -127,8 +129,8 @@ class SegmentEncoder:
             return _counted(self._tokenise(guarded.spell(pieces), guarded.encode), most)
         return self._join(pieces, guarded.encode, most)
 
-    def _join(self, pieces: Iterable[Piece], tokenise: Tokenise, most: int) -> list[int]:
-        ids = list[int]()
+    def _join(self, pieces: Iterable[Piece], tokenise: Tokenise, most: int) -> TokenIds:
+        ids = _no_tokens()
         for piece in pieces:
             if piece.is_token:
                 ids.append(self._special_ids[piece.text])
@@ -136,19 +138,19 @@ class SegmentEncoder:
                 ids.extend(self._segment(piece.text, tokenise, most - len(ids)))
         return _counted([ids], most)
 
-    def _segment(self, segment: str, tokenise: Tokenise, most: int) -> "array[int]":
+    def _segment(self, segment: str, tokenise: Tokenise, most: int) -> TokenIds:
         key = blake2b(segment.encode(), digest_size=16).digest()
         with self._lock:
             ids = self._kept.get(key)
             if ids is not None:
                 self._kept.move_to_end(key)
                 return ids
-        ids = array("I", _counted(self._tokenise(segment, tokenise), most))
+        ids = _counted(self._tokenise(segment, tokenise), most)
         with self._lock:
             self._keep(key, ids)
         return ids
 
-    def _keep(self, key: bytes, ids: "array[int]") -> None:
+    def _keep(self, key: bytes, ids: TokenIds) -> None:
         if key not in self._kept:
             self._kept[key] = ids
             self._bytes += _size(ids)
@@ -167,8 +169,12 @@ class SegmentEncoder:
         return ids
 
 
-def _counted(parts: Iterable[list[int]], most: int) -> list[int]:
-    ids = list[int]()
+def _no_tokens() -> TokenIds:
+    return array("I")
+
+
+def _counted(parts: Iterable[Iterable[int]], most: int) -> TokenIds:
+    ids = _no_tokens()
     for part in parts:
         ids.extend(part)
         if len(ids) > most:
@@ -176,7 +182,7 @@ def _counted(parts: Iterable[list[int]], most: int) -> list[int]:
     return ids
 
 
-def _size(ids: "array[int]") -> int:
+def _size(ids: TokenIds) -> int:
     return len(ids) * ids.itemsize + ENTRY_BYTES
 
 
@@ -242,7 +248,7 @@ class Model:
         opening: str = "",
         arguments: Mapping[str, Any] = MappingProxyType({}),
         most: int = MAX_TOKENS,
-    ) -> list[int]:
+    ) -> TokenIds:
         """Return the token ids of a conversation.
 
         Args:
@@ -268,12 +274,14 @@ class Model:
                 text = self.template.render(
                     marked.turns, tools=marked.tools, arguments=marked.arguments
                 )
-                ids = self.encoder.encode_pieces(marked.pieces(text + opening), most)
+                marks = marked.marks
+                del marked  # each form of a long text is as long
+                ids = self.encoder.encode_pieces(marks.pieces(text + opening), most)
         except (ChatTemplateError, SpecialTokenError, UncutText) as error:
             raise PromptError(str(error)) from error
-        return Affixes(self.chat_prefix).around(ids)
+        return _around(Affixes(self.chat_prefix), ids)
 
-    def encode(self, text: str, most: int = MAX_TOKENS) -> list[int]:
+    def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a raw prompt, which is the whole of what the model reads: special
         tokens that it spells are such.
 
@@ -285,9 +293,9 @@ class Model:
             ids = self.encoder.encode(text, most)
         except UncutText as error:
             raise PromptError(str(error)) from error
-        return self.affixes.around(ids)
+        return _around(self.affixes, ids)
 
-    def encode_whole(self, text: str, most: int = MAX_TOKENS) -> list[int]:
+    def encode_whole(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a text with those that the tokenizer itself puts around it, which
         models for embeddings are trained with. Special tokens that the text spells are text.
 
@@ -302,7 +310,7 @@ class Model:
                 ids = self.encoder.encode(text, most)
         except (SpecialTokenError, UncutText) as error:
             raise PromptError(str(error)) from error
-        return [*self.affixes.prefix, *ids, *self.affixes.suffix]
+        return array("I", self.affixes.prefix) + ids + array("I", self.affixes.suffix)
 
     def fewest_tokens(self, text: str) -> int:
         """Return a bound from below that costs no tokenising."""
@@ -310,6 +318,12 @@ class Model:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _around(affixes: Affixes, ids: TokenIds) -> TokenIds:
+    """Return ids with what is missing around them."""
+    prefix, suffix = affixes.missing(ids)
+    return array("I", prefix) + ids + array("I", suffix) if prefix or suffix else ids
 
 
 def fingerprint(response: inference_pb2.GetModelResponse) -> str:

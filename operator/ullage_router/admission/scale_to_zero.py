@@ -320,5 +320,6 @@ class ScaleToZero:
         call.decision = replace(
             call.decision.after("hold", "ASLEEP"), action="queue", reason="ASLEEP"
         )
+        call.end_turn()
         with call.deadline.paused():
             await self.queue.hold(pool, size, call.deadline.held_s)

@@ -1,5 +1,6 @@
 """The HTTP application: every path, and the answers for unknown paths and methods."""
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ullage_router.errors import (
     unknown_model,
     unknown_path,
 )
+from ullage_router.http import openapi
 from ullage_router.http.messages import Endpoint, Headers, Reply, Request, Routes
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.openai.embeddings import EmbeddingsEndpoint
@@ -47,7 +49,10 @@ class App:
         self, service: RouterService, monitoring: Pages | None = None, more: Routes | None = None
     ) -> None:
         self._service = service
-        self._routes: Routes = {**(more or {}), **_routes(service, monitoring)}
+        described = {openapi.PATH: _get(self._describe)}
+        self._routes: Routes = {**(more or {}), **_routes(service, monitoring), **described}
+        self._description = b""
+        """The API's description in OpenAPI, once it was asked for."""
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         try:
@@ -56,12 +61,27 @@ class App:
                 raise error
             await self._endpoint(request)(request, reply)
         except ServiceError as error:
-            await _fail(request, reply, error)
+            # Its frames have the request, which may have the error: a cycle would keep both.
+            await _fail(request, reply, error.with_traceback(None))
         except Exception:
             if reply.has_begun:
                 raise
             log.exception("request failed", extra={"path": request.path})
             await _fail(request, reply, internal())
+
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """Paths and methods that are served, as OpenAPI has them."""
+        return [
+            (f"{path}{{name}}" if path.endswith("/") else path, method)
+            for path, methods in self._routes.items()
+            for method in methods
+        ]
+
+    async def _describe(self, request: Request, reply: Reply) -> None:
+        if not self._description:  # thirty milliseconds, which others need not wait
+            self._description = await asyncio.to_thread(openapi.document, self.routes)
+        await reply.whole(HTTPStatus.OK, [JSON_TYPE], self._description)
 
     def _endpoint(self, request: Request) -> Endpoint:
         path = MODELS + "/" if request.path.startswith(MODELS + "/") else request.path

@@ -250,6 +250,10 @@ class Connection(HttpToolsProtocol):
         # uvicorn tells only an application that waits for it, in a task more for each request.
         if self._answered and self._answered.task:
             self._answered.task.cancel()
+        # Cycles have this connection: clients that come and go would leave garbage, with the bodies
+        # in it, until a search for it, which stops everybody.
+        self._answered = None
+        self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self.flow.unparsed:  # reading stops one read late under TLS

@@ -1,8 +1,10 @@
 """Turns of long bodies, of which a process has few bytes at a time.
 
-A body and what is made of it take three times its bytes until it is parsed. Bodies that find
-others before them wait on their clients' side: nothing more of them is received. A client that lets
-others wait for it loses its turn.
+Few arrive at a time: those that find others before them wait on their clients' side, and nothing
+more of them is received. A client that lets others wait for it loses its turn. Of those that are
+there fewer still become prompts at a time, since what is made of a body takes up to six times its
+bytes on the way. How long that takes is in no client's hands: a request that waits for anything
+else than this router lets others come.
 """
 
 import asyncio
@@ -14,8 +16,10 @@ from dataclasses import dataclass
 LONG_BODY_BYTES = 1 << 20
 """Bytes that every body may have without waiting for its turn."""
 MAX_LONG_BYTES = 16 << 20
-"""Bytes of long bodies at one time, by the lengths that they declare; half of them for one tenant.
-"""
+"""Bytes of long bodies that arrive or are there at one time, by the lengths that they declare; half
+of them for one tenant."""
+MAX_HANDLED_BYTES = 8 << 20
+"""Bytes of long bodies that become prompts at one time: the longest alone."""
 TURN_TIMEOUT_S = 20.0
 """Seconds that a body waits for its turn."""
 IDLE_TIMEOUT_S = 2.0
@@ -61,9 +65,18 @@ class Turn:
 
 
 class LongBodies:
-    """Gives tenants their turns, one after the other, and each tenant's bodies in their order."""
+    """Gives tenants their turns, one after the other, and each tenant's bodies in their order.
 
-    def __init__(self) -> None:
+    Args:
+        limit: bytes at one time.
+        tenant_limit: bytes of one tenant at one time.
+    """
+
+    def __init__(
+        self, limit: int = MAX_LONG_BYTES, tenant_limit: int = MAX_LONG_BYTES // 2
+    ) -> None:
+        self._limit = limit
+        self._tenant_limit = tenant_limit
         self._taken = Counter[str]()
         """Bytes by tenant."""
         self._turns: dict[Turn, None] = {}
@@ -140,9 +153,9 @@ class LongBodies:
 
     def _may_take(self, size: int, tenant: str) -> bool:
         # Those without a name are many clients.
-        most = MAX_LONG_BYTES // 2 if tenant else MAX_LONG_BYTES
+        most = self._tenant_limit if tenant else self._limit
         total = self._taken.total() + size
-        return total <= MAX_LONG_BYTES and self._taken[tenant] + size <= most
+        return total <= self._limit and self._taken[tenant] + size <= most
 
     def _make_room(self) -> None:
         """Take the turn of a body that others wait for and that brings too little, or do it once
@@ -162,7 +175,7 @@ class LongBodies:
     def _in_the_way(self) -> Iterator[Turn]:
         """Yield the turns that keep others from theirs: a tenant's own, or all."""
         waiting = {tenant: queue[0][0].size for tenant, queue in self._waiting.items()}
-        is_full = any(self._taken.total() + size > MAX_LONG_BYTES for size in waiting.values())
+        is_full = any(self._taken.total() + size > self._limit for size in waiting.values())
         for turn in self._turns:
             if is_full or turn.tenant in waiting:
                 yield turn

@@ -14,7 +14,13 @@ from ullage_router.errors import (
     length_required,
     malformed,
 )
-from ullage_router.http.long_bodies import LONG_BODY_BYTES, LongBodies, Turn
+from ullage_router.http.long_bodies import (
+    LONG_BODY_BYTES,
+    MAX_HANDLED_BYTES,
+    MAX_LONG_BYTES,
+    LongBodies,
+    Turn,
+)
 
 Headers = list[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
@@ -41,6 +47,8 @@ class Limits:
     max_body_bytes: int = 8 << 20
     max_held_bytes: int = 256 << 20
     """Bytes of bodies that arrive or wait to become prompts, on all connections together."""
+    max_long_bytes: int = MAX_LONG_BYTES
+    max_handled_bytes: int = MAX_HANDLED_BYTES
     max_connections: int = 20_000
     max_age_s: float = 600.0
     """Age at which a connection ends with its reply, so that the client comes to another process.
@@ -68,6 +76,11 @@ class BodyRoom:
     limit: int
     taken: int = 0
     long_bodies: LongBodies = field(default_factory=LongBodies)
+    """Turns of those that arrive."""
+    handled: LongBodies = field(
+        default_factory=lambda: LongBodies(MAX_HANDLED_BYTES, MAX_HANDLED_BYTES)
+    )
+    """Turns of those that become prompts."""
     _of_tenants: dict[str, int] = field(default_factory=dict)
 
     def take(self, size: int, tenant: str) -> bool:
@@ -111,7 +124,9 @@ class Request:
         self._has_failed = False
         self._taken_bytes = 0
         self._turn: Turn | None = None
-        """Its turn among long bodies, where it is one."""
+        """Its turn among long bodies that arrive, where it is one."""
+        self._handled: Turn | None = None
+        """Its turn among those that become prompts."""
         self._tenant = ""
 
     @property
@@ -146,13 +161,17 @@ class Request:
         )
 
     def end_turn(self) -> None:
-        """Let other long bodies come, once this one is parsed, or never will be.
+        """Let other long bodies come, once this one is a prompt, never will be, or waits for others
+        than this router.
 
         What was made of it still takes its room, until that is released.
         """
         if self._turn:
             self._room.long_bodies.give_back(self._turn)
             self._turn = None
+        if self._handled:
+            self._room.handled.give_back(self._handled)
+            self._handled = None
 
     def release(self) -> None:
         """Give back the room for the body, which whoever reads it does not need any more."""
@@ -217,7 +236,8 @@ class Request:
         return bytes(body)
 
     async def _read_long(self, body: bytearray, has_more: bool) -> None:
-        """Read the rest of a long body in its turn, and nothing of it before."""
+        """Read the rest of a long body in its turn, and nothing of it before; then wait until few
+        others are becoming prompts."""
         bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
@@ -228,9 +248,10 @@ class Request:
                         part, has_more = await self._receive_part(len(body))
                 body += part
                 turn.add(len(part))
+            bodies.shrink(turn, len(body))
+            self._handled = await self._room.handled.take(len(body), self._tenant)
         except TimeoutError as error:
             raise bodies_full() from error
-        bodies.shrink(turn, len(body))
 
     async def _receive_part(self, num_before: int) -> tuple[bytes, bool]:
         """Return the next part of the body, which takes room, and whether more is to come.
@@ -323,7 +344,11 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 
 def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
     """An ASGI application; its task is cancelled when the client goes."""
-    room = BodyRoom(limits.max_held_bytes)
+    room = BodyRoom(
+        limits.max_held_bytes,
+        long_bodies=LongBodies(limits.max_long_bytes, limits.max_long_bytes // 2),
+        handled=LongBodies(limits.max_handled_bytes, limits.max_handled_bytes),
+    )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, limits, room)

@@ -72,6 +72,8 @@ class Pages:
             error = failure if isinstance(failure, ServiceError) else internal()
             if error is not failure:
                 log.exception("page failed", extra={"path": request.path})
+            # Its frames have the request, which may have the error: a cycle would keep both.
+            error.with_traceback(None)
             headers = [(b"content-type", JSON.encode()), *error_headers(error)]
             await reply.whole(http_status(error), headers, envelope(error))
             return

@@ -96,7 +96,10 @@ class IdempotencyKeys:
         if not call.idempotency_key:
             return await proceed(call)
         name = (call.tenant.name, _checked(call.idempotency_key))
-        reader = self._find(name, call, proceed).join(call)
+        generation = self._find(name, call, proceed)
+        if generation.leader is not call:
+            call.end_turn()
+        reader = generation.join(call)
         try:
             await reader.begin()
         except BaseException:
@@ -150,6 +153,7 @@ class IdempotencyKeys:
                 raise
 
     async def _replayed(self, reader: AnswerReader, call: Call) -> ResponseStream:
+        call.end_turn()
         try:
             call.decision = msgspec.msgpack.decode(await reader.begin(), type=Decision)
             accepted = await reader.next()

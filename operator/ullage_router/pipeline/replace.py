@@ -48,6 +48,7 @@ class Replacer:
         try:
             with holder.cancellable():
                 if earlier:
+                    call.end_turn()
                     await earlier.end()
                 holder.stream = await proceed(call)
         except BaseException:

@@ -1,6 +1,7 @@
 """From the input of a request, whatever its form, to the prompt that engines get."""
 
 import functools
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,9 @@ from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.tool_use import ToolUse, tool_use
 from ullage_router.prompts.truncate import droppable
-from ullage_router.tokenizer import Model, PromptError, TooManyTokens
+from ullage_router.tokenizer import Model, PromptError, TokenIds, TooManyTokens
 
-TOKEN_BYTES = 44
+TOKEN_BYTES = 12
 CHARACTER_BYTES = 8
 """Bytes of one character of the turns, which the request has as well: at most 4 each."""
 MAX_CHARACTERS_PER_TOKEN = 64
@@ -38,7 +39,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """What is to be continued."""
 
     model: Model
-    token_ids: list[int]
+    token_ids: Sequence[int]
     turns: tuple[Turn, ...] = ()
     """Turns of the conversation; empty when it is not one."""
     degraded: tuple[str, ...] = ()
@@ -60,7 +61,7 @@ class Prompt(msgspec.Struct, frozen=True):
         """Turns other than the newest may be dropped, and that was not tried before."""
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
-    def render(self, turns: Sequence[Turn]) -> list[int]:
+    def render(self, turns: Sequence[Turn]) -> Sequence[int]:
         """Token ids of another conversation with the same tools and variables."""
         use = self.tool_use
         return self.model.render(turns, use.tools, use.opening, self.arguments)
@@ -113,7 +114,7 @@ class PromptBuilder:
         kind = request.WhichOneof("input")
         if kind == "token_ids":
             self._check_count(len(request.token_ids.ids))
-            ids = list(request.token_ids.ids)
+            ids = array("I", request.token_ids.ids)
             check_prompt_tokens(ids, model.vocab_size)
             return Prompt(model, ids)
         if kind == "text":
@@ -131,7 +132,7 @@ class PromptBuilder:
         encode = model.encode_whole if request.embed else model.encode
         most = COUNTED_CONTEXTS * self._engines.max_model_len
 
-        def checked() -> list[int] | ServiceError:
+        def checked() -> "TokenIds | ServiceError":
             # A copy each time, which need not wait for a thread; nor does an error that is not
             # raised here keep it.
             text = request.text
@@ -147,7 +148,10 @@ class PromptBuilder:
 
         ids = await self._threads.run(size, checked, tenant)
         if isinstance(ids, ServiceError):
-            raise ids
+            try:
+                raise ids
+            finally:
+                del ids  # the error has this frame, which would have the error
         check_prompt_tokens(ids, model.vocab_size)
         return Prompt(model, ids)
 
@@ -163,13 +167,22 @@ class PromptBuilder:
         turns, use, size = await self._intake.run(num_bytes, tenant, read)
         turns, degraded = await self._cleansed(turns, size, tenant)
         most = MAX_CONTEXTS * self._engines.max_model_len
-        render = functools.partial(model.render, turns, use.tools, use.opening, arguments, most)
-        try:
-            ids = await self._threads.run(size, render, tenant)
-        except PromptError as error:
-            raise invalid("messages", f"messages: {error}") from error
-        except TooManyTokens as error:
-            raise self._too_long("messages", most) from error
+
+        def rendered() -> "TokenIds | ServiceError":
+            # An error that is not raised here keeps no frames, which have all forms of the text.
+            try:
+                return model.render(turns, use.tools, use.opening, arguments, most)
+            except PromptError as error:
+                return invalid("messages", f"messages: {error}")
+            except TooManyTokens:
+                return self._too_long("messages", most)
+
+        ids = await self._threads.run(size, rendered, tenant)
+        if isinstance(ids, ServiceError):
+            try:
+                raise ids
+            finally:
+                del ids  # the error has this frame, which would have the error
         check_prompt_tokens(ids, model.vocab_size, "messages")
         prompt = Prompt(model, ids, turns, degraded, tool_use=use, arguments=arguments, weight=size)
         return await self._summarized(prompt, tenant) if self._summarizer else prompt
@@ -198,6 +211,7 @@ class PromptBuilder:
             self._engines.max_model_len,
             prompt.render,
             tenant,
+            prompt.weight,
         )
         if history is None:
             return prompt

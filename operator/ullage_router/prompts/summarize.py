@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ullage_common.chat.template import num_characters, weight
+from ullage_common.chat.template import num_characters
 from ullage_common.chat.tool_formats import Turn
 from ullage_common.config.router import CompressSection
 from ullage_router.prompts.threads import TokenizerThreads
@@ -203,7 +203,7 @@ MAX_KEPT_CHARACTERS = 4 << 20
 LABEL = "[Summary of the first {count} messages of this conversation, which were long]\n"
 REPLY = "Understood."
 
-Render = Callable[[Sequence[Turn]], list[int]]
+Render = Callable[[Sequence[Turn]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class SummarizedHistory:
     """A shorter conversation."""
 
     turns: tuple[Turn, ...]
-    token_ids: list[int]
+    token_ids: Sequence[int]
     num_turns: int
     """Number of turns that the summary stands for."""
 
@@ -288,7 +288,13 @@ class HistorySummarizer:
         return outcomes | {"saved_tokens": self._saved_tokens}
 
     async def summarize_history(
-        self, turns: Sequence[Turn], num_tokens: int, context: int, render: Render, tenant: str
+        self,
+        turns: Sequence[Turn],
+        num_tokens: int,
+        context: int,
+        render: Render,
+        tenant: str,
+        size: int,
     ) -> SummarizedHistory | None:
         """A shorter conversation; None when it is short enough or cannot be summed up.
 
@@ -296,16 +302,17 @@ class HistorySummarizer:
             num_tokens: of the whole prompt.
             context: the longest there may be, tokens.
             tenant: whose conversation it is; tenants share no summaries.
+            size: characters of the conversation (`template.weight`).
         """
         if num_tokens <= self._section.threshold * context:
             return None
-        places, oldest_turns = await self._threads.run(
-            weight(turns), lambda: self._oldest(turns), tenant
-        )
+        places, oldest_turns = await self._threads.run(size, lambda: self._oldest(turns), tenant)
         if not places:
             return None
-        summary = await self._summary(oldest_turns, tenant)
-        result = await self._rendered(turns, places, summary, render, tenant) if summary else None
+        summary = await self._summary(oldest_turns, tenant, size)
+        result = None
+        if summary:
+            result = await self._rendered(turns, places, summary, render, tenant, size)
         if result is None or len(result[1]) >= num_tokens:
             self._count("refused", 0)
             return None
@@ -329,26 +336,29 @@ class HistorySummarizer:
         summary: str,
         render: Render,
         tenant: str,
-    ) -> tuple[tuple[Turn, ...], list[int]] | None:
+        size: int,
+    ) -> tuple[tuple[Turn, ...], Sequence[int]] | None:
         shorter = with_summary(turns, places, summary)
         try:
-            ids = await self._threads.run(weight(shorter), lambda: render(shorter), tenant)
+            ids = await self._threads.run(size, lambda: render(shorter), tenant)
         except PromptError:  # the template refuses it; the conversation itself was fine
             return None
         return shorter, ids
 
-    async def _summary(self, turns: Sequence[Turn], tenant: str) -> str:
+    async def _summary(self, turns: Sequence[Turn], tenant: str, size: int) -> str:
         """The summary; empty when facts would be lost."""
-        text = f"{tenant}\0{as_text(turns)}"
-        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        key = await self._threads.run(size, lambda: _digest(turns, tenant), tenant)
         summary = self._cache.get(key)
         if summary is None:
             fact_share = self._section.fact_share
-            summary = await self._threads.run(
-                weight(turns), lambda: extract(turns, fact_share), tenant
-            )
+            summary = await self._threads.run(size, lambda: extract(turns, fact_share), tenant)
             self._cache.put(key, summary)
         return summary
+
+
+def _digest(turns: Sequence[Turn], tenant: str) -> bytes:
+    text = f"{tenant}\0{as_text(turns)}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _plain(turn: Turn) -> Turn:

@@ -21,7 +21,7 @@ class Truncated:
     """A shorter conversation and what was done to it."""
 
     turns: Sequence[Turn]
-    token_ids: list[int]
+    token_ids: Sequence[int]
     degraded: tuple[str, ...]
 
 
@@ -44,7 +44,7 @@ def _last_question(turns: Sequence[Turn]) -> int:
 def truncate(
     turns: Sequence[Turn],
     budget: int,
-    render: Callable[[Sequence[Turn]], list[int]],
+    render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int = 1,
 ) -> Truncated:
     """The longest shorter conversation of at most `budget` tokens, or the shortest there is."""
@@ -60,7 +60,7 @@ def truncate(
 def _fewest_dropped(
     turns: Sequence[Turn],
     budget: int,
-    render: Callable[[Sequence[Turn]], list[int]],
+    render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int,
 ) -> tuple[int, list[Turn]]:
     """Finds the fewest turns to drop by bisection: every turn more that goes makes the prompt

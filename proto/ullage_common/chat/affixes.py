@@ -4,6 +4,7 @@ Routers and engines tokenise raw prompts alike: the tokens that the post-process
 adds stand around the prompt once, whether or not the prompt spells them itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,11 +32,15 @@ class Affixes:
     def around(self, ids: list[int]) -> list[int]:
         """Return the ids of a text with what is missing around them: a text that begins with the
         prefix, or ends with the suffix, keeps it as it is."""
+        prefix, suffix = self.missing(ids)
+        return [*prefix, *ids, *suffix] if prefix or suffix else ids
+
+    def missing(self, ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return what is missing before and after the ids of a text."""
         prefix = () if tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
         end = len(ids) - len(self.suffix)
         has_suffix = end >= 0 and tuple(ids[end:]) == self.suffix
-        suffix = () if has_suffix else self.suffix
-        return [*prefix, *ids, *suffix] if prefix or suffix else ids
+        return prefix, () if has_suffix else self.suffix
 
 
 def affixes_of(tokenizer: Encoder) -> Affixes:

@@ -107,24 +107,42 @@ def parted(text: str, pattern: re.Pattern[str] | None) -> Iterator[Piece]:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkedRequest:
-    """The texts of a request with marks, and the way to take them out again."""
+class ClearMarks:
+    """The way to take marks out of a text again."""
 
-    turns: Sequence[Turn]
-    tools: Sequence[Mapping[str, Any]]
-    arguments: Mapping[str, Any]
     guard: "SpecialTokenGuard"
     own: Marks
     """Marks of texts of the assistant and the system."""
 
     def pieces(self, text: str) -> Iterator[Piece]:
         """Cut a rendered text at the tokens that are the template's, without the marks."""
+        tags = self.guard.tag_finder
         for piece in parted(text, self.guard.finder):
             if piece.is_token:
                 yield piece
                 continue
-            for part in parted(self.own.clear(piece.text), self.guard.tag_finder):
-                yield part if part.is_token else Piece(self.own.clear_all(part.text))
+            part = self.own.clear(piece.text)
+            del piece  # each form of a long text is as long
+            if tags is None or not tags.search(part):
+                part = self.own.clear_all(part)
+                yield Piece(part)
+                continue
+            for each in parted(part, tags):
+                yield each if each.is_token else Piece(self.own.clear_all(each.text))
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedRequest:
+    """The texts of a request with marks, and the way to take them out again."""
+
+    turns: Sequence[Turn]
+    tools: Sequence[Mapping[str, Any]]
+    arguments: Mapping[str, Any]
+    marks: ClearMarks
+
+    def pieces(self, text: str) -> Iterator[Piece]:
+        """Cut a rendered text at the tokens that are the template's, without the marks."""
+        return self.marks.pieces(text)
 
 
 class SpecialTokenGuard:
@@ -180,8 +198,7 @@ class SpecialTokenGuard:
             turns=[_marked_turn(turn, own, others) for turn in turns],
             tools=others.mark_deep(tools),
             arguments={name: others.mark_deep(value) for name, value in arguments.items()},
-            guard=self,
-            own=own,
+            marks=ClearMarks(self, own),
         )
 
     def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:

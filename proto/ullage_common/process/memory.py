@@ -137,8 +137,9 @@ class OomKills:
         return self._looks[-1] if self._looks else 0
 
 
-# Objects that come before the young ones are searched for cycles; Python's 700 is a few requests.
-YOUNG_OBJECTS = 50_000
+# Objects that come before the young ones are searched for cycles; Python's 700 is a few requests,
+# and 50,000 that are garbage take longer than others may wait.
+YOUNG_OBJECTS = 20_000
 
 
 _M_MMAP_THRESHOLD = -3

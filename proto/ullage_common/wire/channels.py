@@ -22,7 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -32,6 +32,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ullage_common.process.addresses import joined
 from ullage_common.wire.call_limits import CallCount, OpenPlaces, Place, ReceiveRoom
+from ullage_common.wire.call_names import Server
 from ullage_common.wire.errors import ServiceError, abort, invalid
 from ullage_common.wire.message_size import check_message
 
@@ -501,12 +502,13 @@ def new_server(
         guard: who may call what; None: everybody everything.
         options: beside those of all servers.
     """
-    return grpc.aio.server(
-        options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)), *options),
+    server = Server(
         interceptors=(guard or RequestGuard(),),
+        options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)), *options),
         # The guard counts calls and says why it refuses one; this bounds refusals on their way.
-        maximum_concurrent_rpcs=2 * (MAX_CALLS + MAX_PUBLIC_CALLS),
+        max_calls=2 * (MAX_CALLS + MAX_PUBLIC_CALLS),
     )
+    return cast(grpc.aio.Server, server)
 
 
 def new_probe_server(is_shared: bool = False) -> grpc.aio.Server:

@@ -106,7 +106,11 @@ class _Stream:
         task = asyncio.create_task(self._run(call, context), name=f"call {call.tag}")
         self._tasks.add(task)
         context.task = task
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._forget, context))
+
+    def _forget(self, context: "CallContext", task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        context.task = None  # the error of one that was cancelled has frames with the context
 
     async def _run(self, call: pb.MultiplexCall, context: "CallContext") -> None:
         status = status_pb2.Status(code=code_pb2.CANCELLED, message="the engine cancelled it")

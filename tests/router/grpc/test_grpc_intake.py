@@ -7,6 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import pytest
+from ullage_testing.http2_frames import (
+    END_HEADERS,
+    HEADERS,
+    PREFACE,
+    SETTINGS,
+    Frame,
+    call_fields,
+    number,
+)
 from ullage_testing.loop_watch import watched_loop
 from ullage_testing.peak_memory import PeakMemory
 
@@ -116,3 +126,38 @@ def send(address: str, body: bytes) -> grpc.StatusCode | None:
         except grpc.RpcError as error:
             return from_rpc_error(error).code
     return None
+
+
+def test_no_name_of_a_method_ends_the_server(start_service: "StartService") -> None:
+    """gRPC decodes the name of a method that nobody has registered, outside of all handlers."""
+
+    async def scenario() -> None:
+        async with start_service() as service:
+            address = ("127.0.0.1", service.router.grpc_port)
+            for name in (
+                b"/\xe2\x80/Generate",
+                b"/ullage.inference.v1.InferenceService/\xff",
+                b"\xff",
+            ):
+                block = call_fields("/").replace(field(":path", b"/"), field(":path", name))
+                frames = (Frame(SETTINGS, 0, 0, b""), Frame(HEADERS, END_HEADERS | 1, 1, block))
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(PREFACE + b"".join(frame.encoded() for frame in frames))
+                assert await reader.read(9)
+                answer = b""
+                while b"grpc-status" not in answer:
+                    answer += await reader.read(1 << 16)
+                writer.close()
+            request = inference_pb2.GenerateRequest(text="Hi")
+            unknown = service.channel.unary_unary("/ullage.inference.v1.InferenceService/Unknown")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await unknown(b"")
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            answers = [each async for each in service.grpc.Generate(request)]
+            assert answers[-1].HasField("finished")
+
+    asyncio.run(scenario())
+
+
+def field(name: str, value: bytes) -> bytes:
+    return b"\0" + number(len(name), 7) + name.encode() + number(len(value), 7) + value

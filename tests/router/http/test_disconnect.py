@@ -1,8 +1,11 @@
 """A client that goes takes its work with it, wherever the request is."""
 
 import asyncio
+import gc
 import json
 from typing import TYPE_CHECKING, Any
+
+import uvloop
 
 if TYPE_CHECKING:
     Service = Any
@@ -115,3 +118,32 @@ def test_a_client_that_reads_nothing_pauses_only_itself(start_service: "StartSer
             await service.until(lambda: engine.active == 0)
 
     asyncio.run(scenario())
+
+
+def test_clients_that_go_leave_no_garbage(start_service: "StartService") -> None:
+    """What waits for a search for garbage has prompts in it, and a long search stops everybody."""
+
+    async def leave(service: "Service", count: int) -> None:
+        cancelled = len(service.engine.cancelled) + count
+        asked = len(service.engine.requests) + count
+        writers = [await post(service, stream=True) for _ in range(count)]
+        await service.until(lambda: len(service.engine.requests) == asked)
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        await service.until(lambda: len(service.engine.cancelled) == cancelled)
+        await service.until(lambda: service.router.service.pipeline.inflight == 0)
+
+    async def scenario() -> None:
+        async with start_service(single=(10_000,)) as service:
+            service.engine.script.hold = asyncio.Event()
+            await leave(service, 2)
+            gc.collect()
+            gc.disable()
+            try:
+                await leave(service, 40)
+                assert gc.collect() <= 40
+            finally:
+                gc.enable()
+
+    uvloop.run(scenario())

@@ -276,3 +276,38 @@ def test_half_a_surrogate_pair_is_named(padding: int) -> None:
         if ("half a surrogate pair" in caught.value.message) != is_half:
             wrong.append((name, caught.value.message))
     assert not wrong
+
+
+SAID = b"Some <words> of code_and | more 3x5, as usual. "
+CHATS: dict[str, bytes] = {
+    "many turns": said(b",".join([b'{"role":"user","content":"%b"}' % (SAID * 20)] * 8000)),
+    "answers": said(
+        b",".join(
+            [b'{"role":"assistant","content":"%b"},{"role":"user","content":"x"}' % (SAID * 40)]
+            * 4000
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("body", CHATS.values(), ids=CHATS)
+def test_eight_long_chats_at_once_take_no_more_memory_than_one(
+    start_service: "StartService", body: bytes
+) -> None:
+    """They are far above the context, which is known when they are rendered and tokenised."""
+    data = http(CHAT, body)
+    assert 7_500_000 < len(body) < 8 << 20
+
+    async def scenario() -> None:
+        async with start_service(max_model_len=1 << 17) as service:
+            port = service.router.http_port
+            await asyncio.to_thread(exchange, port, data)  # what a process takes once
+            peak = PeakMemory()
+            sending = (asyncio.to_thread(exchange, port, data) for _ in range(8))
+            answers = await asyncio.gather(*sending)
+            # Those that find too many others before them are told to come back.
+            assert {answer[9:12] for answer in answers} <= {b"400", b"503"}
+            assert b"400" in {answer[9:12] for answer in answers}
+            assert peak.grown_bytes <= MOST_BYTES
+
+    asyncio.run(scenario())

@@ -29,7 +29,7 @@ def test_echo(start_service: "StartService") -> None:
         async with start_service() as service:
             answer = await service.complete("Say: ", echo=True)
             assert answer.json()["choices"][0]["text"] == "Say: Hello big world"
-            first = service.router.service.engines.model.encode("Hi")
+            first = list(service.router.service.engines.model.encode("Hi"))
             answer = await service.complete(first, echo=True)
             assert answer.json()["choices"][0]["text"] == "HiHello big world"
             assert not service.engine.requests[0].output.echo

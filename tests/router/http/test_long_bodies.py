@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     StartService = Any
 
 QUARTER = MAX_LONG_BYTES // 4
+COUNT = MAX_LONG_BYTES // (3 << 19) + 1
+"""Bodies of 1.5 MiB, of which all but one could have a turn to arrive at one time."""
 WAIT_S = 20.0
 
 
@@ -177,7 +179,8 @@ async def post(port: int, path: str, rest: bytes) -> tuple[Any, Any]:
     The body is sent as far as the router takes it.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST /v1/%b HTTP/1.1\r\nHost: x\r\n" % path.encode() + rest)
+    head = b"POST /v1/%b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(head % path.encode() + rest)
     return reader, writer
 
 
@@ -219,18 +222,15 @@ def test_clients_that_stop_in_a_long_body_hold_up_nobody(
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "embeddings"])
-def test_a_body_that_is_parsed_lets_others_come(
-    start_service: "StartService", monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_a_body_that_is_parsed_lets_others_come(start_service: "StartService", path: str) -> None:
     """Requests that wait for a pool which sleeps keep no turn."""
-    monkeypatch.setattr(long_bodies, "MAX_LONG_BYTES", 4 << 20)
 
     async def scenario() -> None:
         async with start_service(sleepy=("single",), wait=False) as service:
             port = service.router.http_port
-            clients = [await post(port, path, request(3 << 19)) for _ in range(5)]
+            clients = [await post(port, path, request(3 << 19)) for _ in range(COUNT)]
             pipeline = service.router.service.pipeline
-            await service.until(lambda: pipeline.inflight == 5)
+            await service.until(lambda: pipeline.inflight == COUNT)
             for _, writer in clients:
                 writer.close()
             await service.until(lambda: pipeline.inflight == 0)
@@ -238,9 +238,52 @@ def test_a_body_that_is_parsed_lets_others_come(
     asyncio.run(scenario())
 
 
-def test_the_wait_for_a_turn_is_no_time_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_bodies, "MAX_LONG_BYTES", 3 << 20)
+def test_a_body_whose_answer_another_request_gets_lets_others_come(
+    start_service: "StartService",
+) -> None:
+    """Requests that wait for the answer to the first one with their key keep no turn."""
 
+    async def scenario() -> None:
+        routing = {"idempotency": {"enabled": True}}
+        async with start_service(single=(10_000,), routing=routing) as service:
+            service.engine.script.hold = asyncio.Event()
+            port, keys = service.router.http_port, service.router.service.idempotency
+            rest = b"Idempotency-Key: k\r\n" + request(3 << 19)
+            clients = [await post(port, "chat/completions", rest) for _ in range(COUNT)]
+            await service.until(lambda: keys.repeated == COUNT - 1)
+            service.engine.script.hold.set()
+            async with asyncio.timeout(WAIT_S):
+                assert all([b" 200 " in await reader.readline() for reader, _ in clients])
+            for _, writer in clients:
+                writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_another_service_answers_lets_others_come(
+    start_service: "StartService",
+) -> None:
+    """Requests that wait for another step of a cascade keep no turn."""
+
+    async def scenario() -> None:
+        async with start_service(sleepy=("single",), wait=False, model="small") as small:
+            target = f"127.0.0.1:{small.router.grpc_port}"
+            steps = [{"name": "small", "target": target}, {"name": "big"}]
+            async with start_service(cascade={"name": "default/big", "steps": steps}) as big:
+                port = big.router.http_port
+                clients = [
+                    await post(port, "chat/completions", request(3 << 19)) for _ in range(COUNT)
+                ]
+                pipelines = [each.router.service.pipeline for each in (big, small)]
+                await big.until(lambda: pipelines[0].inflight == COUNT)
+                for _, writer in clients:
+                    writer.close()
+                await big.until(lambda: not any(each.inflight for each in pipelines))
+
+    asyncio.run(scenario())
+
+
+def test_the_wait_for_a_turn_is_no_time_of_the_body() -> None:
     async def scenario() -> None:
         go_on = asyncio.Event()
 
@@ -254,7 +297,7 @@ def test_the_wait_for_a_turn_is_no_time_of_the_body(monkeypatch: pytest.MonkeyPa
                 await go_on.wait()
             await reply.whole(200, [], b"%d" % len(body))
 
-        server = HTTPServer(serve, Limits(body_timeout_s=2.0))
+        server = HTTPServer(serve, Limits(body_timeout_s=2.0, max_long_bytes=3 << 20))
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
         await server.start(listener)

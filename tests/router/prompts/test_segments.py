@@ -52,7 +52,7 @@ def test_segments_are_what_the_tokenizer_makes_of_the_whole(
     tokenizer = byte_level(normalizer=normalizers.NFC() if composes else None)
     encoder = SegmentEncoder(tokenizer, max_bytes=1000)
     for text in [*texts, *texts]:
-        assert encoder.encode(text) == whole(tokenizer, text)
+        assert list(encoder.encode(text)) == whole(tokenizer, text)
         assert encoder.size <= 1000
 
 
@@ -61,7 +61,7 @@ def test_tokens_that_look_around_are_no_boundaries(name: str) -> None:
     tokenizer = byte_level(AddedToken("<|end|>", special=True, **{"normalized": False, name: True}))
     encoder = SegmentEncoder(tokenizer)
     for text in ("a <|end|> b", "x<|end|>x", "aa <|end|>"):
-        assert encoder.encode(text) == whole(tokenizer, text)
+        assert list(encoder.encode(text)) == whole(tokenizer, text)
     assert encoder.size == 0
 
 
@@ -71,7 +71,7 @@ def test_many_special_tokens_are_found_as_fast_as_few() -> None:
     tokenizer = byte_level(*map(plain, names))
     encoder = SegmentEncoder(tokenizer)
     text = "<" * 2000 + "<special_17<special_999><special_9990>[INST][INS<spex<s>"
-    assert encoder.encode(text) == whole(tokenizer, text)
+    assert list(encoder.encode(text)) == whole(tokenizer, text)
     assert encoder.pattern.count("<") == 1
 
 
@@ -79,7 +79,7 @@ def test_a_tokenizer_that_knows_the_beginning_gets_the_whole() -> None:
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     encoder = SegmentEncoder(tokenizer)
-    assert encoder.encode("a<|end|>a") == whole(tokenizer, "a<|end|>a")
+    assert list(encoder.encode("a<|end|>a")) == whole(tokenizer, "a<|end|>a")
     assert encoder.size == 0
 
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -59,12 +59,24 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: object = None
     add_special_tokens: bool | None = None
 
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
+        "dimensions": (None,),
+        "truncate_prompt_tokens": (None,),
+        "add_special_tokens": (None, True),
+    }
+    """Values that ask for nothing, of the fields that cannot be honoured."""
+
+    @classmethod
+    def neutral_values(cls, name: str) -> tuple[object, ...]:
+        """Return the values of a field that ask for nothing."""
+        return cls.NEUTRAL[name]
+
     def refused(self) -> tuple[str, object] | None:
         """The first field that cannot be honoured and asks for something, with its value."""
-        for name in ("dimensions", "truncate_prompt_tokens"):
-            if (value := getattr(self, name)) is not None:
+        for name, neutral in self.NEUTRAL.items():
+            if (value := getattr(self, name)) not in neutral:
                 return name, value
-        return ("add_special_tokens", False) if self.add_special_tokens is False else None
+        return None
 
 
 _BODY = msgspec.json.Decoder(EmbeddingsRequest)

@@ -221,11 +221,9 @@ class GenerateEndpoint:
             body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # its time begins when all of the body is there
             parse = functools.partial(self._dialect.parse, body)
-            try:
-                parsed = await self._intake.run(len(body), tenant.name, parse)
-            finally:
-                request.end_turn()
+            parsed = await self._intake.run(len(body), tenant.name, parse)
         except Exception as error:
+            request.end_turn()
             record = RequestRecord(record_id)
             # Its frames have the body, and this one would have the error: a cycle.
             refusal = as_service_error(error, record).with_traceback(None)
@@ -248,6 +246,7 @@ class GenerateEndpoint:
             authorization=headers.get("authorization"),
             is_streamed=parsed.is_streamed,
             release_body=request.release,
+            end_turn=request.end_turn,
         )
         await self._answer(call, parsed, self._writer(reply, record))
 
@@ -266,6 +265,7 @@ class GenerateEndpoint:
                 else:
                     await _whole(stream, form, writer, asked.n)
         except Exception as error:
+            call.end_turn()  # a client may be slow to take the error
             await writer.error(as_service_error(error, call.record))
         finally:
             writer.stop()

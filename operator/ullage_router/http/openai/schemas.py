@@ -5,7 +5,7 @@ that it cannot honour and that would change the meaning of the answer are refuse
 """
 
 from operator import attrgetter
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -29,6 +29,16 @@ Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
 """Each of its texts takes two bytes of a grammar and more."""
 NULL = msgspec.Raw(b"null")
+
+
+def unread() -> Any:
+    """Return a field whose JSON is read later, null unless it is given.
+
+    A default would be a part of the type's JSON schema, which has no form for unread JSON.
+    """
+    return msgspec.field(default_factory=lambda: NULL)
+
+
 TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
 
@@ -60,8 +70,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    function_call: msgspec.Raw = NULL
-    audio: msgspec.Raw = NULL
+    function_call: msgspec.Raw = unread()
+    audio: msgspec.Raw = unread()
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -73,9 +83,23 @@ class NamedTool(msgspec.Struct, frozen=True):
     function: NamedFunction | None = None
 
 
+class DefinedFunction(msgspec.Struct, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    """JSON schema of the arguments, which are an object."""
+
+
+class ToolDefinition(msgspec.Struct, frozen=True):
+    """A tool that the model may call; read where prompts are made (`prompts/tool_use.py`)."""
+
+    type: Literal["function"]
+    function: DefinedFunction
+
+
 class JsonSchema(msgspec.Struct, frozen=True):
     name: str
-    schema: msgspec.Raw = NULL
+    schema: msgspec.Raw = unread()
     strict: bool | None = None
     """Schemas are followed either way."""
 
@@ -88,7 +112,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 class StructuredOutputs(msgspec.Struct, frozen=True):
     """Constraints of the answer in vLLM's form."""
 
-    json: msgspec.Raw = NULL
+    json: msgspec.Raw = unread()
     json_object: bool | None = None
     regex: str | None = None
     choice: Choice | None = None
@@ -108,7 +132,8 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
     }
-    """Values that ask for nothing; null, false and empty ones never do."""
+    """Values that ask for nothing, besides null, and besides false and empty ones where the field
+    is no switch."""
 
     suffix: object = None
     functions: object = None
@@ -134,6 +159,12 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     documents: object = None
     prompt_embeds: object = None
 
+    @classmethod
+    def neutral_values(cls, name: str) -> tuple[object, ...]:
+        """Return the values of a field that ask for nothing."""
+        usual = () if name in _SWITCHES else _USUAL  # 0 asks for the chosen token's, in vLLM
+        return (None, *usual, *cls.NEUTRAL.get(name, ()))
+
     def refused(self) -> tuple[str, object] | None:
         """The first field that asks for something, with its value."""
         if _unsupported(self) == _NOTHING:
@@ -145,14 +176,15 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def _is_neutral(self, name: str, value: object) -> bool:
-        neutral = self.NEUTRAL.get(name, ())
-        if any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
-            return True
-        is_switch = name not in ("skip_special_tokens", "add_generation_prompt")
-        is_empty = isinstance(value, list | dict) and not value
-        return is_switch and (value is False or is_empty)  # 0 asks for the chosen token's, in vLLM
+        return any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in self.neutral_values(name)
+        )
 
 
+_USUAL: tuple[object, ...] = (False, [], {})
+_SWITCHES = frozenset({"skip_special_tokens", "add_generation_prompt"})
+"""Fields that are on unless a request turns them off."""
 _unsupported = attrgetter(*Unsupported.__struct_fields__)
 _NOTHING = (None,) * len(Unsupported.__struct_fields__)
 
@@ -205,7 +237,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)]
-    tools: msgspec.Raw = NULL
+    tools: msgspec.Raw = unread()
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: AtLeastOne | None = None

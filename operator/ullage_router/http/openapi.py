@@ -1,0 +1,398 @@
+"""The description of the HTTP API in OpenAPI 3.1, made from what parses requests.
+
+Bodies of requests come from the structures that the parser fills, and statuses from the table of
+errors. An operation stands here once: a path that the server has and this file lacks is an error.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ullage_common import version
+from ullage_router.http.console.console import CONSOLE, OVERLOAD, Overload
+from ullage_router.http.console.console import EVENTS as CONSOLE_EVENTS
+from ullage_router.http.openai import answers
+from ullage_router.http.openai.embeddings import EmbeddingsRequest, Input
+from ullage_router.http.openai.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    JsonSchema,
+    Prompt,
+    StructuredOutputs,
+    ToolDefinition,
+    Unsupported,
+)
+from ullage_router.pipeline import idempotency, replace
+
+Json = dict[str, Any]
+
+PATH = "/openapi.json"
+JSON = "application/json"
+EVENTS = "text/event-stream"
+TEXT = "text/plain"
+_REF = "#/components/schemas/{name}"
+
+REFUSING: tuple[type[Unsupported | EmbeddingsRequest], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+)
+"""Bodies with fields that are refused unless they ask for nothing."""
+
+
+def refused_fields(body: type[Unsupported | EmbeddingsRequest]) -> tuple[str, ...]:
+    """Return the names of such fields."""
+    if issubclass(body, EmbeddingsRequest):
+        return tuple(body.NEUTRAL)
+    return Unsupported.__struct_fields__
+
+
+RAW_FIELDS: Mapping[tuple[type[msgspec.Struct], str], Any] = {
+    (ChatRequest, "tools"): list[ToolDefinition] | None,
+    (ChatMessage, "function_call"): None,
+    (ChatMessage, "audio"): None,
+    (CompletionRequest, "prompt"): Prompt,
+    (EmbeddingsRequest, "input"): Input,
+    (JsonSchema, "schema"): dict[str, Any] | bool | str | None,
+    (StructuredOutputs, "json"): dict[str, Any] | bool | str | None,
+}
+"""Types of fields whose JSON is read later, or by others."""
+
+ANY_REQUEST = {
+    400: "The request cannot be read, or a field is wrong.",
+    403: "The key does not allow it, or a page of another site asks a router of this machine.",
+    404: "There is no such path or model.",
+    405: "The path takes other methods.",
+    408: "The request did not arrive in time.",
+    415: "The body is encoded, or its content-type is not application/json.",
+    417: "The expectation is none that this server can meet.",
+    431: "The request line and the headers are too long.",
+    500: "The router failed.",
+    501: "The transfer encoding is not spoken.",
+    505: "The version of HTTP is not spoken.",
+}
+"""What each status says that any request may get."""
+WITH_KEY = {
+    401: "The key is missing or wrong.",
+    429: "It does not fit now, or a quota is spent.",
+    503: "Nothing can serve it now.",
+}
+WITH_BODY = {
+    411: "The request has no body.",
+    413: "The body is too large.",
+}
+GENERATING = {
+    409: "A later request with its x-ullage-replace took its place.",
+    422: "Its Idempotency-Key was sent with another request.",
+    504: "The time limit passed before the first token.",
+}
+_TEXTS = ANY_REQUEST | WITH_KEY | WITH_BODY | GENERATING
+_ERROR_HEADERS: Mapping[str, tuple[frozenset[int], str]] = {
+    "retry-after": (frozenset({429, 503}), "Seconds after which to come back."),
+    "www-authenticate": (frozenset({401}), "How to send a key."),
+    "allow": (frozenset({405}), "The methods that the path takes."),
+    "x-should-retry": (frozenset({409}), "Not to send the request again."),
+}
+"""Headers of errors, with the statuses of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of a path."""
+
+    name: str
+    summary: str
+    answer: Any = None
+    """Type of the answer in JSON; None: it has none."""
+    kinds: tuple[str, ...] = (JSON,)
+    """Content types of the answer; the type is that of its JSON."""
+    status: int = 200
+    body: Any = None
+    """Type of the request's body; None: it takes none."""
+    events: tuple[type, ...] = ()
+    """Types of the events of a stream; empty: the answer is never one."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """What each status says, besides those of any request."""
+    headers: tuple[str, ...] = ()
+    """Headers that the request may have."""
+    more: Mapping[int, Any] = field(default_factory=dict)
+    """Types of answers with other statuses, which are no errors."""
+    needs_key: bool = True
+
+
+_GENERATE_HEADERS = ("x-request-id", "x-session-id", idempotency.HEADER, replace.HEADER)
+_ANSWER_HEADERS: Mapping[str, str] = {
+    "x-request-id": "The request's id.",
+    "x-ullage-action": "What was decided: accept, shrink, queue or route4.",
+    "x-ullage-route": "The pool, or the kind of its engines.",
+    "x-ullage-predicted-kv-bytes": "Predicted bytes of KV cache.",
+    "x-ullage-degraded": "What was made smaller.",
+    "x-ullage-trail": "Each step of the decision, and why.",
+    "x-ullage-model": "The model that answers.",
+    "x-ullage-engine": "The engine that answers.",
+    "x-ullage-revision": "The revision of the service.",
+    "x-ullage-cached": "Prompt tokens whose KV was cached, by tier.",
+    "x-ullage-cascade": "The steps of a cascade.",
+    "x-ullage-discarded-tokens": "Tokens of answers that a cascade did not use.",
+    "x-ullage-resumed-on": "Engines that went on with a whole answer.",
+    "x-ullage-resumed-inexact": "Whether these compute otherwise.",
+}
+_REQUEST_HEADERS: Mapping[str, str] = {
+    "x-request-id": "Id of the request, 1 to 128 printable characters; others are replaced.",
+    "x-session-id": "Session whose KV cache is kept.",
+    idempotency.HEADER: "Requests with the same key get the same answer.",
+    replace.HEADER: "A later request with the same key takes this one's place.",
+}
+
+
+class Status(answers.Answer, frozen=True, kw_only=True):
+    """The state of the process."""
+
+    status: str
+
+
+class Overloading(answers.Answer, frozen=True, kw_only=True):
+    """An overload that has begun."""
+
+    prefix: str
+    """Beginning of the ids of its requests."""
+    requests: int
+
+
+def _get(operation: Operation) -> dict[str, Operation]:
+    return {"GET": operation, "HEAD": operation}
+
+
+OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
+    "/v1/chat/completions": {
+        "POST": Operation(
+            "chat",
+            "Continue a conversation.",
+            answers.ChatCompletion,
+            body=ChatRequest,
+            kinds=(JSON, EVENTS),
+            events=(answers.ChatChunk, answers.ErrorEvent),
+            errors=WITH_KEY | WITH_BODY | GENERATING,
+            headers=_GENERATE_HEADERS,
+        )
+    },
+    "/v1/completions": {
+        "POST": Operation(
+            "complete",
+            "Continue a text or token ids.",
+            answers.Completion,
+            body=CompletionRequest,
+            kinds=(JSON, EVENTS),
+            events=(answers.CompletionChunk, answers.ErrorEvent),
+            errors=WITH_KEY | WITH_BODY | GENERATING,
+            headers=_GENERATE_HEADERS,
+        )
+    },
+    "/v1/embeddings": {
+        "POST": Operation(
+            "embed",
+            "Compute the vectors of texts.",
+            answers.Embeddings,
+            body=EmbeddingsRequest,
+            errors=WITH_KEY | WITH_BODY | {504: GENERATING[504]},
+            headers=("x-request-id",),
+        )
+    },
+    "/v1/models": _get(Operation("models", "List the models.", answers.ModelList, errors=WITH_KEY)),
+    "/v1/models/{name}": _get(
+        Operation("model", "Describe a model.", answers.ModelCard, errors=WITH_KEY)
+    ),
+    "/healthz": _get(Operation("alive", "Say that the process lives.", Status, needs_key=False)),
+    "/readyz": _get(
+        Operation(
+            "ready",
+            "Say whether requests are served.",
+            Status,
+            more={503: Status},
+            needs_key=False,
+        )
+    ),
+    PATH: _get(Operation("openapi", "Return this document.", dict[str, Any], needs_key=False)),
+    "/stats": _get(
+        Operation("stats", "Return the state of a process.", dict[str, Any], errors=WITH_KEY)
+    ),
+    "/metrics": _get(
+        Operation("metrics", "Return metrics for Prometheus.", kinds=(TEXT,), needs_key=False)
+    ),
+    CONSOLE: _get(
+        Operation("console", "Return the console.", kinds=("text/html",), needs_key=False)
+    ),
+    f"{CONSOLE}/console.css": _get(
+        Operation("console_css", "Return its style.", kinds=("text/css",), needs_key=False)
+    ),
+    f"{CONSOLE}/console.js": _get(
+        Operation("console_js", "Return its script.", kinds=("text/javascript",), needs_key=False)
+    ),
+    CONSOLE_EVENTS: {
+        "GET": Operation("console_events", "Send what happens.", kinds=(EVENTS,), errors=WITH_KEY)
+    },
+    OVERLOAD: {
+        "POST": Operation(
+            "overload",
+            "Send many long requests to this process.",
+            Overloading,
+            status=202,
+            body=Overload,
+            errors=WITH_KEY | WITH_BODY,
+        )
+    },
+}
+"""Operations by path and method."""
+
+
+def document(routes: Iterable[tuple[str, str]]) -> bytes:
+    """Return the description of these paths and methods, as JSON.
+
+    Raises:
+        KeyError: an operation is not described.
+    """
+    schemas = Schemas()
+    paths: dict[str, Json] = {}
+    errors: dict[int, Json] = {}
+    for path, method in routes:
+        operation = OPERATIONS[path][method]
+        described = _operation(operation, path, method, schemas)
+        paths.setdefault(path, {})[method.lower()] = described
+        errors |= {status: _error(status, schemas) for status in _errors(operation)}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {
+                "title": "Ullage",
+                "version": version(),
+                "description": "OpenAI's API. Fields that are not described are ignored.",
+                "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
+            },
+            "paths": paths,
+            "components": {
+                "schemas": schemas.components,
+                "responses": {f"Error{status}": errors[status] for status in sorted(errors)},
+                "headers": {name: _header(text) for name, text in _ANSWER_HEADERS.items()},
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+        }
+    )
+
+
+class Schemas:
+    """JSON schemas of types.
+
+    components
+        those of structures, by name
+    """
+
+    def __init__(self) -> None:
+        self.components: dict[str, Json] = {}
+
+    def of(self, kind: Any) -> Json:
+        """Return the schema of a type, which refers to the components."""
+        (schema,), named = msgspec.json.schema_components(
+            [kind], schema_hook=_any, ref_template=_REF
+        )
+        for name, component in named.items():
+            if name not in self.components:
+                self.components[name] = component
+                self._complete(name)
+        return schema
+
+    def _complete(self, name: str) -> None:
+        """Describe the fields of a structure that its types say nothing of."""
+        for (struct, unread), kind in RAW_FIELDS.items():
+            if struct.__name__ == name:
+                self._set(name, unread, self.of(kind))
+        for struct in REFUSING:
+            if struct.__name__ == name:
+                for refused in refused_fields(struct):
+                    values = struct.neutral_values(refused)
+                    self._set(name, refused, {"enum": list(values), "deprecated": True})
+
+    def _set(self, name: str, field_name: str, schema: Json) -> None:
+        properties = self.components[name]["properties"]
+        default = {key: value for key, value in properties[field_name].items() if key == "default"}
+        properties[field_name] = schema | default
+
+
+def _any(kind: type) -> Json:
+    """Return the schema of `object`: any value has it."""
+    if kind is object:
+        return {"description": "any value"}  # an empty schema would count as none
+    raise NotImplementedError
+
+
+def _operation(operation: Operation, path: str, method: str, schemas: Schemas) -> Json:
+    is_head = method == "HEAD"
+    name = f"{operation.name}_head" if is_head else operation.name
+    described: Json = {"operationId": name, "summary": operation.summary}
+    parameters = [_parameter(header, "header") for header in operation.headers]
+    if path.endswith("{name}"):
+        parameters.append(_parameter("name", "path"))
+    if parameters:
+        described["parameters"] = parameters
+    if operation.body is not None:
+        content = {JSON: {"schema": schemas.of(operation.body)}}
+        described["requestBody"] = {"required": True, "content": content}
+    if operation.needs_key:
+        described["security"] = [{"key": []}, {}]
+
+    answered = {operation.status: "It is served."} | dict.fromkeys(operation.more, "It is not.")
+    responses: dict[str, Json] = {}
+    for status, text in answered.items():
+        response: Json = {"description": text}
+        if operation.needs_key:
+            response["headers"] = {
+                header: {"$ref": f"#/components/headers/{header}"} for header in _ANSWER_HEADERS
+            }
+        if not is_head:
+            response["content"] = _content(operation, status, schemas)
+        responses[str(status)] = response
+    for status in _errors(operation):
+        if status not in answered:
+            responses[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
+    return described | {"responses": responses}
+
+
+def _content(operation: Operation, status: int, schemas: Schemas) -> Json:
+    if status != operation.status:
+        return {JSON: {"schema": schemas.of(operation.more[status])}}
+    content: Json = {}
+    for kind in operation.kinds:
+        if kind == JSON:
+            content[kind] = {"schema": schemas.of(operation.answer)}
+        else:
+            content[kind] = {"schema": {"type": "string"}}
+        if kind == EVENTS and operation.events:  # `itemSchema` in OpenAPI 3.2
+            events = [schemas.of(event) for event in operation.events]
+            content[kind]["x-itemSchema"] = {"oneOf": [*events, {"const": "[DONE]"}]}
+    return content
+
+
+def _errors(operation: Operation) -> dict[int, str]:
+    return dict(sorted({**ANY_REQUEST, **operation.errors}.items()))
+
+
+def _error(status: int, schemas: Schemas) -> Json:
+    headers = {"x-request-id": {"$ref": "#/components/headers/x-request-id"}}
+    for name, (statuses, text) in _ERROR_HEADERS.items():
+        if status in statuses:
+            headers[name] = _header(text)
+    content = {JSON: {"schema": schemas.of(answers.ErrorAnswer)}}
+    return {"description": _TEXTS[status], "headers": headers, "content": content}
+
+
+def _header(text: str) -> Json:
+    return {"description": text, "schema": {"type": "string"}}
+
+
+def _parameter(name: str, place: str) -> Json:
+    described = {"name": name, "in": place, "schema": {"type": "string"}}
+    if place == "path":
+        return described | {"required": True, "description": "Name of a model."}
+    return described | {"description": _REQUEST_HEADERS[name]}
