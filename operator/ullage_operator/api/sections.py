@@ -22,6 +22,7 @@ from ullage_operator.api import naming
 
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]i|[kMGTPE])?")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|us|h|m|s)")
+_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
 _SECONDS = {
     "h": Decimal(3600),
     "m": Decimal(60),
@@ -50,6 +51,17 @@ def scale(suffix: str) -> int:
         return 1
     power = "kmgtpe".index(suffix[0].lower()) + 1
     return int((1024 if suffix.endswith("i") else 1000) ** power)
+
+
+def parse_decimal(value: int | str) -> float:
+    """Return the number of 2 or `0.5`, which the API writes as text: it has no fractions.
+
+    Raises:
+        ValueError: the text is not such a number.
+    """
+    if not _DECIMAL.fullmatch(str(value)):
+        raise ValueError(f'{value!r} is not a number; write 2 or, in quotes, "0.5"')
+    return float(value)
 
 
 _MAX_SECONDS = 100 * 365 * 86400
@@ -166,6 +178,8 @@ def _reader(kind: inspect.Type) -> Reader | None:
     match kind:
         case inspect.Metadata(extra={"unit": unit}):
             return partial(_read_quantity, _UNITS[unit])
+        case inspect.FloatType():
+            return partial(_read_quantity, parse_decimal)
         case inspect.Metadata(type=inner) | inspect.UnionType(types=(inner, *_)):
             return _reader(inner)
         case inspect.StructType():
@@ -271,10 +285,22 @@ def to_api(value: Any) -> Any:
 
 
 class Thresholds(Strict, frozen=True, kw_only=True):
-    error_rate: float
-    ttft_ratio: float
-    e2e_ratio: float
+    error_percent: float
+    ttft_percent: int
+    e2e_percent: int
     restarts: int
+
+    @property
+    def error_rate(self) -> float:
+        return self.error_percent / 100
+
+    @property
+    def ttft_ratio(self) -> float:
+        return self.ttft_percent / 100
+
+    @property
+    def e2e_ratio(self) -> float:
+        return self.e2e_percent / 100
 
 
 class RolloutSpec(Strict, frozen=True, kw_only=True):
@@ -350,9 +376,13 @@ class PodSection(Strict, frozen=True, kw_only=True):
 
 
 class Targets(Strict, frozen=True, kw_only=True):
-    kv_utilization: float
+    kv_utilization_percent: int
     queue_wait: Seconds
     ttft: bool
+
+    @property
+    def kv_utilization(self) -> float:
+        return self.kv_utilization_percent / 100
 
 
 class Pace(Strict, frozen=True, kw_only=True):

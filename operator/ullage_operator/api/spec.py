@@ -151,14 +151,22 @@ class HealingSpec(Strict, frozen=True, kw_only=True):
     enabled: bool
     not_ready_after: Seconds
     silent_after: Seconds
-    min_health: float
+    min_health_percent: int
     restarts_per_hour: int
     backoff: BackoffSpec
+
+    @property
+    def min_health(self) -> float:
+        return self.min_health_percent / 100
 
 
 class SLOSpec(SLOSection, frozen=True, kw_only=True):
     e2e_p95: Seconds
-    error_rate: float
+    error_percent: float
+
+    @property
+    def error_rate(self) -> float:
+        return self.error_percent / 100
 
 
 class PodMonitor(Strict, frozen=True, kw_only=True):
@@ -407,12 +415,13 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
             f"resources.limits.memory {limit}; lower one of them, or raise the limit",
         )
     if "deviceBytes" in asked and _device(spec) != "cuda":
-        share, reserve = memory["threshold"], memory["safetyReserve"]
-        if asked["deviceBytes"] * share - parse_bytes(reserve) < MIN_BYTES:
+        percent, reserve = memory["thresholdPercent"], memory["safetyReserve"]
+        if asked["deviceBytes"] * percent // 100 - parse_bytes(reserve) < MIN_BYTES:
             yield Problem(
                 path("deviceBytes"),
-                f"{memory['deviceBytes']} leaves an engine nothing: of threshold {share} of it "
-                f"safetyReserve {reserve} is kept empty; raise it or lower safetyReserve",
+                f"{memory['deviceBytes']} leaves an engine nothing: of the {percent} % of it that "
+                f"thresholdPercent allows, safetyReserve {reserve} is kept empty; raise it or "
+                "lower safetyReserve",
             )
 
 

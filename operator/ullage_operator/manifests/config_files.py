@@ -153,7 +153,8 @@ def router_config(service: Service) -> RouterConfig:
             total_timeout=spec.limits.total_timeout,
         ),
         memory=MemoryBudget(
-            threshold=spec.memory.threshold, safety_reserve=spec.memory.safety_reserve
+            threshold_percent=spec.memory.threshold_percent,
+            safety_reserve=spec.memory.safety_reserve,
         ),
         slo=SLOSection(ttft_p95=spec.slo.ttft_p95, e2e_p95=spec.slo.e2e_p95),
         streaming=spec.streaming,

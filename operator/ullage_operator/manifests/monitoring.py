@@ -183,7 +183,7 @@ def slo_alerts(service: Service) -> list[Alert]:
             f"{burn(service, '5m', 'errors')} > 1",
             "critical",
             f"More than {slo.error_rate:.2%} of requests end in a server error.",
-            "Clients get 5xx; slo.errorRate is the bound.",
+            "Clients get 5xx; slo.errorPercent is the bound.",
         ),
         Alert(
             "UllageServiceFirstTokenLate",

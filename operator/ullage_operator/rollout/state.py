@@ -79,7 +79,7 @@ def shared_hash(service: Service) -> str:
         "imagePullSecrets": [secret.name for secret in spec.image_pull_secrets],
         "logLevel": spec.observability.log_level,
         "profiling": [profiling.enabled, profiling.nvtx] if profiling != ProfilingSection() else [],
-        "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_ratio],
+        "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_percent / 100],
         "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
         "tls": spec.tls.engines and spec.tls.engines.secret_name,
     }

@@ -10,13 +10,14 @@ from ullage_common.process.config_file import (
     Bytes,
     Count,
     LogLevel,
+    Percent,
     Port,
     Positive,
     PositiveFloat,
-    Probability,
     Seconds,
     Share,
     SomeBytes,
+    SomePercent,
     SomeSeconds,
     Strict,
     Text,
@@ -57,8 +58,12 @@ class StepSection(Strict, frozen=True, kw_only=True):
 class ConfidenceSection(Strict, frozen=True, kw_only=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=128)] = 16
     """Number of tokens that are held back and judged."""
-    threshold: Probability = 0.6
-    """Least geometric mean of the tokens' probabilities."""
+    threshold_percent: Percent = 60.0
+    """Least geometric mean of the tokens' probabilities, in percent."""
+
+    @property
+    def threshold(self) -> float:
+        return self.threshold_percent / 100
 
 
 class HeuristicsSection(Strict, frozen=True, kw_only=True):
@@ -209,20 +214,28 @@ class QueueSection(Strict, frozen=True, kw_only=True):
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):
-    max_dropped_share: Share = 0.25
-    """Largest share of the prompt's tokens that may be dropped."""
+    max_dropped_percent: SomePercent = 25.0
+    """Largest percentage of the prompt's tokens that may be dropped."""
     keep_turns: Positive = 4
     """Number of newest turns that always stay, as system prompts do."""
+
+    @property
+    def max_dropped_share(self) -> float:
+        return self.max_dropped_percent / 100
 
 
 class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
     min_tokens: Positive = 16
     """The output is not shrunk below this."""
-    min_share: Share = 0.5
-    """Least share of the requested output that a request is shrunk to."""
+    min_percent: SomePercent = 50.0
+    """Least percentage of the requested output that a request is shrunk to."""
     below_expected: bool = False
     """Whether the output may be shrunk below what engines expect of an answer, as one that asks for
     no length otherwise never is."""
+
+    @property
+    def min_share(self) -> float:
+        return self.min_percent / 100
 
 
 class RouteSection(Strict, frozen=True, kw_only=True):
@@ -269,8 +282,8 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
     pause: SomeSeconds = 1.0
     """The first one; every failed probe doubles it."""
     max_pause: SomeSeconds = 60.0
-    max_ejected_share: Probability = 0.5
-    """Largest share of a pool's ready engines that are held back at once; 0 turns it off."""
+    max_ejection_percent: Percent = 50.0
+    """Largest percentage of a pool's ready engines that are held back at once; 0 turns it off."""
 
     def __post_init__(self) -> None:
         if self.pause > self.max_pause:
@@ -278,16 +291,24 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
                 f"pause {self.pause:g} is above max_pause {self.max_pause:g}; lower it"
             )
 
+    @property
+    def max_ejected_share(self) -> float:
+        return self.max_ejection_percent / 100
+
 
 class RetrySection(Strict, frozen=True, kw_only=True):
     """Settings of trying another engine before the first token."""
 
-    share: Probability = 0.2
-    """Retries allowed as a share of requests."""
+    percent: Percent = 20.0
+    """Retries allowed, in percent of requests."""
     per_second: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    """Always allowed, beside the share."""
+    """Always allowed, beside the percentage."""
     burst: Positive = 100
     """Most retries that can be saved up."""
+
+    @property
+    def share(self) -> float:
+        return self.percent / 100
 
 
 class PlacementSection(Strict, frozen=True, kw_only=True):
@@ -373,16 +394,28 @@ class CompressSection(Strict, frozen=True, kw_only=True):
     """Settings of summarising the oldest turns of a long conversation."""
 
     method: Literal["extractive", "model", "off"] = "off"
-    threshold: Annotated[float, msgspec.Meta(ge=0.1, le=1)] = 0.75
-    """Share of the context from which on turns are summarised."""
-    share: Annotated[float, msgspec.Meta(ge=0.05, le=0.9)] = 0.25
-    """Share of the turns, the oldest, that are summarised."""
-    fact_share: Probability = 0.9
-    """Share of the turns' facts that the summary must have, or it is not used."""
+    threshold_percent: Annotated[float, msgspec.Meta(ge=10, le=100)] = 75.0
+    """Percent of the context from which on turns are summarised."""
+    percent: Annotated[float, msgspec.Meta(ge=5, le=90)] = 25.0
+    """Percent of the turns, the oldest, that are summarised."""
+    fact_percent: Percent = 90.0
+    """Percent of the turns' facts that the summary must have, or it is not used."""
     keep_turns: Positive = 4
     """Number of newest turns that stay word for word."""
     timeout: SomeSeconds = 5.0
     """Without effect: no model writes summaries any more; read so that older files are accepted."""
+
+    @property
+    def threshold(self) -> float:
+        return self.threshold_percent / 100
+
+    @property
+    def share(self) -> float:
+        return self.percent / 100
+
+    @property
+    def fact_share(self) -> float:
+        return self.fact_percent / 100
 
 
 SpecialTokens = Literal["template", "trusted"]

@@ -20,7 +20,7 @@ QUICK = {
     "minRequests": 4,
     "maxWait": "5m",
     "startDeadline": "10m",
-    "thresholds": {"ttftRatio": 100, "e2eRatio": 100},
+    "thresholds": {"ttftPercent": 10000, "e2ePercent": 10000},
 }
 PROMPTS = tuple(f"Say something about {thing}." for thing in ("tea", "jazz", "clay", "wind"))
 LONGEST_S = 900

@@ -10,7 +10,7 @@ from ullage_cluster.release import Release
 from ullage_cluster.service import Service, manifest
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("spec.memory.threshold", {"memory": {"threshold": 1.5}}, "at most 1"),
+    ("spec.memory.thresholdPercent", {"memory": {"thresholdPercent": 150}}, "or equal to 100"),
     ("spec.device", {"device": "tpu"}, "Unsupported value"),
     ("spec.device", {"device": "cpu"}, '"CPU"'),
     ("spec.rollout.strategy", {"rollout": {"strategy": "canary"}}, '"Canary"'),

@@ -124,11 +124,11 @@ def test_slots_are_those_of_adapters_and_on_cpus_one_more(
 
 @pytest.mark.parametrize("name", ["max_loras", "max_cpu_loras"])
 def test_slots_are_decided_by_memory(name: str) -> None:
-    with pytest.raises(ValueError, match=f"args.{name} is not yours to set; .*adapter_share"):
+    with pytest.raises(ValueError, match=f"args.{name} is not yours to set; .*adapter_percent"):
         VllmSection(args={name: 4})
 
 
-@pytest.mark.parametrize("share", [0, 1.5])
-def test_the_share_of_adapters_is_one_of_the_device(share: float) -> None:
-    with pytest.raises(msgspec.ValidationError, match=r"\$.adapter_share"):
-        msgspec.convert({"adapter_share": share}, MemorySection)
+@pytest.mark.parametrize("percent", [0, 100.5])
+def test_the_share_of_adapters_is_one_of_the_device(percent: float) -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"\$.adapter_percent"):
+        msgspec.convert({"adapter_percent": percent}, MemorySection)

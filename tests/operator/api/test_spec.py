@@ -89,12 +89,12 @@ def test_a_pool_overrides_single_fields_of_memory(manifest: Make) -> None:
 
 
 def test_null_means_unset(manifest: Make) -> None:
-    spec = parse(manifest(memory={"deviceBytes": None, "threshold": None})).spec
+    spec = parse(manifest(memory={"deviceBytes": None, "thresholdPercent": None})).spec
     assert (spec.memory.device_bytes, spec.memory.threshold) == (None, 0.85)
 
 
 def test_fields_of_a_newer_definition_are_left_to_the_next_operator(manifest: Make) -> None:
-    made = manifest(memory={"threshold": 0.8}, pools={"single": {"replicas": 2}})
+    made = manifest(memory={"thresholdPercent": 80}, pools={"single": {"replicas": 2}})
     made["metadata"]["annotations"] = {"example.com/a": "b"}
     stored, problems = schema.complete(schema.load_schema(), made)
     assert not problems
@@ -113,7 +113,11 @@ def test_a_stored_service_without_a_default_is_what_its_definition_would_make_of
     manifest: Make,
 ) -> None:
     stored, _ = schema.complete(schema.load_schema(), manifest())
-    for section, field in (("memory", "hostKV"), ("healing", "minHealth"), ("slo", "ttftP95")):
+    for section, field in (
+        ("memory", "hostKV"),
+        ("healing", "minHealthPercent"),
+        ("slo", "ttftP95"),
+    ):
         older = copy.deepcopy(stored)
         del older["spec"][section][field]
         service, filled = parse_filled(older)
@@ -350,7 +354,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"pools": {"small": {"memory": {"deviceBytes": "2Gi"}}}},
-        "spec.pools.small.memory.deviceBytes: 2Gi leaves an engine nothing: of threshold 0.85",
+        "spec.pools.small.memory.deviceBytes: 2Gi leaves an engine nothing: of the 85 % ",
     ),
     (
         {
@@ -413,8 +417,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"maxKV": "20Gb"}}, "spec.memory.maxKV: must be a quantity such as 512Mi"),
     ({"memory": {"maxKV": -1}}, "spec.memory.maxKV: must be at least 0, not -1"),
     ({"memory": {"maxKV": True}}, "spec.memory.maxKV: must be a quantity"),
-    ({"memory": {"threshold": 1.5}}, "spec.memory.threshold: threshold is a share"),
-    ({"memory": {"threshold": 0}}, "spec.memory.threshold: threshold is a share"),
+    ({"memory": {"thresholdPercent": 150}}, "spec.memory.thresholdPercent: must be at most 100"),
+    ({"memory": {"thresholdPercent": 0}}, "spec.memory.thresholdPercent: must be at least 1"),
     ({"memory": []}, "spec.memory: must be of type object, not []"),
     ({"device": "gpu"}, "spec.device: must be one of Auto, CUDA, CPU, not 'gpu'"),
     ({"pools": {"large": {"gpus": 3}}}, "spec.pools.large.gpus: gpus must equal"),
@@ -451,8 +455,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "spec.routing.rungs.route.pools: route.pools must name each pool once",
     ),
     (
-        {"routing": {"rungs": {"shrinkContext": {"maxDroppedShare": 0}}}},
-        "spec.routing.rungs.shrinkContext.maxDroppedShare: maxDroppedShare must be at",
+        {"routing": {"rungs": {"shrinkContext": {"maxDroppedPercent": 0}}}},
+        "spec.routing.rungs.shrinkContext.maxDroppedPercent: must be at least 1",
     ),
     ({"routing": {"ladder": ["wait"]}}, "spec.routing.ladder[0]: must be one of"),
     (
@@ -467,8 +471,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "spec.routing.placement.breaker: pause must be above 0 and at most maxPause",
     ),
     (
-        {"routing": {"placement": {"retries": {"share": 2}}}},
-        "spec.routing.placement.retries.share: must be at most 1",
+        {"routing": {"placement": {"retries": {"percent": 200}}}},
+        "spec.routing.placement.retries.percent: must be at most 100",
     ),
     ({"routing": {"largeRequestKV": "0Gi"}}, "spec.routing.largeRequestKV: must be a quantity"),
     ({"batching": {"prefillChunkTokens": 8}}, "spec.batching.prefillChunkTokens: prefillChunk"),

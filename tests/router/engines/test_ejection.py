@@ -191,7 +191,7 @@ def test_what_requests_cause_ejects_nobody(
     start_service: "StartService", code: str, reason: str
 ) -> None:
     async def scenario() -> None:
-        breaker = {"failures": 1, "max_ejected_share": 1.0}
+        breaker = {"failures": 1, "max_ejection_percent": 100}
         async with start_service(single=(100, 100), routing=placement(breaker=breaker)) as service:
             for engine in service.engines:
                 engine.script.refuse = ServiceError(grpc.StatusCode[code], reason, "no")

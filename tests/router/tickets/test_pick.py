@@ -171,7 +171,7 @@ def test_a_shorter_answer_in_another_pool_is_left_to_generate() -> None:
         engine_view(0, "single", 0),
         engine_view(1, "large", 3 * BLOCK_BYTES, expected_output=100),
     ]
-    rungs = RungsSection(shrink_output=ShrinkOutputSection(min_share=0.1, below_expected=True))
+    rungs = RungsSection(shrink_output=ShrinkOutputSection(min_percent=10, below_expected=True))
     policy = RoutingPolicy(
         ("single", "large"), 800, 60 * BLOCK_BYTES, ("shrinkOutput", "route", "reject"), rungs
     )
