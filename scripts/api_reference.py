@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ullage_operator.api.schema import is_decimal, is_refused
+from ullage_operator.api.schema import is_decimal
 
 ROOT = Path(__file__).parents[1]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
@@ -29,8 +29,8 @@ Amounts of memory are Kubernetes quantities (`512Mi`, `2Gi`), durations are Go's
 A share is a percentage, which its name says. Other fractions are decimals in quotes (`"0.5"`).
 
     kubectl get llms          # Ready, why, engines, URL
-    kubectl get llms -o wide  # also the model, the pools and the routers
-    kubectl scale llms NAME --replicas 3   # of pool single
+    kubectl get llms -o wide  # also the model and the routers
+    kubectl scale llms NAME --replicas 3   # of the pool that takes ordinary requests
 """
 
 
@@ -74,8 +74,6 @@ def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
     """(path below the section, schema, whether it is required) of every field, depth first."""
     node, path = below(node, path)
     for name, field in node.get("properties", {}).items():
-        if is_refused(field):
-            continue
         here = f"{path}.{name}" if path else name
         yield here, field, name in node.get("required", ())
         yield from fields(field, here)

@@ -18,6 +18,7 @@ import yaml
 import ullage_operator
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.naming import API_VERSION, KIND
+from ullage_operator.api.renames import remedy
 from ullage_operator.api.sections import api_word
 
 if TYPE_CHECKING:
@@ -91,13 +92,8 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
         if name in allowed:
             yield from unknown_fields(allowed[name], value[name], where)
         elif (path or name not in _TOP_LEVEL) and not schema.get(_OPEN):
-            possible = {key: field for key, field in allowed.items() if not is_refused(field)}
-            yield Problem(where, f"unknown field; {suggestion(str(name), possible)}")
-
-
-def is_refused(schema: Schema) -> bool:
-    """Whether a field is there only for its rule to tell what is written instead of it."""
-    return any(rule["rule"] == "false" for rule in schema.get("x-kubernetes-validations", ()))
+            advice = remedy(where, value[name]) or suggestion(str(name), allowed)
+            yield Problem(where, f"unknown field; {advice}")
 
 
 def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:

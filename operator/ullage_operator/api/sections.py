@@ -16,7 +16,7 @@ import msgspec
 from msgspec import field, inspect
 
 from ullage_common.config.engine import HostedTiers, HostTierSection, MemoryLimits, RankGrid
-from ullage_common.config.router import TenantRules
+from ullage_common.config.router import PoolRole, TenantRules
 from ullage_common.process.config_file import Bytes, Seconds, Strict
 from ullage_operator.api import naming
 
@@ -204,8 +204,8 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
 
 
 def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
-    """Returns what configuration files call `value`; these words are taken as they are, for they
-    stand in releases and in objects that were stored before the API had its own."""
+    """Returns what configuration files call `value`; their own words are taken as they are, for
+    they stand in releases and in kept specs."""
     return words.get(value, value) if isinstance(value, str) else value
 
 
@@ -326,9 +326,6 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
         return min(max(1, replicas * percent // 100), replicas)
 
 
-SINGLE, LARGE = "single", "large"
-
-
 class ModelCache(Strict, frozen=True, kw_only=True):
     claim_name: str | None = None
     host_path: str | None = None
@@ -396,8 +393,7 @@ class Pace(Strict, frozen=True, kw_only=True):
 
 class AutoscalingSpec(Strict, frozen=True, kw_only=True):
     enabled: bool
-    provider: Literal["ullage", "keda", "hpa"]
-    """`hpa` stands in old objects only."""
+    provider: Literal["ullage", "keda"]
     min_replicas: int
     max_replicas: int
     warm_spares: int
@@ -409,6 +405,7 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
 
 
 class PoolSpec(PodSection, frozen=True, kw_only=True):
+    role: PoolRole = "standard"
     replicas: int
     """Engine pods; where they follow demand, the number of this moment."""
     autoscaling: AutoscalingSpec | None = None

@@ -123,6 +123,7 @@ def router_config(service: Service) -> RouterConfig:
     pools = [
         PoolSection(
             name=name,
+            role=pool.role,
             targets=(f"{naming.pool_name(service.name, name)}:{naming.GRPC_PORT}",),
             sleeps=may_sleep(pool),
         )

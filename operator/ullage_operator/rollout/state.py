@@ -23,6 +23,7 @@ import msgspec
 
 from ullage_common.config.engine import ProfilingSection
 from ullage_operator.api import naming
+from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
 from ullage_operator.manifests.engine_choice import engine_image
@@ -55,7 +56,7 @@ SAME_ANSWERS = ("batching", "limits")
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
 """Sections with fields of the API, and those in them; other maps are filled by people."""
-NOT_OF_A_POOL = ("replicas", "autoscaling")
+NOT_OF_A_POOL = ("role", "replicas", "autoscaling")
 
 
 def release_of(service: Service, settings: Settings) -> Release:
@@ -216,10 +217,13 @@ def load(
     try:
         kept = json.loads(text or "")
         progress, tried = msgspec.convert(kept["state"], RolloutProgress), kept.get("tried")
+        tried = tried and upgraded(tried)
         if tried is not None and is_same(_sealed_widely(target), _sealed_widely(tried)):
             tried = target
         values = dict(_hashed_values([target, *live]))
-        return RolloutState(progress, overlaid(target, _unsealed(kept["release"], values)), tried)
+        return RolloutState(
+            progress, overlaid(target, _unsealed(upgraded(kept["release"]), values)), tried
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

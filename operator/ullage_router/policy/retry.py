@@ -37,7 +37,7 @@ def retry_after(
     available = sum(max(0, engine.available) for engine in engines)
     releases = [release for engine in engines for release in engine.releases]
     seconds = max(alone, release_s(available, releases, needed + ahead))
-    return max(bounds.min_retry_after, min(bounds.max_retry_after, math.ceil(seconds)))
+    return math.ceil(max(bounds.min_retry_after, min(bounds.max_retry_after, seconds)))
 
 
 def _alone_s(engine: EngineView, needed: int) -> float:

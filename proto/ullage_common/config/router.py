@@ -1,5 +1,6 @@
 """The router's configuration: one YAML or JSON file, read once, never changed."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -138,7 +139,6 @@ class WakeSection(Strict, frozen=True, kw_only=True):
     """Longest time in seconds that a request is held, beside its own time limit."""
 
 
-LARGE_POOL = "large"
 OTHER_TENANTS = "other"
 """Metrics' label of tenants with a key that are not listed."""
 
@@ -146,7 +146,7 @@ Rung = Literal["shrinkContext", "shrinkOutput", "queue", "route", "reject"]
 DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkContext", "shrinkOutput", "queue", "route", "reject")
 
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-RetryAfter = Annotated[int, msgspec.Meta(ge=1, le=30)]
+RetryAfter = Annotated[Seconds, msgspec.Meta(ge=1, le=30)]
 
 
 class HTTPSection(Strict, frozen=True, kw_only=True):
@@ -182,9 +182,14 @@ class ProbesSection(Strict, frozen=True, kw_only=True):
     port: Port = 8081
 
 
+PoolRole = Literal["standard", "large", "overflow"]
+"""Requests that a pool takes: ordinary ones, large ones, or those that the others cannot hold."""
+
+
 class PoolSection(Strict, frozen=True, kw_only=True):
     name: Text
-    """The pool named `large` takes the large requests."""
+    role: PoolRole = "standard"
+    """Requests that the pool takes; the first pool takes the ordinary ones, whatever its role."""
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """Addresses of engines: `name:port`, where every A record is an engine (every AAAA record where
     there is none), `ip:port` or `[ip]:port`."""
@@ -244,14 +249,14 @@ class RouteSection(Strict, frozen=True, kw_only=True):
 
 
 class RejectSection(Strict, frozen=True, kw_only=True):
-    min_retry_after: RetryAfter = 1
-    max_retry_after: RetryAfter = 30
-    """Bounds of Retry-After, seconds."""
+    min_retry_after: RetryAfter = 1.0
+    max_retry_after: RetryAfter = 30.0
+    """Bounds of Retry-After, in seconds."""
 
     def __post_init__(self) -> None:
         low, high = self.min_retry_after, self.max_retry_after
         if low > high:
-            raise ValueError(f"min_retry_after {low} is above max_retry_after {high}; lower it")
+            raise ValueError(f"min_retry_after {low:g} is above max_retry_after {high:g}; lower it")
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
@@ -355,9 +360,9 @@ class IdempotencySection(Strict, frozen=True, kw_only=True):
 
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
-    """Prompts longer than this take the large pool."""
+    """Prompts longer than this take the pool of role large."""
     large_request_kv: Annotated[Bytes, msgspec.Meta(ge=1)] = 6000 << 20
-    """Requests predicted above this many KV bytes take the large pool."""
+    """Requests predicted above this many KV bytes take the pool of role large."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
     """Rungs that are tried, in this order, when a request does not fit; the last is always a
     refusal."""
@@ -393,7 +398,7 @@ class CleanseSection(Strict, frozen=True, kw_only=True):
 class CompressSection(Strict, frozen=True, kw_only=True):
     """Settings of summarising the oldest turns of a long conversation."""
 
-    method: Literal["extractive", "model", "off"] = "off"
+    method: Literal["extractive", "off"] = "off"
     threshold_percent: Annotated[float, msgspec.Meta(ge=10, le=100)] = 75.0
     """Percent of the context from which on turns are summarised."""
     percent: Annotated[float, msgspec.Meta(ge=5, le=90)] = 25.0
@@ -402,8 +407,6 @@ class CompressSection(Strict, frozen=True, kw_only=True):
     """Percent of the turns' facts that the summary must have, or it is not used."""
     keep_turns: Positive = 4
     """Number of newest turns that stay word for word."""
-    timeout: SomeSeconds = 5.0
-    """Without effect: no model writes summaries any more; read so that older files are accepted."""
 
     @property
     def threshold(self) -> float:
@@ -532,6 +535,11 @@ class SLOSection(Strict, frozen=True, kw_only=True):
     """Seconds from a request's arrival to its last token."""
 
 
+def large_pool(pools: Iterable[PoolSection]) -> str:
+    """Return the name of the pool that takes large requests; empty: there is none."""
+    return next((pool.name for pool in pools if pool.role == "large"), "")
+
+
 class RouterConfig(Strict, frozen=True, kw_only=True):
     model: Text
     """Name of the served model; requests for another are answered 404."""
@@ -568,6 +576,9 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
             raise ValueError(f"pools {names} share a name; give each its own")
+        large = [pool.name for pool in self.pools if pool.role == "large"]
+        if len(large) > 1:
+            raise ValueError(f"pools {large} have role large; give it to one of them")
         owners: dict[str, str] = {}
         for pool in self.pools:
             for target in pool.targets:

@@ -27,18 +27,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"pools": {"single": {"gpus": 3, "parallelism": {"tensor": 2, "pipeline": 1}}}},
         "gpus",
     ),
-    ("spec.pools", {"pools": {"huge": {"replicas": 1}}}, "single"),
+    ("spec.pools", {"pools": {"huge": {"role": "Overflow"}}}, "no pool takes ordinary requests"),
     ("spec.pools", {"pools": {"single": {}, "next": {}}}, "name the pool otherwise"),
-    (
-        "spec.router.nodeSelector",
-        {"router": {"nodeSelector": {"gpu": "h200"}}},
-        "write podTemplate.spec.nodeSelector instead of nodeSelector",
-    ),
-    (
-        "env",
-        {"pools": {"single": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}},
-        "write podTemplate.spec.containers[engine].env instead of env",
-    ),
     ("spec.rollout.weightSteps", {"rollout": {"weightSteps": [10, 60, 30]}}, "must rise"),
 ]
 

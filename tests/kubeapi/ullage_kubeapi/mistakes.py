@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ullage_kubeapi.trial import with_roles
+
+BIG = {"role": "Large"}
 ONE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 SINGLE = "pools.single."
 NOBODY = {"observability.metricsFrom": [{}]}
@@ -51,6 +54,11 @@ def manifest(wrong: Wrong, name: str = "wrong") -> dict[str, Any]:
     for path, value in wrong.changes.items():
         steps = path.split(".") if path.startswith("metadata.") else ["spec", *path.split(".")]
         put(document, steps, value)
+    spec = document["spec"]
+    if isinstance(spec["pools"], dict) and not any(
+        "role" in str(each) for each in wrong.changes.items()
+    ):
+        spec["pools"] = with_roles(spec["pools"])
     return document
 
 
@@ -77,6 +85,8 @@ ADAPTER = {"name": "a", "source": "file:///a", "rank": 8}
 LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
 
 UNKNOWN = [
+    form("memory.threshold", 0.85, "unknown field; write thresholdPercent: 85 instead"),
+    form("router.nodeSelector", {"a": "b"}, "write podTemplate.spec.nodeSelector instead"),
     form("gpus", 4, "unknown field; the fields here are adapters, allow"),
     form("memory.tresholdPercent", 50, "unknown field; did you mean thresholdPercent?"),
     form("memory.tiers.file.folder", "/kv", "unknown field; the fields here are claimName"),
@@ -111,6 +121,8 @@ FORMS = [
     form("router.replicas", 101, "must be at most 100, not 101"),
     form("router.processes", 0, "must be at least 1, not 0"),
     form("router.resources.limits.memory", "1GB", "must be a quantity"),
+    form("replicas", -1, "must be at least 0, not -1"),
+    form("pools.single.role", "large", "must be one of Standard, Large, Overflow, not 'large'"),
     form("pools.single.replicas", -1, "must be at least 0, not -1"),
     form("pools.single.replicas", "2", "must be of type integer, not '2'"),
     form("pools.single.gpus", 65, "must be at most 64, not 65"),
@@ -138,7 +150,7 @@ FORMS = [
     form("pools.single.modelCache.hostPath", "models", "must match"),
     form("pools.single.modelCache.claimName", "Models", "must match"),
     form("pools.single.podTemplate.metadata.labels.team", "a b", "must match"),
-    form("memory.thresholdPercent", 0.85, "must be a whole number, not 0.85"),
+    form("memory.thresholdPercent", 85.5, "must be a whole number, not 85.5"),
     form("memory.thresholdPercent", 0, "must be at least 1, not 0"),
     form("memory.adapterPercent", 101, "must be at most 100, not 101"),
     form("pools.single.memory.thresholdPercent", 150, "must be at most 100, not 150"),
@@ -157,7 +169,7 @@ FORMS = [
     form("routing.largeRequestKV", "0Gi", "must be a quantity above 0"),
     form("routing.queue.maxRequests", 100001, "must be at most 100000"),
     form("routing.queue.timeout", "10", "must be a duration such as 10s"),
-    form("routing.rungs.reject.maxRetryAfter", 31, "must be at most 30, not 31"),
+    form("routing.rungs.reject.maxRetryAfter", 30, "must be a duration such as 10s"),
     form("routing.placement.retries.percent", 200, "must be at most 100, not 200"),
     form("routing.placement.retries.perSecond", 0.5, 'a number such as 2 or, in quotes, "0.5"'),
     form("routing.placement.retries.perSecond", "1e3", "must be a number such as 2 or"),
@@ -220,36 +232,12 @@ SCALING = (
     scaling("scaleDown.period", "such as 1m", scaleDown={"period": "1h"}),
     scaling("idleAfter", "from 1s to 24h", idleAfter="100ms"),
     rule("routing.wake.timeout", "from 1s to 1h", value="2h"),
+    rule("routing.rungs.reject.maxRetryAfter", "from 1s to 30s", value="31s"),
+    rule("routing.rungs.reject.minRetryAfter", "from 1s to 30s", value="900ms"),
+    rule("observability.podMonitor.interval", "must be at least 1s", value="10ms"),
     rule("routing.idempotency.ttl", "ttl must be above 0, such as 10m", value="0s"),
 )
 """About the size of pools."""
-
-MOVED = (
-    *(
-        rule(f"{place}.{name}", f"write podTemplate.{path} instead of {name}", value=value)
-        for place in ("router", "pools.single")
-        for name, path, value in (
-            ("nodeSelector", "spec.nodeSelector", {"gpu": "h200"}),
-            ("tolerations", "spec.tolerations", [{"operator": "Exists"}]),
-            ("affinity", "spec.affinity", {"nodeAffinity": {}}),
-            ("topologySpreadConstraints", "spec.topologySpreadConstraints", [{}]),
-            ("priorityClassName", "spec.priorityClassName", "urgent"),
-            ("podLabels", "metadata.labels", {"team": "a"}),
-            ("podAnnotations", "metadata.annotations", {"note": "b"}),
-        )
-    ),
-    *(
-        rule(f"pools.single.{name}", f"write podTemplate.{path} instead of {name}", value=value)
-        for name, path, value in (
-            ("runtimeClassName", "spec.runtimeClassName", "nvidia"),
-            ("volumes", "spec.volumes", TWINS[:1]),
-            ("env", "spec.containers[engine].env", [{"name": "HF_TOKEN", "value": "x"}]),
-            ("envFrom", "spec.containers[engine].envFrom", [{"secretRef": {"name": "s"}}]),
-            ("volumeMounts", "spec.containers[engine].volumeMounts", [{"mountPath": "/data"}]),
-        )
-    ),
-)
-"""Fields of pods that stand in the pod template."""
 
 RULES = [
     rule("metadata.name", "name must be at most 40 characters", value="d" * 41),
@@ -259,7 +247,9 @@ RULES = [
         "a pool's name must have at most 46",
         {"metadata.name": "d" * 40, "pools.huge123": {}},
     ),
-    rule("pools", "pools must have the pool single", {"pools": {"huge": {}}}),
+    rule("pools", "no pool takes ordinary requests", {"pools": {"huge": {"role": "Overflow"}}}),
+    rule("pools", "two pools have the same role", {"pools": {"a": {}, "b": {"role": "Standard"}}}),
+    rule("pools", "two pools have the same role", {"pools": dict.fromkeys("ab", BIG)}),
     rule(
         "pools.single.resources",
         "must not name gpuResourceName",
@@ -301,7 +291,6 @@ RULES = [
     rule(
         "serviceAccount.annotations", "are the operator's own", value={"serving.ullage.dev/x": "y"}
     ),
-    *MOVED,
     rule("model.source", "source must be hf://", value="/m.gguf"),
     rule("model.source", "source of the hub is hf://org/name", value="hf://org/name/file.gguf"),
     rule("model.source", "takes an absolute path", value="file://m"),
@@ -416,7 +405,7 @@ RULES = [
     rule(
         "routing.rungs.reject.minRetryAfter",
         "must not exceed reject.maxRetryAfter",
-        {"routing.rungs.reject": {"minRetryAfter": 9, "maxRetryAfter": 3}},
+        {"routing.rungs.reject": {"minRetryAfter": "9s", "maxRetryAfter": "3s"}},
     ),
     rule("routing.ladder", "ladder must name each rung once", value=["Queue", "Queue"]),
     rule("routing.ladder", "nothing is tried after Reject", value=["Reject", "Queue"]),
@@ -425,7 +414,6 @@ RULES = [
     rule("routing.placement.breaker", "pause must be above 0 and at most", value={"pause": "2m"}),
     rule("routing.prefill.window", "window must be at most 10s", value="11s"),
     rule("routing.coalesce.window", "window must be above 0 and at most 10s", value="0s"),
-    rule("prompts.compress.timeout", "timeout must be above 0", value="0s"),
     rule("batching.prefillChunkTokens", "must be 0 (no chunking) or at least 16", value=8),
     rule("limits.requestTimeout", "requestTimeout must be above 0", value="0s"),
     rule("limits.requestTimeout", "must not exceed totalTimeout", value="11m"),

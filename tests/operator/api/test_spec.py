@@ -12,6 +12,7 @@ import pytest
 
 from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import camel
 from ullage_operator.api.spec import (
     Settings,
@@ -19,7 +20,6 @@ from ullage_operator.api.spec import (
     parse,
     parse_filled,
     parse_stored,
-    with_pod_template,
 )
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
 from ullage_operator.rollout.state import release_of, revision_of
@@ -260,7 +260,8 @@ def test_fields_of_pods_are_merged_into_the_pod_template_that_is_stored_beside_t
             ],
         },
     }
-    template = with_pod_template(OLD_POOL | {"podTemplate": beside})["podTemplate"]
+    old = {"pools": {"single": OLD_POOL | {"podTemplate": beside}}}
+    template = upgraded(old)["pools"]["single"]["podTemplate"]
     assert template["metadata"] == {
         "labels": {"team": "a", "tier": "c"},
         "annotations": {"a": "b"},
@@ -304,10 +305,10 @@ def test_a_service_may_consist_of_its_large_pool_alone(
 ) -> None:
     model = {"source": "hf://a/b", "name": "big", "maxModelLen": 4096}
     made = manifest(model=model)
-    made["spec"]["pools"] = {"large": {}}
+    made["spec"]["pools"] = {"big": {"role": "Large"}}
     planned = plan(parse(made), Observed(now=datetime(2026, 1, 2, tzinfo=UTC)), Settings())
     names = [o["metadata"]["name"] for o in planned.apply if o["kind"] == "StatefulSet"]
-    assert names == ["demo-large"]
+    assert names == ["demo-big"]
     assert planned.status["engines"] == "0/1"
 
 
@@ -443,7 +444,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"routing": {"ladder": ["Queue", "Queue"]}}, "spec.routing.ladder: ladder must name"),
     ({"routing": {"ladder": ["Reject", "Queue"]}}, "spec.routing.ladder: nothing is tried"),
     (
-        {"routing": {"rungs": {"reject": {"minRetryAfter": 9, "maxRetryAfter": 3}}}},
+        {"routing": {"rungs": {"reject": {"minRetryAfter": "9s", "maxRetryAfter": "3s"}}}},
         "spec.routing.rungs.reject.minRetryAfter: reject.minRetryAfter must not exceed",
     ),
     (

@@ -151,7 +151,7 @@ def test_wrong_levels_are_refused(make_plan: MakePlan, degrade: dict[str, Any], 
 
 ROUTING = {
     "queue": {"timeout": "1m30s"},
-    "placement": {"breaker": {"maxPause": "2m"}, "retries": {"share": 0}},
+    "placement": {"breaker": {"maxPause": "2m"}, "retries": {"percent": 0}},
 }
 
 
@@ -166,7 +166,7 @@ def test_routers_read_their_configuration(make_plan: MakePlan) -> None:
     assert config.routing.queue.timeout == 90.0
     assert config.routing.placement.breaker.max_pause == 120.0
     assert config.routing.placement.affinity == AffinitySection()
-    assert config.routing.placement.retries == RetrySection(share=0)
+    assert config.routing.placement.retries == RetrySection(percent=0)
     assert config.routing.large_request_kv == 6000 << 20
     assert (config.http.port, config.grpc.port, config.metrics.port) == (8000, 9000, 9090)
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes
 POOLS = ("single", "large", "spot")
-DEFAULT = RoutingPolicy(POOLS, 1000, 10_000_000, DEFAULT_LADDER)
+DEFAULT = RoutingPolicy(POOLS, 1000, 10_000_000, DEFAULT_LADDER, large_pool="large")
 FAR = {
     "shrink_context": {"max_dropped_percent": 100, "keep_turns": 1},
     "shrink_output": {"min_percent": 25, "below_expected": True},

@@ -226,7 +226,7 @@ def test_part_of_a_pool_is_tried_though_all_fail(start_service: "StartService") 
 
 def test_a_spent_budget_tells_the_error_at_once(start_service: "StartService") -> None:
     async def scenario() -> None:
-        retries = {"share": 0.0, "per_second": 0.0, "burst": 1}
+        retries = {"percent": 0, "per_second": 0.0, "burst": 1}
         async with start_service(single=(100, 100), routing=placement(retries=retries)) as service:
             service.engines[0].script.refuse = LOST
             answers = [await service.complete() for _ in range(40)]

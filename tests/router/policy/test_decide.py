@@ -49,6 +49,7 @@ POLICY = RoutingPolicy(
     RungsSection(
         shrink_context=ShrinkContextSection(max_dropped_percent=100), shrink_output=SHRINK
     ),
+    large_pool="large",
 )
 
 

@@ -14,7 +14,7 @@ grpc: {host: 0.0.0.0, port: 9000}
 metrics: {host: 0.0.0.0, port: 9090}
 pools:
   - {name: single, targets: ["smollm2-single:9000"]}
-  - {name: large, targets: ["smollm2-large:9000"]}
+  - {name: large, role: large, targets: ["smollm2-large:9000"]}
 routing:
   large_request_tokens: 8000
   large_request_kv: 6291456000
@@ -53,6 +53,7 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("rungs: {}", "rungs: {reject: {min_retry_after: 9, max_retry_after: 2}}", ["9", "2"]),
         ("rungs: {}", "rungs: {shrink_output: {min_percent: 150}}", ["shrink_output.min_percent"]),
         ("name: large", "name: single", ["share a name"]),
+        ("name: single", "name: single, role: large", ["'single', 'large'", "have role large"]),
         ("smollm2-large:9000", "smollm2-single:9000", ["'single'", "'large'", "given twice"]),
         ("smollm2-large:9000", "smollm2-large", ["'smollm2-large'", "host:port"]),
         ("pools:", "pools: [", ["not YAML"]),
