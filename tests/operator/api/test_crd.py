@@ -81,9 +81,22 @@ def test_defaults_fulfil_the_schema_by_themselves() -> None:
             assert not [*schema.rules(node, node["default"], path)], path
 
 
-def test_least_values_between_0_and_1_are_rules() -> None:
-    """The API server compares a whole number with the whole part of `minimum`: it would take 0."""
-    assert not [path for path, node in NODES.items() if 0 < node.get("minimum", 0) < 1]
+def test_no_number_is_a_floating_point_number() -> None:
+    """Programs write them differently, and their bounds are compared by whole parts."""
+    assert not [path for path, node in NODES.items() if node.get("type") == "number"]
+
+
+def test_shares_are_percentages_by_name_and_bounds() -> None:
+    percentages = {path: node for path, node in NODES.items() if path.lower().endswith("percent")}
+    assert len(percentages) > 20
+    for path, node in percentages.items():
+        is_whole = node.get("type") == "integer" and "maximum" in node
+        assert is_whole or schema.is_decimal(node), path
+
+
+def test_durations_have_one_form() -> None:
+    patterns = {node["pattern"] for node in NODES.values() if "(h|m|s" in node.get("pattern", "")}
+    assert len(patterns) == 1
 
 
 def test_scale_subresource_points_at_fields() -> None:

@@ -392,6 +392,32 @@ def test_a_spec_that_was_kept_in_the_form_of_0_1_0_is_read() -> None:
     assert stands.service.spec.memory.threshold == 0.85
 
 
+def test_a_release_that_was_kept_in_the_form_of_0_1_0_is_no_change() -> None:
+    def in_old_form(item: dict[str, Any]) -> dict[str, Any]:
+        if item["metadata"]["name"] != naming.rollout_name("demo"):
+            return item
+        state = json.loads(item["data"][naming.ROLLOUT_STATE])
+        release = state["release"]
+        for memory in (release["memory"], *(pool["memory"] for pool in release["pools"].values())):
+            memory["threshold"] = memory.pop("thresholdPercent") / 100
+            memory["adapterShare"] = memory.pop("adapterPercent") / 100
+        degrade = release["degrade"]
+        degrade["hysteresis"] = degrade.pop("hysteresisPercent") / 100
+        for level in degrade["levels"]:
+            level["below"] = level.pop("belowPercent") / 100
+            percent = level.pop("batchPercent")
+            level["batchShare"] = percent and percent / 100
+        throttling = degrade["throttling"]
+        throttling["batchStep"] = throttling.pop("batchStepPercent") / 100
+        throttling["minBatchShare"] = throttling.pop("minBatchPercent") / 100
+        return item | {"data": item["data"] | {naming.ROLLOUT_STATE: json.dumps(state)}}
+
+    objects = [in_old_form(item) for item in copy.deepcopy(LIVE)]
+    plan, _ = planned(STORED, observed_of(objects))
+    assert plan.apply == GOES_ON.apply
+    assert plan.status["rollout"]["stage"] == "Stable"
+
+
 @pytest.mark.parametrize("field", ["memory.hostKV", "healing", "slo.ttftP95", "rollout.thresholds"])
 def test_an_older_definition_is_filled_by_the_operator(field: str) -> None:
     manifest = edited()
