@@ -214,6 +214,7 @@ def planned():
                 "single": {"autoscaling": {"maxReplicas": 2}},
                 "large": pool
                 | {
+                    "role": "Large",
                     "autoscaling": {
                         "maxReplicas": 2,
                         "provider": "KEDA",
