@@ -219,7 +219,7 @@ def planned():
                         "maxReplicas": 2,
                         "provider": "KEDA",
                         "prometheusURL": "http://prometheus:9090",
-                    }
+                    },
                 },
             },
         },

@@ -122,6 +122,9 @@ RENAMES: tuple[Rename, ...] = (
 """Every field of 0.1.0 with another name or form."""
 
 
+_MOVED = frozenset(rename for rename in RENAMES if rename.new.startswith("podTemplate."))
+
+
 def remedy(path: str, value: Any) -> str:
     """Return what to write instead of a field of 0.1.0; empty for all others.
 
@@ -193,7 +196,8 @@ def _move(section: dict[str, Any], rename: Rename) -> None:
     if name not in section:
         return
     value = rename.convert(section.pop(name))
-    if not rename.new:
+    is_empty = value is None or value in ([], {})
+    if not rename.new or (is_empty and rename in _MOVED):
         return
     *above, last = rename.new.replace("containers[engine]", "containers.engine").split(".")
     target = section

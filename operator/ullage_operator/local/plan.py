@@ -458,7 +458,9 @@ def share_cores(objects: Sequence[Manifest], cores: Sequence[Sequence[int]]) -> 
 
 def check_engines(planned: Iterable[Pod]) -> None:
     if all("http" in pod.ports for pod in planned):
-        raise LocalFailure("spec.pools: no pool asks for an engine; set spec.replicas to 1")
+        raise LocalFailure(
+            "spec.pools: no pool asks for an engine; set spec.replicas, or replicas of a pool, to 1"
+        )
 
 
 def check_length(planned: Iterable[Pod], run_dir: Path) -> None:

@@ -15,7 +15,7 @@ POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 BASE: dict[str, Any] = {
     "model": {"source": "file:///models/a", "name": "m"},
     "device": "CPU",
-    "pools": {"single": {}, "large": POOL},
+    "pools": {"single": {}, "large": POOL | {"role": "Large"}},
     "rollout": {"strategy": "Rolling"},
 }
 NOBODY: set[str] = set()
@@ -30,6 +30,7 @@ NAMED = KEYS | {"named": [{"name": "a", "weight": 2}]}
 
 EDITS: list[tuple[dict[str, Any], set[str]]] = [
     # How many there are.
+    ({"replicas": 5}, NOBODY),
     ({"pools": {"single": {"replicas": 5}}}, NOBODY),
     ({"pools": {"large": {"replicas": 0}}}, NOBODY),
     ({"router": {"replicas": 4}}, NOBODY),
@@ -50,6 +51,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"slo": {"ttftP95": "1s"}}, ROUTER),  # they count the requests that are late by it
     ({"pools": {"single": {"autoscaling": {"maxReplicas": 4, "minReplicas": 0}}}}, ROUTER),
     ({"routing": {"wake": {"timeout": "1m"}}}, ROUTER),
+    ({"pools": {"large": {"role": "Overflow"}}}, ROUTER),
     ({"routing": {"largeRequestTokens": 9}}, ROUTER),
     ({"routing": {"largeRequestKV": "1Gi"}}, ROUTER),
     ({"routing": {"ladder": ["Reject"]}}, ROUTER),
