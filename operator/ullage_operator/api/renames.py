@@ -160,10 +160,13 @@ def upgraded(
     """Return a spec of 0.1.0 in today's names and forms; one of today is returned as it is.
 
     Args:
-        definition: of a spec, by which words become those of the API; None: they stay.
+        definition: of a spec, for words and decimals of the API; None: they stay those of the
+            operator, as in the specs and releases that it keeps.
     """
     result = copy.deepcopy(dict(spec))
     for rename in RENAMES:
+        if rename.convert is _decimal and definition is None:
+            continue
         for _, section in _sections(result, rename.old.split(".")[:-1]):
             _move(section, rename)
     if isinstance(pools := result.get("pools"), dict):

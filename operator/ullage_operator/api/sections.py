@@ -68,15 +68,16 @@ _MAX_SECONDS = 100 * 365 * 86400
 """What longer durations are read as: the definition takes any, and times are computed with them."""
 
 
-def parse_seconds(value: str) -> float:
+def parse_seconds(value: int | str) -> float:
     """Return the seconds of `10s`, `6ms` or `1m30s`.
 
     Raises:
         ValueError: the text is not such a duration.
     """
-    if not value or _DURATION.sub("", value):
+    text = str(value)
+    if not text or _DURATION.sub("", text):
         raise ValueError(f"{value!r} is not a duration; write 10s, 6ms or 1m30s")
-    parts = _DURATION.findall(value)
+    parts = _DURATION.findall(text)
     total = sum(Decimal(number) * _SECONDS[unit] for number, unit in parts)
     return float(min(total, _MAX_SECONDS))
 

@@ -20,6 +20,7 @@ from ullage_operator.autoscaling import ScalingDecision, ScalingDecisions
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of
 from ullage_operator.controller.standing import Declared, plan_standing, read, standing
 from ullage_operator.healing import EngineHealth
+from ullage_operator.rollout.state import load, release_of
 
 Make = Callable[..., dict[str, Any]]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -415,7 +416,14 @@ def test_a_release_that_was_kept_in_the_form_of_0_1_0_is_no_change() -> None:
     objects = [in_old_form(item) for item in copy.deepcopy(LIVE)]
     plan, _ = planned(STORED, observed_of(objects))
     assert plan.apply == GOES_ON.apply
-    assert plan.status["rollout"]["stage"] == "Stable"
+    [state] = [
+        item["data"][naming.ROLLOUT_STATE]
+        for item in objects
+        if naming.KEPT_SPEC in item.get("data", {})
+    ]
+    target = release_of(parse_filled(STORED)[0], SETTINGS)
+    recalled = load(state, target, LIVE)
+    assert recalled is not None and recalled.release == target
 
 
 @pytest.mark.parametrize("field", ["memory.hostKV", "healing", "slo.ttftP95", "rollout.thresholds"])
