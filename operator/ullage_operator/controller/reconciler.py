@@ -14,6 +14,7 @@ from ullage_operator.api.errors import (
     Temporary,
 )
 from ullage_operator.api.naming import EVENT
+from ullage_operator.api.renames import dropped_fields
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import own_policies, with_replicas
 from ullage_operator.conditions.pod_problems import ObjectWarning
@@ -97,7 +98,7 @@ class Reconciler:
         self._router_client = RouterClient()
         self._failures: dict[ServiceKey, int] = {}
         """Number of tries in a row after which something is to be tried again, by service."""
-        self._read: dict[ServiceKey, tuple[str, int, Declared]] = {}
+        self._read: dict[ServiceKey, tuple[tuple[Any, ...], Declared]] = {}
 
     async def reconcile(self, key: ServiceKey) -> tuple[str, float | None]:
         """Brings one service a step nearer to its spec.
@@ -274,13 +275,17 @@ class Reconciler:
         return dataclasses.replace(observed, scaling=decisions)
 
     def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
-        """Return how the declared service reads, which is found out once a generation."""
+        """Return how the declared service reads, which is found out once a generation.
+
+        Whether somebody declared fields that the API server dropped changes without another one.
+        """
         meta = manifest["metadata"]
+        version = (meta["uid"], meta["generation"], *dropped_fields(manifest))
         cached = self._read.get(key)
-        if cached is None or cached[:2] != (meta["uid"], meta["generation"]):
+        if cached is None or cached[0] != version:
             declared = read(manifest, self._settings)
             for problem in declared.problems:
                 _logger.error("%s: invalid: %s", key, problem)
-            cached = (meta["uid"], meta["generation"], declared)
+            cached = (version, declared)
             self._read[key] = cached
-        return cached[2]
+        return cached[1]
