@@ -41,6 +41,11 @@ def _seconds(value: Any) -> Any:
     return f"{value:g}s" if is_number else value
 
 
+def _method(value: Any) -> Any:
+    """Return the way in which turns are summarised: no model writes summaries any more."""
+    return "Extractive" if value in ("model", "Model") else value
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -117,6 +122,7 @@ RENAMES: tuple[Rename, ...] = (
     *(Rename(old, old.rpartition(".")[2], _seconds) for old in _DURATIONS),
     *(Rename(f"pools.*.{old}", new) for old, new in _OF_PODS.items()),
     *(Rename(f"router.{old}", new) for old, new in _OF_PODS.items() if "[engine]" not in new),
+    Rename("prompts.compress.method", "method", _method),
     Rename("prompts.compress.timeout", ""),
 )
 """Every field of 0.1.0 with another name or form."""

@@ -49,7 +49,10 @@ OLD: dict[str, Any] = {
         },
     },
     "cascade": {"steps": [{"service": "small"}], "confidence": {"threshold": 0.7}},
-    "prompts": {"compress": {"threshold": 0.8, "share": 0.5, "factShare": 1, "timeout": "3s"}},
+    "prompts": {
+        "compress": {"method": "model", "threshold": 0.8, "share": 0.5, "factShare": 1}
+        | {"timeout": "3s"}
+    },
     "streaming": {"tokensPerSecond": 12.5},
     "degrade": {
         "hysteresis": 0.1,
@@ -103,7 +106,10 @@ NEW: dict[str, Any] = {
         },
     },
     "cascade": {"steps": [{"service": "small"}], "confidence": {"thresholdPercent": 70}},
-    "prompts": {"compress": {"thresholdPercent": 80, "percent": 50, "factPercent": 100}},
+    "prompts": {
+        "compress": {"method": "Extractive", "thresholdPercent": 80, "percent": 50}
+        | {"factPercent": 100}
+    },
     "streaming": {"tokensPerSecond": "12.5"},
     "degrade": {
         "hysteresisPercent": 10,
