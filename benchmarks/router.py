@@ -309,8 +309,8 @@ def measure_before(machine: Machine, num_engines: int, options: argparse.Namespa
     ]
     if options.traced:
         url = machine.collector()
-        for name, share in (("ullage, traced", 1.0), ("ullage, a tenth traced", 0.1)):
-            tracing = {"endpoint": url, "sample_ratio": share}
+        for name, percent in (("ullage, traced", 100), ("ullage, a tenth traced", 10)):
+            tracing = {"endpoint": url, "sample_percent": percent}
             targets.append(machine.router(name, grpc_ports, tracing=tracing))
     if options.peers:
         targets += peers(machine, http_ports, options)

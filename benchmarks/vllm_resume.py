@@ -103,7 +103,7 @@ class Engine:
             "model": {"source": source, "name": "m", "dtype": "float32", "max_model_len": 1024},
             "device": "cpu",
             "memory": {
-                "threshold": 1.0,
+                "threshold_percent": 100,
                 "safety_reserve": 0,
                 "device_bytes": 4 << 30,
                 "max_kv": 512 << 20,

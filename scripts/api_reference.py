@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ullage_operator.api.schema import is_refused
+from ullage_operator.api.schema import is_decimal
 
 ROOT = Path(__file__).parents[1]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
@@ -26,10 +26,11 @@ Unknown fields are refused, and `ullage plan -f FILE` checks a manifest without 
 `NAME` stands for any key of a map and `[]` for an item of a list. Fields in **bold** are required.
 
 Amounts of memory are Kubernetes quantities (`512Mi`, `2Gi`), durations are Go's (`1m30s`, `6ms`).
+A share is a percentage, which its name says. Other fractions are decimals in quotes (`"0.5"`).
 
     kubectl get llms          # Ready, why, engines, URL
-    kubectl get llms -o wide  # also the model, the pools and the routers
-    kubectl scale llms NAME --replicas 3   # of pool single
+    kubectl get llms -o wide  # also the model and the routers
+    kubectl scale llms NAME --replicas 3   # of the pool that takes ordinary requests
 """
 
 
@@ -73,8 +74,6 @@ def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
     """(path below the section, schema, whether it is required) of every field, depth first."""
     node, path = below(node, path)
     for name, field in node.get("properties", {}).items():
-        if is_refused(field):
-            continue
         here = f"{path}.{name}" if path else name
         yield here, field, name in node.get("required", ())
         yield from fields(field, here)
@@ -113,6 +112,8 @@ def type_of(node: Schema) -> str:
         return " \\| ".join(f"`{value}`" if value != "" else "`''`" for value in node["enum"])
     if node.get("pattern", "").endswith("%$"):
         return "number or percentage"
+    if is_decimal(node):
+        return "decimal"
     if node.get("x-kubernetes-int-or-string"):
         return "quantity"
     if "ms" in node.get("pattern", "") and "h|m" in node["pattern"]:

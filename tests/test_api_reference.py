@@ -39,18 +39,18 @@ def test_the_page_is_of_this_crd() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "| `threshold` | number | `0.85` | Share of the device's memory",
+        "| `thresholdPercent` | integer 1 to 100 | `85` | Percent of the device's memory",
         "| `NAME.gpus` | integer 1 to 64 |  | GPUs of an engine,",
         "| **`secretName`** | string |  | Secret with one key a tenant",
         "* gpus must equal parallelism.tensor * parallelism.pipeline, which only 1 and 4 GPUs may ",
         "| `queue.timeout` | duration | `10s` | Longest wait",
-        "| `levels[].below`",
+        "| `levels[].belowPercent`",
     ],
 )
 def test_it_says_type_default_meaning_and_rules(
     reference: ModuleType, crd: dict[str, Any], line: str
 ) -> None:
-    page = reference.render(crd).replace("**`levels[].below`**", "`levels[].below`")
+    page = reference.render(crd).replace("**`levels[].belowPercent`**", "`levels[].belowPercent`")
     assert f"\n{line}" in page
 
 

@@ -13,7 +13,6 @@ import msgspec
 import yaml
 
 from ullage_common.config.engine import EngineConfig
-from ullage_operator.api.schema import is_refused
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = {"node_modules", "dist", "__pycache__"}
@@ -46,7 +45,8 @@ OTHER_SETTINGS = {("strategy", "None"), ("strategy", "Webhook")}
 """How a definition's versions are converted."""
 
 OTHER_WORDS = {"auto", "none", "error", "info", "debug", "bfloat16", "cuda", "ullage"}
-OTHER_WORDS |= {"queue", "route", "reject", "true", "false", "in", "vllm", "native", "local"}
+OTHER_WORDS |= {"large", "queue", "route", "reject", "true", "false", "in", "vllm", "native"}
+OTHER_WORDS |= {"local"}
 """Values in small letters that are also words of requests, headers, logs and engines' files."""
 
 LOOKS = re.compile(
@@ -167,7 +167,7 @@ def has_field(schema: dict[str, Any], path: str) -> bool:
         while "items" in schema:
             schema = schema["items"]
         below = schema.get("properties", {}).get(part) or schema.get("additionalProperties")
-        if not isinstance(below, dict) or is_refused(below):
+        if not isinstance(below, dict):
             return False
         schema = below
     return True

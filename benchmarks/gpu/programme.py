@@ -75,7 +75,7 @@ PARTS = (
     Part("steps", 2, 75, "decode steps are near their floor"),
     Part("mixed", 2, 25, "mixed steps take no memory beyond that of the warm-up"),
     Part("lfm2", 2, 80, "LFM2-8B-A1B in float32: right, and faster than four GPUs were"),
-    Part("large", 2, 40, "long prompts go to the pool `large`"),
+    Part("large", 2, 40, "long prompts go to the large pool"),
     Part("soak", 2, 80, "mixed sessions in constant memory, across a kill"),
     Part("swap", 2, 45, "preempted and swapped sequences have the tokens of undisturbed ones"),
     Part("graphs", 2, 40, "decode steps as CUDA graphs: the same tokens, in less time"),

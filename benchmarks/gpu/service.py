@@ -96,7 +96,11 @@ async def router_up(
         "grpc": {"host": "127.0.0.1", "port": grpc_port},
         "metrics": {"host": "127.0.0.1", "port": metrics_port},
         "pools": [
-            {"name": pool, "targets": [engine.address for engine in engines]}
+            {
+                "name": pool,
+                "role": "large" if pool == "large" else "standard",
+                "targets": [engine.address for engine in engines],
+            }
             for pool, engines in pools.items()
         ],
         **(sections or {}),

@@ -72,7 +72,7 @@ OBJECTIVES = Row(
         ),
         Panel(
             "Failed and refused",
-            "Share of requests that ended in a server error, which slo.errorRate bounds, and of "
+            "Share of requests that ended in a server error, which slo.errorPercent bounds, and of "
             "those refused for want of room (429).",
             "percentunit",
             [

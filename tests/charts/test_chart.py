@@ -227,11 +227,12 @@ def planned():
                 "single": {"autoscaling": {"maxReplicas": 2}},
                 "large": pool
                 | {
+                    "role": "Large",
                     "autoscaling": {
                         "maxReplicas": 2,
                         "provider": "KEDA",
                         "prometheusURL": "http://prometheus:9090",
-                    }
+                    },
                 },
             },
         },

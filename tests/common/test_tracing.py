@@ -66,7 +66,7 @@ def test_spans_arrive_over_grpc_and_http() -> None:
 
 def test_clients_decide_for_their_traces_and_the_ratio_for_ours() -> None:
     with OtlpReceiver() as receiver:
-        tracer = traced(TracingSection(endpoint=receiver.grpc_endpoint, sample_ratio=0.0))
+        tracer = traced(TracingSection(endpoint=receiver.grpc_endpoint, sample_percent=0))
         wanted = tracer.span("wanted", parent=PARENT)
         unwanted = tracer.span("unwanted", parent=PARENT[:-1] + "0")
         own = tracer.span("own")

@@ -225,7 +225,7 @@ def service(
     manifest["spec"]["routing"]["queue"]["maxRequests"] = 8
     manifest["spec"]["slo"] = {"ttftP95": "300s", "e2eP95": "600s"}
     # What no client asks for is not traced.
-    tracing = {"endpoint": collector.http_endpoint, "protocol": "http", "sampleRatio": 0}
+    tracing = {"endpoint": collector.http_endpoint, "protocol": "http", "samplePercent": 0}
     manifest["spec"]["observability"] = {"tracing": tracing}
     path = tmp_path_factory.mktemp("service") / "smollm2.yaml"
     path.write_text(yaml.safe_dump(manifest))

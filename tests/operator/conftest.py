@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from ullage_kubeapi.server import ApiServer, running
-from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
+from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until, with_roles
 
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import Settings, parse
@@ -32,13 +32,14 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 @pytest.fixture
 def manifest() -> Callable[..., dict[str, Any]]:
-    """A minimal manifest; keywords add fields to its spec, and pools to the pool single."""
+    """A minimal manifest; keywords add fields to its spec, and pools to the pool single. Pools have
+    the roles that they are named after."""
 
     def make(**spec: Any) -> dict[str, Any]:
         document = deepcopy(MANIFEST)
         document["spec"] |= spec
         if isinstance(spec.get("pools"), dict):
-            document["spec"]["pools"] = {"single": {}} | spec["pools"]
+            document["spec"]["pools"] = with_roles({"single": {}} | spec["pools"])
         return document
 
     return make

@@ -73,7 +73,12 @@ def router_config(
         "grpc": {"host": "127.0.0.1", "port": 0},
         "metrics": {"host": "127.0.0.1", "port": 0},
         "pools": [
-            {"name": name, "targets": targets, "sleeps": name in sleepy}
+            {
+                "name": name,
+                "role": "large" if name == "large" else "standard",
+                "targets": targets,
+                "sleeps": name in sleepy,
+            }
             for name, targets in pools.items()
         ],
         "streaming": {"coalesce_tokens": 1},  # so that tests see each word as the engine sent it

@@ -106,7 +106,7 @@ def vllm_config(source: str, **sections: Any) -> dict[str, Any]:
         },
         "device": "cpu",
         "memory": {
-            "threshold": 1.0,
+            "threshold_percent": 100,
             "safety_reserve": 0,
             "device_bytes": 4 << 30,
             "max_kv": 64 << 20,

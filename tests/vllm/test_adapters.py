@@ -37,7 +37,7 @@ MODEL = LlamaConfig(
     initializer_range=0.1,
     tie_word_embeddings=True,
 )
-ONE_SLOT = {"adapter_share": 0.0001, "max_loras": 8, "max_lora_rank": 8}  # YAML reads no 1e-4
+ONE_SLOT = {"adapter_percent": 0.01, "max_loras": 8, "max_lora_rank": 8}  # YAML reads no 1e-4
 
 
 @pytest.fixture

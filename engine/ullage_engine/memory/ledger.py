@@ -109,7 +109,7 @@ class Ledger:
                 f"{mib(self.others_bytes)} of it; end them, or give the engine a GPU of its own"
             )
         total = self.total_bytes + int((needed - self.available_bytes) / self.threshold) + _MIB
-        field = "memory.deviceBytes" if self._configurable else "memory.threshold"
+        field = "memory.deviceBytes" if self._configurable else "memory.thresholdPercent"
         remedy = f"set it to {mib(total)} or more" if self._configurable else "raise it"
         return LedgerError(
             f"{field}: {name} needs {mib(needed)}, but {mib(available)} of the "

@@ -104,11 +104,7 @@ def _optional(node: Schema, is_item: bool = False) -> dict[str, Any]:
         kept.pop("required", None)
     kept.pop("minProperties", None)
     if "properties" in node:
-        kept["properties"] = {
-            name: _optional(each)
-            for name, each in node["properties"].items()
-            if not schema.is_refused(each)
-        }
+        kept["properties"] = {name: _optional(each) for name, each in node["properties"].items()}
     if isinstance(node.get("items"), Mapping):
         kept["items"] = _optional(node["items"], is_item=True)
     if isinstance(node.get("additionalProperties"), Mapping):

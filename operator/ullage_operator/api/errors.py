@@ -39,7 +39,7 @@ class Problem:
     """One thing wrong with a manifest."""
 
     path: str
-    """Field, such as spec.memory.threshold; empty for the whole document."""
+    """Field, such as spec.memory.thresholdPercent; empty for the whole document."""
     message: str
     """What is wrong, with the value, and what to do."""
 

@@ -100,7 +100,7 @@ def canary_pool(pool: str) -> str:
     """What a pool's canary is called wherever a pool is.
 
     No pool's name has a dash, and none is `next`: pool `next` of service `chat-single` would have
-    the objects of the canary of `chat`'s pool `single`.
+    the objects of the canary of pool `single` of `chat`.
     """
     return f"{pool}{_CANARY}"
 

@@ -19,6 +19,7 @@ import yaml
 import ullage_operator
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.naming import API_VERSION, KIND
+from ullage_operator.api.renames import remedy
 from ullage_operator.api.sections import api_word
 
 if TYPE_CHECKING:
@@ -96,13 +97,8 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
         if name in allowed:
             yield from unknown_fields(allowed[name], value[name], where)
         elif (path or name not in _TOP_LEVEL) and not schema.get(_OPEN):
-            possible = {key: field for key, field in allowed.items() if not is_refused(field)}
-            yield Problem(where, f"unknown field; {suggestion(str(name), possible)}")
-
-
-def is_refused(schema: Schema) -> bool:
-    """Whether a field is there only for its rule to tell what is written instead of it."""
-    return any(rule["rule"] == "false" for rule in schema.get("x-kubernetes-validations", ()))
+            advice = remedy(where, value[name]) or suggestion(str(name), allowed)
+            yield Problem(where, f"unknown field; {advice}")
 
 
 def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
@@ -149,11 +145,10 @@ def fill(schema: Schema, value: Any, path: str = "") -> list[str]:
     return filled
 
 
-_TYPES: Mapping[str, type | tuple[type, ...]] = {
+_TYPES: Mapping[str, type] = {
     "array": list,
     "boolean": bool,
     "integer": int,
-    "number": (int, float),
     "object": dict,
     "string": str,
 }
@@ -250,6 +245,8 @@ def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
             text = f"must be {form}, not {value!r}"
         case "type":
             text = f"must be of type {limit}, not {value!r}"
+            if limit == "integer" and isinstance(value, float):
+                text = f"must be a whole number, not {value!r}"
         case "pattern":
             text = f"must match {limit}, not {value!r}"
         case "minimum":
@@ -262,9 +259,11 @@ def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
 
 
 def expected_form(schema: Schema) -> str:
-    """Returns how quantities and durations are written."""
+    """Returns how percentages, quantities and durations are written."""
     if schema.get("pattern", "").endswith("%$"):
         return "a number such as 2 or a percentage such as 25%"
+    if is_decimal(schema):
+        return 'a number such as 2 or, in quotes, "0.5"'
     if schema.get("x-kubernetes-int-or-string"):
         return (
             "a quantity above 0 such as 512Mi or 2Gi"
@@ -272,6 +271,11 @@ def expected_form(schema: Schema) -> str:
             else ("a quantity such as 512Mi, 2Gi or 0")
         )
     return "a duration such as 10s, 6ms or 1m30s" if "(h|m|s" in schema.get("pattern", "") else ""
+
+
+def is_decimal(schema: Schema) -> bool:
+    """Whether a field takes decimal fractions, which the API writes as text."""
+    return bool(schema.get("pattern", "").startswith("^[0-9]{1,9}("))
 
 
 def is_positive(schema: Schema) -> bool:
@@ -282,7 +286,7 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
     """What the CEL rules refuse."""
     # A rule about changes is for the API server, which alone sees them.
     checked = [r for r in schema.get("x-kubernetes-validations", ()) if "oldSelf" not in r["rule"]]
-    text = json.dumps(typed(schema, value)) if checked else ""
+    text = json.dumps(value) if checked else ""
     for rule in checked:
         where = f"{path}{rule.get('fieldPath', '')}".lstrip(".")
         try:
@@ -299,16 +303,6 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
         for name, field in fields(schema, value).items():
             if name in value:
                 yield from rules(field, value[name], join(path, name))
-
-
-def typed(schema: Schema, value: Any) -> Any:
-    """The value as CEL sees it: a `number` field written 1 is the double 1.0."""
-    if isinstance(value, list):
-        return [typed(schema.get("items", {}), item) for item in value]
-    if isinstance(value, dict):
-        schemas = fields(schema, value)
-        return {name: typed(schemas.get(name, {}), item) for name, item in value.items()}
-    return float(value) if schema.get("type") == "number" else value
 
 
 @functools.lru_cache(maxsize=2048)

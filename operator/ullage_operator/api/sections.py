@@ -16,12 +16,13 @@ import msgspec
 from msgspec import field, inspect
 
 from ullage_common.config.engine import HostedTiers, HostTierSection, MemoryLimits, RankGrid
-from ullage_common.config.router import CORSSection, TenantRules
+from ullage_common.config.router import CORSSection, PoolRole, TenantRules
 from ullage_common.process.config_file import Bytes, Seconds, Strict
 from ullage_operator.api import naming
 
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]i|[kMGTPE])?")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|us|h|m|s)")
+_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
 _SECONDS = {
     "h": Decimal(3600),
     "m": Decimal(60),
@@ -52,19 +53,31 @@ def scale(suffix: str) -> int:
     return int((1024 if suffix.endswith("i") else 1000) ** power)
 
 
+def parse_decimal(value: int | str) -> float:
+    """Return the number of 2 or `0.5`, which the API writes as text: it has no fractions.
+
+    Raises:
+        ValueError: the text is not such a number.
+    """
+    if not _DECIMAL.fullmatch(str(value)):
+        raise ValueError(f'{value!r} is not a number; write 2 or, in quotes, "0.5"')
+    return float(value)
+
+
 _MAX_SECONDS = 100 * 365 * 86400
 """What longer durations are read as: the definition takes any, and times are computed with them."""
 
 
-def parse_seconds(value: str) -> float:
+def parse_seconds(value: int | str) -> float:
     """Return the seconds of `10s`, `6ms` or `1m30s`.
 
     Raises:
         ValueError: the text is not such a duration.
     """
-    if not value or _DURATION.sub("", value):
+    text = str(value)
+    if not text or _DURATION.sub("", text):
         raise ValueError(f"{value!r} is not a duration; write 10s, 6ms or 1m30s")
-    parts = _DURATION.findall(value)
+    parts = _DURATION.findall(text)
     total = sum(Decimal(number) * _SECONDS[unit] for number, unit in parts)
     return float(min(total, _MAX_SECONDS))
 
@@ -166,6 +179,8 @@ def _reader(kind: inspect.Type) -> Reader | None:
     match kind:
         case inspect.Metadata(extra={"unit": unit}):
             return partial(_read_quantity, _UNITS[unit])
+        case inspect.FloatType():
+            return partial(_read_quantity, parse_decimal)
         case inspect.Metadata(type=inner) | inspect.UnionType(types=(inner, *_)):
             return _reader(inner)
         case inspect.StructType():
@@ -190,8 +205,8 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
 
 
 def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
-    """Returns what configuration files call `value`; these words are taken as they are, for they
-    stand in releases and in objects that were stored before the API had its own."""
+    """Returns what configuration files call `value`; their own words are taken as they are, for
+    they stand in releases and in kept specs."""
     return words.get(value, value) if isinstance(value, str) else value
 
 
@@ -271,10 +286,22 @@ def to_api(value: Any) -> Any:
 
 
 class Thresholds(Strict, frozen=True, kw_only=True):
-    error_rate: float
-    ttft_ratio: float
-    e2e_ratio: float
+    error_percent: float
+    ttft_percent: int
+    e2e_percent: int
     restarts: int
+
+    @property
+    def error_rate(self) -> float:
+        return self.error_percent / 100
+
+    @property
+    def ttft_ratio(self) -> float:
+        return self.ttft_percent / 100
+
+    @property
+    def e2e_ratio(self) -> float:
+        return self.e2e_percent / 100
 
 
 class RolloutSpec(Strict, frozen=True, kw_only=True):
@@ -298,9 +325,6 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
             return min(self.max_unavailable, replicas)
         percent = int(self.max_unavailable.removesuffix("%"))
         return min(max(1, replicas * percent // 100), replicas)
-
-
-SINGLE, LARGE = "single", "large"
 
 
 class ClaimTemplate(Strict, frozen=True, kw_only=True):
@@ -377,9 +401,13 @@ class PodSection(Strict, frozen=True, kw_only=True):
 
 
 class Targets(Strict, frozen=True, kw_only=True):
-    kv_utilization: float
+    kv_utilization_percent: int
     queue_wait: Seconds
     ttft: bool
+
+    @property
+    def kv_utilization(self) -> float:
+        return self.kv_utilization_percent / 100
 
 
 class Pace(Strict, frozen=True, kw_only=True):
@@ -415,8 +443,7 @@ class KEDASpec(Strict, frozen=True, kw_only=True):
 
 class AutoscalingSpec(Strict, frozen=True, kw_only=True):
     enabled: bool
-    provider: Literal["ullage", "keda", "hpa"]
-    """`hpa` stands in old objects only."""
+    provider: Literal["ullage", "keda"]
     min_replicas: int
     max_replicas: int
     warm_spares: int
@@ -429,6 +456,7 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
 
 
 class PoolSpec(PodSection, frozen=True, kw_only=True):
+    role: PoolRole = "standard"
     replicas: int
     """Engine pods; where they follow demand, the number of this moment."""
     autoscaling: AutoscalingSpec | None = None

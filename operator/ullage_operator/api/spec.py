@@ -4,11 +4,10 @@ the settings of the operator itself, which come from its environment.
 Every default comes from the CRD (`ullage_operator.api.schema`), so none is spelled here.
 """
 
-import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -32,6 +31,7 @@ from ullage_common.config.router import (
     FallbackSection,
     HeuristicsSection,
     NamedTenant,
+    PoolRole,
     PromptsSection,
     RoutingSection,
     SLOSection,
@@ -44,10 +44,8 @@ from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
 from ullage_operator.api.bases import NO_BASES, Bases, base_names, with_bases
 from ullage_operator.api.errors import InvalidManifest, Problem
-from ullage_operator.api.overlay import laid_over
+from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import (
-    LARGE,
-    SINGLE,
     MemorySpec,
     PoolSpec,
     PullSecret,
@@ -159,19 +157,27 @@ class HealingSpec(Strict, frozen=True, kw_only=True):
     enabled: bool
     not_ready_after: Seconds
     silent_after: Seconds
-    min_health: float
+    min_health_percent: int
     restarts_per_hour: int
     backoff: BackoffSpec
+
+    @property
+    def min_health(self) -> float:
+        return self.min_health_percent / 100
 
 
 class SLOSpec(SLOSection, frozen=True, kw_only=True):
     e2e_p95: Seconds
-    error_rate: float
+    error_percent: float
+
+    @property
+    def error_rate(self) -> float:
+        return self.error_percent / 100
 
 
 class PodMonitor(Strict, frozen=True, kw_only=True):
     enabled: bool
-    interval: str
+    interval: Seconds
     labels: dict[str, str] = msgspec.field(default_factory=dict)
 
 
@@ -219,8 +225,10 @@ class Spec(Strict, frozen=True, kw_only=True):
     model_pull_policy: str | None = None
     """When nodes pull the model's image; None: as Kubernetes does by its tag."""
     router: RouterSpec
+    replicas: int
+    """Engine pods of the first pool, unless it says how many it has."""
     pools: dict[str, PoolSpec]
-    """Pools in order of preference: single, large, the others by name."""
+    """Pools in order of preference: by their roles, then by name."""
     memory: MemorySpec
     routing: RoutingSection
     cascade: CascadeSpec | None = None
@@ -309,7 +317,9 @@ def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[
     """
     whole = schema.load_schema()
     definition = whole["properties"]["spec"]
-    spec: Any = copy.deepcopy(manifest.get("spec"))
+    spec: Any = manifest.get("spec")
+    # An API server whose definition is older hands out the names of that one.
+    spec = upgraded(spec, definition) if isinstance(spec, Mapping) else spec
     filled = schema.fill(definition, spec, "spec")
     if problems := [*schema.misfits(definition, spec, "spec")]:
         raise InvalidManifest(problems)
@@ -431,7 +441,7 @@ MAX_BYTES = 2**46
 
 def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     """Values of a complete spec that fit the definition and cannot hold together."""
-    if unreadable := [*unreadable_amounts(spec)]:
+    if unreadable := [*unreadable_amounts(spec), *shared_roles(spec)]:
         return unreadable
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
@@ -494,6 +504,25 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
             )
 
 
+def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield why the roles of pools do not say which pool a request is for.
+
+    The definition has rules for it; objects that were stored before it had may break them.
+    """
+    names = ordered_pools(spec)
+    for role in ("standard", "large"):
+        sharing = [name for name in names if role_of(spec["pools"][name]) == role]
+        if len(sharing) > 1:
+            text = (
+                f"pools {' and '.join(sharing)} have role {role.capitalize()}; set role of the "
+                "one for large requests to Large, and of others to Overflow"
+            )
+            yield Problem("spec.pools", text)
+    if all(role_of(pool) == "overflow" for pool in spec["pools"].values()):
+        text = "no pool takes ordinary requests; set role of one to Standard"
+        yield Problem("spec.pools", text)
+
+
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
     """Amounts of memory that no machine has, or with which no engine of a pool could start.
 
@@ -537,12 +566,13 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
             f"resources.limits.memory {limit}; lower one of them, or raise the limit",
         )
     if "deviceBytes" in asked and _device(spec) != "cuda":
-        share, reserve = memory["threshold"], memory["safetyReserve"]
-        if asked["deviceBytes"] * share - parse_bytes(reserve) < MIN_BYTES:
+        percent, reserve = memory["thresholdPercent"], memory["safetyReserve"]
+        if asked["deviceBytes"] * percent // 100 - parse_bytes(reserve) < MIN_BYTES:
             yield Problem(
                 path("deviceBytes"),
-                f"{memory['deviceBytes']} leaves an engine nothing: of threshold {share} of it "
-                f"safetyReserve {reserve} is kept empty; raise it or lower safetyReserve",
+                f"{memory['deviceBytes']} leaves an engine nothing: of the {percent} % of it that "
+                f"thresholdPercent allows, safetyReserve {reserve} is kept empty; raise it or "
+                "lower safetyReserve",
             )
 
 
@@ -611,49 +641,49 @@ def excesses(spec: Mapping[str, Any]) -> list[Problem]:
 
 
 def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec with every pool's memory and GPUs complete, pools in order of preference, and all
-    that is said of pods in `podTemplate`."""
-    ranks = {name: rank for rank, name in enumerate((SINGLE, LARGE))}
+    """The spec with every pool's size, memory and GPUs complete, pools in order of preference."""
     memory = spec.get("memory", {})
-    pools = spec.get("pools", {})
-    ordered = sorted(pools.items(), key=lambda item: (ranks.get(item[0], 2), item[0]))
-    complete = {
-        name: with_pod_template(pool)
-        | _rank_grid(pool, 4 if name == LARGE and _device(spec) != "cpu" else 1)
-        | {"memory": memory | pool.get("memory", {})}
-        for name, pool in ordered
-    }
-    router = with_pod_template(spec.get("router", {}), naming.ROUTER)
+    names = ordered_pools(spec)
+    complete = {}
+    for name in names:
+        pool = spec["pools"][name]
+        takes_gpus = role_of(pool) == "large" and _device(spec) != "cpu"
+        complete[name] = (
+            {"replicas": spec["replicas"] if name == names[0] else 1}
+            | with_pod_template(pool)
+            | _rank_grid(pool, 4 if takes_gpus else 1)
+            | {"memory": memory | pool.get("memory", {})}
+        )
+    router = with_pod_template(spec.get("router", {}))
     return {**spec, "router": router, "pools": complete}
 
 
-_MOVED_METADATA = {"podLabels": "labels", "podAnnotations": "annotations"}
-_MOVED_TO_POD = (
-    "nodeSelector",
-    "tolerations",
-    "affinity",
-    "topologySpreadConstraints",
-    "priorityClassName",
-    "runtimeClassName",
-    "volumes",
-)
-_MOVED_TO_CONTAINER = ("env", "envFrom", "volumeMounts")
+_ROLES: tuple[PoolRole, ...] = get_args(PoolRole)
+"""Roles in order of preference."""
 
 
-def with_pod_template(section: Mapping[str, Any], container: str = naming.ENGINE) -> dict[str, Any]:
-    """A pool or router with its pods' fields in `podTemplate`, the only place in which the API
-    takes them; objects and releases that were stored before have them beside it, where they win."""
-    metadata = {new: section[old] for old, new in _MOVED_METADATA.items() if section.get(old)}
-    pod = {name: section[name] for name in _MOVED_TO_POD if section.get(name)}
-    own = {name: section[name] for name in _MOVED_TO_CONTAINER if section.get(name)}
-    if own:
-        pod["containers"] = [{"name": container, **own}]
+def ordered_pools(spec: Mapping[str, Any]) -> list[str]:
+    """Return the names of a spec's pools in order of preference: the first takes what is asked for
+    ordinarily."""
+    pools = spec.get("pools", {})
+    return sorted(pools, key=lambda name: (_ROLES.index(role_of(pools[name])), name))
+
+
+def role_of(pool: Mapping[str, Any]) -> PoolRole:
+    """Return the role of a pool of a spec, in the word of configuration files."""
+    role = str(pool.get("role", _ROLES[0])).lower()
+    return next((each for each in _ROLES if each == role), _ROLES[0])
+
+
+def with_pod_template(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A pool or router whose pod template has no empty parts, so that every spelling of a template
+    is the same release."""
     given = section.get("podTemplate")
-    template = laid_over(given or {}, {"metadata": metadata, "spec": pod})
-    # Without empty parts, so that every spelling of a template is the same release.
-    labelled = {name: each for name, each in template["metadata"].items() if each}
-    template = {name: each for name, each in (template | {"metadata": labelled}).items() if each}
-    return {**section, "podTemplate": template} if template or given else dict(section)
+    if not given:
+        return dict(section)
+    metadata = {name: each for name, each in given.get("metadata", {}).items() if each}
+    parts = (given | {"metadata": metadata}).items()
+    return {**section, "podTemplate": {name: each for name, each in parts if each}}
 
 
 def _device(spec: Mapping[str, Any]) -> str:

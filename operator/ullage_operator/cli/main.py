@@ -17,7 +17,12 @@ from ullage_operator.api.errors import LocalFailure, OperatorError
 from ullage_operator.api.naming import HTTP_ROUTE, ROUTER_SCALER
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.cli import profile, top, trace, up
-from ullage_operator.cli.manifest_file import BASE_HELP, overruled, read_service
+from ullage_operator.cli.manifest_file import (
+    BASE_HELP,
+    overruled,
+    read_service,
+    upgraded_manifest,
+)
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Manifest, Observed, plan
 from ullage_operator.manifests.engine_choice import engine_image, expected_engine, image_has_vllm
@@ -30,6 +35,7 @@ HELP = """examples:
   ullage trace REQUEST_ID                    print one request's way from all logs
   ullage profile smollm2 --steps 50          look at an engine's steps in Perfetto
   ullage key new alice                       make an API key
+  ullage upgrade-manifest -f old.yaml        print a manifest of 0.1.0 in today's form
   ullage quantize --model file:///m --format int8 --output ./m-int8
 """
 
@@ -50,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan_parser(commands)
     add_quantize_parser(commands)
     add_key_parser(commands)
+    add_upgrade_parser(commands)
     return parser
 
 
@@ -147,6 +154,22 @@ KEY_HELP = """examples:
   ullage key new alice                          print a key and the entry that lets it in
   ullage key new alice --into secrets/my-keys   also add the entry to that folder (ullage up)
 """
+
+
+def add_upgrade_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "upgrade-manifest",
+        help="print a manifest of 0.1.0 in today's form",
+        description="Prints a manifest of 0.1.0 with today's fields (docs/upgrading.md). Comments "
+        "are lost.",
+    )
+    parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of 0.1.0")
+    parser.set_defaults(run=run_upgrade)
+
+
+def run_upgrade(options: argparse.Namespace) -> int:
+    print(upgraded_manifest(options.file), end="")
+    return 0
 
 
 def add_key_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -15,8 +15,9 @@ import yaml
 
 from ullage_operator.api.bases import Bases, base_problems, overruled_defaults
 from ullage_operator.api.errors import InvalidManifest, LocalFailure, Problem
-from ullage_operator.api.naming import BASE
-from ullage_operator.api.schema import join, load_schema
+from ullage_operator.api.naming import BASE, KIND
+from ullage_operator.api.renames import upgraded
+from ullage_operator.api.schema import complete, join, load_schema
 from ullage_operator.api.spec import Service, parse
 
 BASE_HELP = "manifest of an LLMServiceBase that it names; once for each"
@@ -177,6 +178,28 @@ def _read_object(path: Path, kind: str) -> Any:
         raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
     # What aliases share is written in one place and filled in at each.
     return json.loads(json.dumps(found[0]))
+
+
+def upgraded_manifest(path: Path) -> str:
+    """Return a manifest of 0.1.0 in today's form; what is no LLMService stays as it is.
+
+    Raises:
+        LocalFailure: one line for each thing that has no form of today.
+    """
+    documents = [document for document in _read_documents(path) if document is not None]
+    definition = load_schema()["properties"]["spec"]
+    problems: list[Problem] = []
+    written = []
+    for document in documents:
+        if isinstance(document, dict) and document.get("kind") == KIND:
+            document = json.loads(json.dumps(document))
+            if isinstance(document.get("spec"), dict):
+                document["spec"] = upgraded(document["spec"], definition)
+            problems += complete(load_schema(), document)[1]
+        written.append(document)
+    if problems:
+        raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
+    return str(yaml.safe_dump_all(written, sort_keys=False, width=100))
 
 
 def _read_documents(path: Path) -> list[Any]:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -53,7 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "-o", "--output", type=Path, default=Path("trace.json.gz"), help="(trace.json.gz)"
     )
     parser.add_argument("--timeline", action="store_true", help="batches instead of operations")
-    parser.add_argument("--pool", help="of the engine (the first one)")
+    parser.add_argument("--pool", help="of the engine (the one that takes ordinary requests)")
     parser.add_argument("--engine", type=int, default=0, metavar="N", help="its number there (0)")
     parser.add_argument("-n", "--namespace", help="of the LLMService, through kubectl port-forward")
     parser.add_argument("--address", metavar="HOST:PORT", help="of the engine's gRPC")
@@ -134,12 +135,33 @@ def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     if options.address:
         yield options.address, options.address
     elif options.namespace:
-        pod = f"{naming.pool_name(options.service, options.pool or 'single')}-{options.engine}"
+        pool = options.pool or _first_pool(options.namespace, options.service)
+        pod = f"{naming.pool_name(options.service, pool)}-{options.engine}"
         with PortForward(options.namespace, f"pod/{pod}", naming.GRPC_PORT) as forward:
             yield forward.url().removeprefix("http://"), pod
     else:
         engine = _local_engine(options)
         yield engine["grpc_target"], engine["id"]
+
+
+def _first_pool(namespace: str, service: str) -> str:
+    """Return the pool that takes ordinary requests, whose label is in the service's status.
+
+    Raises:
+        LocalFailure: kubectl is not here, or the service has no status.
+    """
+    command = ["kubectl", "--namespace", namespace, "get", "llms", service]
+    try:
+        done = subprocess.run(
+            [*command, "-o", "jsonpath={.status.selector}"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        raise LocalFailure("kubectl is not here; install it, or give --address") from None
+    label = re.search(rf"{re.escape(naming.POOL_LABEL)}=([a-z0-9]+)", done.stdout)
+    if label is None:
+        reason = done.stderr.strip() or f"{service} has no status yet"
+        raise LocalFailure(f"{reason}; give --pool")
+    return label[1]
 
 
 def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:

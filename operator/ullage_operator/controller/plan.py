@@ -638,6 +638,7 @@ def status_of(
         "endpoint": f"{'https' if service.spec.tls.router else 'http'}://{host}:{naming.HTTP_PORT}",
         "grpcEndpoint": f"{host}:{naming.GRPC_PORT}",
         "engines": f"{sum(p.ready for p in serving)}/{sum(p.desired for p in serving)}",
+        **scale_status(service, pools),
         "router": {"replicas": router.exist, "readyReplicas": router.ready},
         "pools": {
             pool_name: pool_status(service, pool_name, workload, observed)
@@ -779,6 +780,13 @@ def with_canary_engines(
     name = naming.pool_name(service.name, naming.canary_pool(pool.name))
     canary = workload_of(name, 0, observed.objects.get(ObjectKey("StatefulSet", name)))
     return replace(pool, ready=min(pool.desired, pool.ready + canary.ready))
+
+
+def scale_status(service: Service, pools: Mapping[str, Workload]) -> Manifest:
+    """Return what the scale subresource shows: the pool that takes ordinary requests."""
+    first = next(iter(service.spec.pools))
+    match = naming.selector(service.name, naming.ENGINE, first)
+    return {"replicas": pools[first].exist, "selector": naming.selector_text(match)}
 
 
 def pool_status(service: Service, pool: str, workload: Workload, observed: Observed) -> Manifest:

@@ -17,6 +17,7 @@ from ullage_operator.api.errors import (
     Temporary,
 )
 from ullage_operator.api.naming import BASE, EVENT
+from ullage_operator.api.renames import dropped_fields
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.autoscaling import own_policies, with_replicas
 from ullage_operator.conditions.pod_problems import ObjectWarning
@@ -359,7 +360,10 @@ class Reconciler:
 
     async def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
         """Return how the declared service reads, which is found out once a generation of it and
-        of its bases."""
+        of its bases.
+
+        Whether somebody declared fields that the API server dropped changes without another one.
+        """
         names = base_names(manifest.get("spec"))
         present = {name: self._cache.base(key.namespace, name) for name in names}
         found = {name: base for name, base in present.items() if base is not None}
@@ -367,7 +371,11 @@ class Reconciler:
             {name: base.get("spec") or {} for name, base in found.items()},
             self._remedy_for_bases(key.namespace) if names else "",
         )
-        version = (*map(_generation, (manifest, *found.values())), bases.remedy)
+        version = (
+            *map(_generation, (manifest, *found.values())),
+            bases.remedy,
+            *dropped_fields(manifest),
+        )
 
         cached = self._read.get(key)
         if cached is None or cached[0] != version:

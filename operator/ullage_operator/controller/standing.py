@@ -15,11 +15,13 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import starmap
 from typing import Any
 
 from ullage_operator.api import naming, schema
 from ullage_operator.api.bases import NO_BASES, Bases
 from ullage_operator.api.errors import InvalidManifest, Problem
+from ullage_operator.api.renames import dropped_fields, remedy, upgraded
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.spec import (
     Service,
@@ -77,6 +79,8 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
     Args:
         bases: those of the service's namespace, as far as it names them.
     """
+    if dropped := dropped_fields(manifest):
+        return Declared(None, tuple(starmap(_dropped, dropped.items())))
     try:
         service, filled = parse_filled(manifest, bases)
         plan(service, Observed(now=_EPOCH), settings)
@@ -88,6 +92,11 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
         text = f"cannot be carried out: {error!r}; correct what was edited last"
         return Declared(None, (Problem("spec", text),))
     return Declared(service, filled=tuple(filled))
+
+
+def _dropped(path: str, value: Any) -> Problem:
+    advice = remedy(path, value)
+    return Problem(path, f"was dropped by the API server; {advice}, and apply the manifest anew")
 
 
 def standing(
@@ -153,6 +162,7 @@ def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
         return {}
     if not isinstance(kept, dict):
         return {}
+    kept = upgraded(kept)
     schema.fill(definition, kept)
     return kept
 
@@ -211,11 +221,27 @@ def _salvaged(
     paths += [("pools", pool, "autoscaling") for pool in pools]
     spec: Manifest = {
         "model": {"source": "file:///unread", "name": metadata["name"]},
-        "pools": {pool: _size_of(metadata["name"], pool, observed) for pool in pools},
+        "pools": {
+            pool: {"role": role} | _size_of(metadata["name"], pool, observed)
+            for pool, role in _roles_of(manifest, pools).items()
+        },
     }
     for path in paths:
         spec = _with_readable(metadata, spec, path, _at(manifest.get("spec"), path))
     return parse_stored({"metadata": metadata, "spec": spec})
+
+
+def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
+    """Return a role for each live pool: the declared one, where it can be read and no other pool
+    has it."""
+    roles: dict[str, str] = {}
+    for pool in pools:
+        role = _at(manifest.get("spec"), ("pools", pool, "role"))
+        is_free = role in ("Standard", "Large") and role not in roles.values()
+        roles[pool] = role if is_free else "Overflow"
+    if set(roles.values()) == {"Overflow"}:
+        roles[next(iter(roles))] = "Standard"
+    return roles
 
 
 def _size_of(service: str, pool: str, observed: Observed) -> Manifest:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from ullage_operator.api.bases import base_names
 from ullage_operator.api.naming import BASE, FIELD_MANAGER, HTTP_ROUTE, POD, SERVICE, Kind
+from ullage_operator.api.renames import LAST_APPLIED, dropped_fields
 
 Object = dict[str, Any]
 Name = tuple[str, str]
 """Namespace and name."""
 _INSTANCE = "app.kubernetes.io/instance"
-_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _POD_SPEC = ("nodeName", "priority")
 _CONTAINER = ("name", "image", "resources", "ports")
 _HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet", HTTP_ROUTE})
@@ -350,12 +350,10 @@ def key_of(kind: Kind, obj: Object) -> ServiceKey:
 def slim(kind: Kind, obj: Object) -> Object:
     """What is worth keeping of an object: field managers, most of a pod's spec and a status on
     which nothing depends are not."""
-    meta = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
-    if is_created(obj["metadata"].get("managedFields") or ()):
-        meta["managedFields"] = _CREATED
-    if _LAST_APPLIED in (meta.get("annotations") or {}):
-        notes = meta["annotations"].items()
-        meta["annotations"] = {name: value for name, value in notes if name != _LAST_APPLIED}
+    meta = obj["metadata"]
+    # What was declared in another form says why the spec is not carried out.
+    if kind != SERVICE or not dropped_fields(obj):
+        meta = _slim_metadata(meta)
     kept = {**obj, "apiVersion": kind.api_version, "kind": kind.name, "metadata": meta}
     if kind == POD:
         kept["spec"] = _slim_pod(obj.get("spec") or {})
@@ -365,6 +363,16 @@ def slim(kind: Kind, obj: Object) -> Object:
     if kind.name not in _HAS_STATUS:
         kept.pop("status", None)
     return kept
+
+
+def _slim_metadata(metadata: Object) -> Object:
+    meta = {name: value for name, value in metadata.items() if name != "managedFields"}
+    if is_created(metadata.get("managedFields") or ()):
+        meta["managedFields"] = _CREATED
+    if LAST_APPLIED in (meta.get("annotations") or {}):
+        notes = meta["annotations"].items()
+        meta["annotations"] = {name: value for name, value in notes if name != LAST_APPLIED}
+    return meta
 
 
 def is_created(managed_fields: Iterable[Mapping[str, Any]]) -> bool:

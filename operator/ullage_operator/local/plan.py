@@ -468,7 +468,7 @@ def share_cores(objects: Sequence[Manifest], cores: Sequence[Sequence[int]]) -> 
 def check_engines(planned: Iterable[Pod]) -> None:
     if all("http" in pod.ports for pod in planned):
         raise LocalFailure(
-            "spec.pools: no pool asks for an engine; set spec.pools.single.replicas to 1"
+            "spec.pools: no pool asks for an engine; set spec.replicas, or replicas of a pool, to 1"
         )
 
 

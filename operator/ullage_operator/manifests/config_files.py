@@ -134,6 +134,7 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
     pools = [
         PoolSection(
             name=name,
+            role=pool.role,
             targets=(f"{naming.pool_name(service.name, name)}:{naming.GRPC_PORT}",),
             sleeps=may_sleep(pool),
         )
@@ -165,7 +166,8 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
             total_timeout=spec.limits.total_timeout,
         ),
         memory=MemoryBudget(
-            threshold=spec.memory.threshold, safety_reserve=spec.memory.safety_reserve
+            threshold_percent=spec.memory.threshold_percent,
+            safety_reserve=spec.memory.safety_reserve,
         ),
         slo=SLOSection(ttft_p95=spec.slo.ttft_p95, e2e_p95=spec.slo.e2e_p95),
         streaming=spec.streaming,

@@ -63,9 +63,18 @@ def monitoring_objects(
     return objects
 
 
+def duration(seconds: float) -> str:
+    """Return a duration as Prometheus reads it, which takes no fractions."""
+    return f"{seconds:.0f}s" if seconds.is_integer() else f"{1000 * seconds:.0f}ms"
+
+
 def pod_monitor(service: Service, component: str, name: str) -> Manifest:
     settings = service.spec.observability.pod_monitor
-    endpoint = {"port": "metrics", "interval": settings.interval, "relabelings": [NAME_SERVICE]}
+    endpoint = {
+        "port": "metrics",
+        "interval": duration(settings.interval),
+        "relabelings": [NAME_SERVICE],
+    }
     spec = {
         "selector": {"matchLabels": naming.selector(service.name, component)},
         "podMetricsEndpoints": [endpoint],
@@ -183,7 +192,7 @@ def slo_alerts(service: Service) -> list[Alert]:
             f"{burn(service, '5m', 'errors')} > 1",
             "critical",
             f"More than {slo.error_rate:.2%} of requests end in a server error.",
-            "Clients get 5xx; slo.errorRate is the bound.",
+            "Clients get 5xx; slo.errorPercent is the bound.",
         ),
         Alert(
             "UllageServiceFirstTokenLate",

@@ -23,6 +23,7 @@ import msgspec
 
 from ullage_common.config.engine import ProfilingSection
 from ullage_operator.api import naming
+from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import USER, SecurityContext, to_api
 from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
 from ullage_operator.conditions.pod_problems import is_follower
@@ -67,7 +68,7 @@ _SIZES = ("engine", "model", "device", "memory")
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
 """Sections with fields of the API, and those in them; other maps are filled by people."""
-NOT_OF_A_POOL = ("replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
+NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
 
 
 def release_of(service: Service, settings: Settings) -> Release:
@@ -94,7 +95,7 @@ def shared_hash(service: Service) -> str:
         "securityContext": _security(spec.security_context),
         "serviceAccount": spec.service_account.name,
         "profiling": [profiling.enabled, profiling.nvtx] if profiling != ProfilingSection() else [],
-        "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_ratio],
+        "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_percent / 100],
         "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
     }
     return _hash({name: value for name, value in fields.items() if value})
@@ -249,10 +250,13 @@ def load(
         if ENGINE_TLS not in kept["release"]:
             kept["release"][ENGINE_TLS] = _live_engine_tls(target, live)
         progress, tried = msgspec.convert(kept["state"], RolloutProgress), kept.get("tried")
+        tried = tried and upgraded(tried)
         if tried is not None and is_same(_sealed_widely(target), _sealed_widely(tried)):
             tried = target
         values = dict(_hashed_values([target, *live]))
-        return RolloutState(progress, overlaid(target, _unsealed(kept["release"], values)), tried)
+        return RolloutState(
+            progress, overlaid(target, _unsealed(upgraded(kept["release"]), values)), tried
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from ullage_common.config.router import PrefillSection, RouterConfig
+from ullage_common.config.router import PrefillSection, RouterConfig, large_pool
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.load_balancer import NO_PREFERENCE, LoadBalancer, Preferred
@@ -210,6 +210,7 @@ class Admission:
             routing.rungs,
             routing.placement.affinity.max_extra_load,
             routing.prefill,
+            large_pool(config.pools),
         )
         self.window = PrefillWindow(routing.prefill, engines)
         self._max_output_tokens = config.limits.max_output_tokens

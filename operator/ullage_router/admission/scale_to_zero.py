@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import grpc
 from msgspec.structs import replace
 
-from ullage_common.config.router import LARGE_POOL, RouterConfig, WakeSection
+from ullage_common.config.router import RouterConfig, WakeSection
 from ullage_common.wire.errors import ServiceError
 from ullage_router.admission.admission import Admission
 from ullage_router.call import Call, Handler, ResponseStream
@@ -202,8 +202,8 @@ def empty_home(
     home = home_of(facts, able, policy)[0] if able else pools[0]
     if unknown and not (able and is_large(facts, able[0], policy)):
         home = pools[0]
-    elif LARGE_POOL in unknown:
-        home = LARGE_POOL
+    elif policy.large_pool in unknown:
+        home = policy.large_pool
     return home if home in scaled_to_zero else ""
 
 

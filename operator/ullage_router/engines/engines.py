@@ -11,7 +11,7 @@ import grpc
 from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.config.router import LARGE_POOL, BreakerSection, PoolSection
+from ullage_common.config.router import BreakerSection, PoolSection, large_pool
 from ullage_common.wire.channels import NO_RECORDS, addresses, is_address, open_channel
 from ullage_common.wire.fingerprint import (
     UNKNOWN,
@@ -89,7 +89,7 @@ class Engines:
         """Tokens of an answer by engine, as reported last."""
         self._ejected: set[Engine] = set()
         """Engines whose breakers are not closed, and some whose are."""
-        self._has_large = any(pool.name == LARGE_POOL for pool in self._pools)
+        self._large_pool = large_pool(self._pools)
         self._last: dict[str, Engine] = {}
         """The latest engine that is gone, by pool: it tells the properties of a pool that sleeps.
         """
@@ -401,8 +401,8 @@ class Engines:
         held = self.held_back() if self._ejected else NONE
         first = self._pools[0].name
         keys = [(side, first, model.fingerprint)]
-        if self._has_large and first != LARGE_POOL:
-            keys.append((side, LARGE_POOL, model.fingerprint))
+        if self._large_pool and first != self._large_pool:
+            keys.append((side, self._large_pool, model.fingerprint))
         favourite = self._engines.get(preferred) if preferred else None
         views: list[EngineView] = []
         for key in keys:
@@ -414,8 +414,8 @@ class Engines:
             for engine in drawn:
                 if engine.key not in held and (view := engine.view(now)):
                     views.append(view)
-        if len(keys) > 1 and not any(view.pool == LARGE_POOL for view in views):
-            views += self._unusable(LARGE_POOL, now)
+        if len(keys) > 1 and not any(view.pool == self._large_pool for view in views):
+            views += self._unusable(self._large_pool, now)
         return views
 
     def nearest_two(self, side: Side, point: int) -> list[Engine]:

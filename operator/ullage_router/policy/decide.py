@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from ullage_common.config.router import LARGE_POOL, Rung, ShrinkOutputSection
+from ullage_common.config.router import Rung, ShrinkOutputSection
 from ullage_common.request_cost import Demand, most_tokens, predict
 from ullage_router.policy.decision import (
     WELL,
@@ -480,8 +480,8 @@ def home_of(
     """Returns (pool, reason): the first pool that can ever hold the request, or the large one for
     large requests."""
     present = {engine.pool for engine in able}
-    if LARGE_POOL in present and is_large(facts, able[0], policy):
-        return LARGE_POOL, "LARGE_REQUEST"
+    if policy.large_pool in present and is_large(facts, able[0], policy):
+        return policy.large_pool, "LARGE_REQUEST"
     first = next(pool for pool in policy.pools if pool in present)
     return first, "FITS" if first == policy.pools[0] else "CAPACITY"
 

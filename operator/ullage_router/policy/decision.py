@@ -362,3 +362,5 @@ class RoutingPolicy(msgspec.Struct, frozen=True):
     max_extra_load: int = 8
     """Number of requests that a preferred engine may have more than the alternative."""
     prefill: PrefillSection = msgspec.field(default_factory=PrefillSection)
+    large_pool: str = ""
+    """Pool that takes large requests; empty: there is none."""

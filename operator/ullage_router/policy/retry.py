@@ -101,10 +101,10 @@ def retry_after(
     if seconds is None:
         first, last = float(UNKNOWN_RETRY_AFTER_S), 2.0 * UNKNOWN_RETRY_AFTER_S
     elif seconds > high:
-        first, last = high / 2, float(high)
+        first, last = high / 2, high
     else:
         first, last = seconds, seconds * (1 + JITTER)
-    first, last = (min(high, max(low, math.ceil(limit))) for limit in (first, last))
+    first, last = (math.ceil(min(high, max(low, limit))) for limit in (first, last))
     least = min(returns.get(second, 0) for second in range(first, last + 1))
     alike = [second for second in range(first, last + 1) if returns.get(second, 0) == least]
     return alike[draw % len(alike)]

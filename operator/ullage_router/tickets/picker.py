@@ -18,7 +18,7 @@ import grpc
 from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.config.router import LARGE_POOL, RouterConfig
+from ullage_common.config.router import RouterConfig
 from ullage_common.request_cost import Demand
 from ullage_common.tickets.tickets import CLOCK_SKEW_S, Claims
 from ullage_common.wire.errors import ServiceError, invalid
@@ -115,8 +115,9 @@ class Batch:
         self._limits = limits
         self._limits_at_end = replace(limits, first_token_s=limits.end_s)
         self._views = {view.id: view for view in views}
-        home, has_large = policy.pools[0], any(view.pool == LARGE_POOL for view in views)
-        names = (home, LARGE_POOL) if has_large and home != LARGE_POOL else (home,)
+        home, large = policy.pools[0], policy.large_pool
+        has_large = any(view.pool == large for view in views)
+        names = (home, large) if has_large and home != large else (home,)
         self._groups: dict[str, DrawGroup[str]] = {name: DrawGroup() for name in names}
         for view in views:
             if view.standing is EngineState.USABLE and (group := self._groups.get(view.pool)):
@@ -204,8 +205,8 @@ class Batch:
             if preferred and preferred.pool == pool and preferred.id not in drawn:
                 drawn += [preferred.id] if preferred.standing is EngineState.USABLE else []
             views = [self._views[name] for name in drawn]
-            if not views and pool == LARGE_POOL:
-                views = [next(v for v in self._views.values() if v.pool == LARGE_POOL)]
+            if not views and pool == self._policy.large_pool:
+                views = [next(view for view in self._views.values() if view.pool == pool)]
             sample += views
         return sample
 

@@ -11,11 +11,12 @@ from ullage_common.process import addresses
 from ullage_common.process.config_file import (
     Bytes,
     LogLevel,
+    Percent,
     Port,
     Positive,
     Seconds,
-    Share,
     SomeBytes,
+    SomePercent,
     SomeSeconds,
     Strict,
     Text,
@@ -31,10 +32,14 @@ EngineKind = Literal["auto", "native", "vllm"]
 class MemoryBudget(Strict, frozen=True, kw_only=True):
     """The engines' budget; they apply it, routers show it in /stats."""
 
-    threshold: Share = 0.85
-    """Share of the device that may be used."""
+    threshold_percent: SomePercent = 85.0
+    """Percent of the device that may be used."""
     safety_reserve: SomeBytes = 2 << 30
     """Bytes of each device that stay empty under the threshold."""
+
+    @property
+    def threshold(self) -> float:
+        return self.threshold_percent / 100
 
 
 class RequestLimits(Strict, frozen=True, kw_only=True):
@@ -110,7 +115,7 @@ _REVISION = "model.source, as hf://org/name@revision"
 _NODES = "nodes of the pool"
 _REPLICAS = "replicas of the pool"
 _MAX_KV = "memory.max_kv"
-_MAX_LORAS = "memory.max_loras and memory.adapter_share"
+_MAX_LORAS = "memory.max_loras and memory.adapter_percent"
 _RANKS = "parallelism.tensor and parallelism.pipeline"
 _KV_TIERS = "memory.tiers"
 OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
@@ -152,10 +157,10 @@ OWNED_VLLM_ARGS: Mapping[str, str] = MappingProxyType(
         "node_rank": _NODES,
         "master_addr": _NODES,
         "master_port": _NODES,
-        "gpu_memory_utilization": "memory.threshold and memory.safety_reserve",
+        "gpu_memory_utilization": "memory.threshold_percent and memory.safety_reserve",
         "kv_cache_memory_bytes": _MAX_KV,
         "num_gpu_blocks_override": _MAX_KV,
-        "watermark": "memory.threshold and memory.safety_reserve",
+        "watermark": "memory.threshold_percent and memory.safety_reserve",
         "kv_offloading_size": _KV_TIERS,
         "kv_offloading_backend": _KV_TIERS,
         "kv_transfer_config": _KV_TIERS,
@@ -326,9 +331,9 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     is bounded."""
     max_kv: Bytes | None = None
     """Most KV of a device; None: `kv_limit` has the default."""
-    adapter_share: Share = 0.1
-    """Share of each device that slots of LoRA adapters may take: there are as many as fit into it,
-    at most `max_loras`, and one at least."""
+    adapter_percent: SomePercent = 10.0
+    """Percent of each device that slots of LoRA adapters may take: there are as many as fit into
+    it, at most `max_loras`, and one at least."""
     max_loras: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Most LoRA adapters that are loaded at a time; 0: the engine serves none. None: 8 where the
     engine starts with adapters, else 0."""
@@ -342,6 +347,10 @@ class MemoryLimits(MemoryBudget, frozen=True, kw_only=True):
     """Seconds without a request after which a session's KV is evicted before any other."""
     host_kv: Bytes = 0
     """Host memory for sequences preempted by swapping; 0 recomputes them."""
+
+    @property
+    def adapter_share(self) -> float:
+        return self.adapter_percent / 100
 
 
 MAX_CPU_KV = 20 << 30
@@ -402,14 +411,22 @@ class LimitsSection(RequestLimits, frozen=True, kw_only=True):
 
 
 class DegradeLevel(Strict, frozen=True, kw_only=True):
-    """Limits of requests while headroom is below a share of the KV pool."""
+    """Limits of requests while headroom is below a percentage of the KV pool."""
 
-    below: float
+    below_percent: Percent
     max_output_tokens: int | None = None
     max_temperature: float | None = None
     max_top_p: float | None = None
-    batch_share: float | None = None
-    """Share of `batching.max_sequences` that run at once."""
+    batch_percent: Percent | None = None
+    """Percent of `batching.max_sequences` that run at once."""
+
+    @property
+    def below(self) -> float:
+        return self.below_percent / 100
+
+    @property
+    def batch_share(self) -> float | None:
+        return None if self.batch_percent is None else self.batch_percent / 100
 
 
 class ThrottlingSection(Strict, frozen=True, kw_only=True):
@@ -420,23 +437,36 @@ class ThrottlingSection(Strict, frozen=True, kw_only=True):
     """Whether the power limit counts as heat does. Many GPUs reach it at full load in good
     health."""
     after: Seconds = 10.0
-    """Seconds of throttling after which the batch shrinks by `batch_step`, and again after as many
-    more."""
+    """Seconds of throttling after which the batch shrinks by `batch_step_percent`, and again after
+    as many more."""
     recover_after: Seconds = 30.0
-    """Seconds without any throttling after which it grows by `batch_step`."""
-    batch_step: Share = 0.25
-    """Share of `batching.max_sequences` that one step takes or gives back."""
-    min_batch_share: Share = 0.25
-    """Share of `batching.max_sequences` that run at once whatever the heat."""
+    """Seconds without any throttling after which it grows by `batch_step_percent`."""
+    batch_step_percent: SomePercent = 25.0
+    """Percent of `batching.max_sequences` that one step takes or gives back."""
+    min_batch_percent: SomePercent = 25.0
+    """Percent of `batching.max_sequences` that run at once whatever the heat."""
+
+    @property
+    def batch_step(self) -> float:
+        return self.batch_step_percent / 100
+
+    @property
+    def min_batch_share(self) -> float:
+        return self.min_batch_percent / 100
 
 
 class DegradeSection(Strict, frozen=True, kw_only=True):
     change_sampling: bool = True
     """Levels may lower temperature and top_p."""
-    hysteresis: float = 0.05
+    hysteresis_percent: Percent = 5.0
     levels: tuple[DegradeLevel, ...] = ()
-    """Levels in any order; of those whose `below` exceeds the headroom the smallest holds."""
+    """Levels in any order; of those whose `below_percent` exceeds the headroom the smallest
+    holds."""
     throttling: ThrottlingSection = ThrottlingSection()
+
+    @property
+    def hysteresis(self) -> float:
+        return self.hysteresis_percent / 100
 
 
 class ServerSection(Strict, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """The router's configuration: one YAML or JSON file, read once, never changed."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,13 +12,14 @@ from ullage_common.process.config_file import (
     Bytes,
     Count,
     LogLevel,
+    Percent,
     Port,
     Positive,
     PositiveFloat,
-    Probability,
     Seconds,
     Share,
     SomeBytes,
+    SomePercent,
     SomeSeconds,
     Strict,
     Text,
@@ -60,8 +62,12 @@ class StepSection(Strict, frozen=True, kw_only=True):
 class ConfidenceSection(Strict, frozen=True, kw_only=True):
     tokens: Annotated[int, msgspec.Meta(ge=1, le=128)] = 16
     """Number of tokens that are held back and judged."""
-    threshold: Probability = 0.6
-    """Least geometric mean of the tokens' probabilities."""
+    threshold_percent: Percent = 60.0
+    """Least geometric mean of the tokens' probabilities, in percent."""
+
+    @property
+    def threshold(self) -> float:
+        return self.threshold_percent / 100
 
 
 class HeuristicsSection(Strict, frozen=True, kw_only=True):
@@ -136,7 +142,6 @@ class WakeSection(Strict, frozen=True, kw_only=True):
     """Longest time in seconds that a request is held, beside its own time limit."""
 
 
-LARGE_POOL = "large"
 OTHER_TENANTS = "other"
 """Metrics' label of tenants with a key that are not listed."""
 
@@ -146,7 +151,7 @@ DEFAULT_LADDER: tuple[Rung, ...] = ("shrinkOutput", "queue", "route", "reject")
 agent's conversation are its task."""
 
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-RetryAfter = Annotated[int, msgspec.Meta(ge=1, le=30)]
+RetryAfter = Annotated[Seconds, msgspec.Meta(ge=1, le=30)]
 
 
 class HTTPSection(Strict, frozen=True, kw_only=True):
@@ -199,9 +204,14 @@ class ProbesSection(Strict, frozen=True, kw_only=True):
     port: Port = 8081
 
 
+PoolRole = Literal["standard", "large", "overflow"]
+"""Requests that a pool takes: ordinary ones, large ones, or those that the others cannot hold."""
+
+
 class PoolSection(Strict, frozen=True, kw_only=True):
     name: Text
-    """The pool named `large` takes the large requests."""
+    role: PoolRole = "standard"
+    """Requests that the pool takes; the first pool takes the ordinary ones, whatever its role."""
     targets: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     """Addresses of engines: `name:port`, where every A record is an engine (every AAAA record where
     there is none), `ip:port` or `[ip]:port`."""
@@ -229,20 +239,28 @@ class QueueSection(Strict, frozen=True, kw_only=True):
 
 
 class ShrinkContextSection(Strict, frozen=True, kw_only=True):
-    max_dropped_share: Share = 0.25
-    """Largest share of the prompt's tokens that may be dropped."""
+    max_dropped_percent: SomePercent = 25.0
+    """Largest percentage of the prompt's tokens that may be dropped."""
     keep_turns: Positive = 4
     """Number of newest turns that always stay, as system prompts do."""
+
+    @property
+    def max_dropped_share(self) -> float:
+        return self.max_dropped_percent / 100
 
 
 class ShrinkOutputSection(Strict, frozen=True, kw_only=True):
     min_tokens: Positive = 16
     """The output is not shrunk below this."""
-    min_share: Share = 0.5
-    """Least share of the requested output that a request is shrunk to."""
+    min_percent: SomePercent = 50.0
+    """Least percentage of the requested output that a request is shrunk to."""
     below_expected: bool = False
     """Whether the output may be shrunk below what engines expect of an answer, as one that asks for
     no length otherwise never is."""
+
+    @property
+    def min_share(self) -> float:
+        return self.min_percent / 100
 
 
 class RouteSection(Strict, frozen=True, kw_only=True):
@@ -251,14 +269,14 @@ class RouteSection(Strict, frozen=True, kw_only=True):
 
 
 class RejectSection(Strict, frozen=True, kw_only=True):
-    min_retry_after: RetryAfter = 1
-    max_retry_after: RetryAfter = 30
-    """Bounds of Retry-After, seconds."""
+    min_retry_after: RetryAfter = 1.0
+    max_retry_after: RetryAfter = 30.0
+    """Bounds of Retry-After, in seconds."""
 
     def __post_init__(self) -> None:
         low, high = self.min_retry_after, self.max_retry_after
         if low > high:
-            raise ValueError(f"min_retry_after {low} is above max_retry_after {high}; lower it")
+            raise ValueError(f"min_retry_after {low:g} is above max_retry_after {high:g}; lower it")
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):
@@ -289,8 +307,8 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
     pause: SomeSeconds = 1.0
     """The first one; every failed probe doubles it."""
     max_pause: SomeSeconds = 60.0
-    max_ejected_share: Probability = 0.5
-    """Largest share of a pool's ready engines that are held back at once; 0 turns it off."""
+    max_ejection_percent: Percent = 50.0
+    """Largest percentage of a pool's ready engines that are held back at once; 0 turns it off."""
 
     def __post_init__(self) -> None:
         if self.pause > self.max_pause:
@@ -298,16 +316,24 @@ class BreakerSection(Strict, frozen=True, kw_only=True):
                 f"pause {self.pause:g} is above max_pause {self.max_pause:g}; lower it"
             )
 
+    @property
+    def max_ejected_share(self) -> float:
+        return self.max_ejection_percent / 100
+
 
 class RetrySection(Strict, frozen=True, kw_only=True):
     """Settings of trying another engine before the first token."""
 
-    share: Probability = 0.2
-    """Retries allowed as a share of requests."""
+    percent: Percent = 20.0
+    """Retries allowed, in percent of requests."""
     per_second: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    """Always allowed, beside the share."""
+    """Always allowed, beside the percentage."""
     burst: Positive = 100
     """Most retries that can be saved up."""
+
+    @property
+    def share(self) -> float:
+        return self.percent / 100
 
 
 class PlacementSection(Strict, frozen=True, kw_only=True):
@@ -354,9 +380,9 @@ class IdempotencySection(Strict, frozen=True, kw_only=True):
 
 class RoutingSection(Strict, frozen=True, kw_only=True):
     large_request_tokens: Positive = 8000
-    """Prompts longer than this take the large pool."""
+    """Prompts longer than this take the pool of role large."""
     large_request_kv: Annotated[Bytes, msgspec.Meta(ge=1)] = 6000 << 20
-    """Requests predicted above this many KV bytes take the large pool."""
+    """Requests predicted above this many KV bytes take the pool of role large."""
     ladder: tuple[Rung, ...] = DEFAULT_LADDER
     """Rungs that are tried, in this order, when a request does not fit; the last is always a
     refusal."""
@@ -392,17 +418,27 @@ class CleanseSection(Strict, frozen=True, kw_only=True):
 class CompressSection(Strict, frozen=True, kw_only=True):
     """Settings of summarising the oldest turns of a long conversation."""
 
-    method: Literal["extractive", "model", "off"] = "off"
-    threshold: Annotated[float, msgspec.Meta(ge=0.1, le=1)] = 0.75
-    """Share of the context from which on turns are summarised."""
-    share: Annotated[float, msgspec.Meta(ge=0.05, le=0.9)] = 0.25
-    """Share of the turns, the oldest, that are summarised."""
-    fact_share: Probability = 0.9
-    """Share of the turns' facts that the summary must have, or it is not used."""
+    method: Literal["extractive", "off"] = "off"
+    threshold_percent: Annotated[float, msgspec.Meta(ge=10, le=100)] = 75.0
+    """Percent of the context from which on turns are summarised."""
+    percent: Annotated[float, msgspec.Meta(ge=5, le=90)] = 25.0
+    """Percent of the turns, the oldest, that are summarised."""
+    fact_percent: Percent = 90.0
+    """Percent of the turns' facts that the summary must have, or it is not used."""
     keep_turns: Positive = 4
     """Number of newest turns that stay word for word."""
-    timeout: SomeSeconds = 5.0
-    """Without effect: no model writes summaries any more; read so that older files are accepted."""
+
+    @property
+    def threshold(self) -> float:
+        return self.threshold_percent / 100
+
+    @property
+    def share(self) -> float:
+        return self.percent / 100
+
+    @property
+    def fact_share(self) -> float:
+        return self.fact_percent / 100
 
 
 SpecialTokens = Literal["template", "trusted"]
@@ -522,6 +558,11 @@ class SLOSection(Strict, frozen=True, kw_only=True):
     """Seconds from a request's arrival to its last token."""
 
 
+def large_pool(pools: Iterable[PoolSection]) -> str:
+    """Return the name of the pool that takes large requests; empty: there is none."""
+    return next((pool.name for pool in pools if pool.role == "large"), "")
+
+
 class RouterConfig(Strict, frozen=True, kw_only=True):
     model: Text
     """Name of the served model; requests for another are answered 404."""
@@ -560,6 +601,9 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
         names = [pool.name for pool in self.pools]
         if len(set(names)) != len(names):
             raise ValueError(f"pools {names} share a name; give each its own")
+        large = [pool.name for pool in self.pools if pool.role == "large"]
+        if len(large) > 1:
+            raise ValueError(f"pools {large} have role large; give it to one of them")
         owners: dict[str, str] = {}
         for pool in self.pools:
             for target in pool.targets:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from ullage_common import version
-from ullage_common.process.config_file import ConfigError, Probability, Strict, Text
+from ullage_common.process.config_file import ConfigError, Percent, Strict, Text
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -69,8 +69,8 @@ class TracingSection(Strict, frozen=True, kw_only=True):
     """URL of the collector, such as http://collector:4317."""
     protocol: Literal["grpc", "http"] = "grpc"
     """OTLP over gRPC (mostly port 4317), or over HTTP (mostly port 4318)."""
-    sample_ratio: Probability = 1.0
-    """Share of the traces that begin here whose spans are sent. A client's `traceparent` decides
+    sample_percent: Percent = 100.0
+    """Percent of the traces that begin here whose spans are sent. A client's `traceparent` decides
     for its own."""
 
     def __post_init__(self) -> None:
@@ -236,7 +236,7 @@ def start_tracing(
     own = {"service.name": service_name, "service.version": version(), **(attributes or {})}
     provider = TracerProvider(
         resource=Resource.create(own),
-        sampler=ParentBased(TraceIdRatioBased(section.sample_ratio)),
+        sampler=ParentBased(TraceIdRatioBased(section.sample_percent / 100)),
         shutdown_on_exit=False,
         span_limits=SpanLimits(max_attribute_length=MAX_VALUE, max_span_attribute_length=MAX_VALUE),
     )

@@ -20,7 +20,7 @@ QUICK = {
     "minRequests": 4,
     "maxWait": "5m",
     "startDeadline": "10m",
-    "thresholds": {"ttftRatio": 100, "e2eRatio": 100},
+    "thresholds": {"ttftPercent": 10000, "e2ePercent": 10000},
 }
 SLOTS = "ullage.dev/e2e-slots"
 """An extended resource that a node gets for a test: room for as many engines."""

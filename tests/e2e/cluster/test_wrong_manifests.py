@@ -10,7 +10,7 @@ from ullage_cluster.release import Release
 from ullage_cluster.service import Service, manifest
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("spec.memory.threshold", {"memory": {"threshold": 1.5}}, "at most 1"),
+    ("spec.memory.thresholdPercent", {"memory": {"thresholdPercent": 150}}, "or equal to 100"),
     ("spec.device", {"device": "tpu"}, "Unsupported value"),
     ("spec.device", {"device": "cpu"}, '"CPU"'),
     ("spec.rollout.strategy", {"rollout": {"strategy": "canary"}}, '"Canary"'),
@@ -27,18 +27,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"pools": {"single": {"gpus": 3, "parallelism": {"tensor": 2, "pipeline": 1}}}},
         "gpus",
     ),
-    ("spec.pools", {"pools": {"huge": {"replicas": 1}}}, "single"),
+    ("spec.pools", {"pools": {"huge": {"role": "Overflow"}}}, "no pool takes ordinary requests"),
     ("spec.pools", {"pools": {"single": {}, "next": {}}}, "name the pool otherwise"),
-    (
-        "spec.router.nodeSelector",
-        {"router": {"nodeSelector": {"gpu": "h200"}}},
-        "write podTemplate.spec.nodeSelector instead of nodeSelector",
-    ),
-    (
-        "env",
-        {"pools": {"single": {"env": [{"name": "HF_TOKEN", "value": "x"}]}}},
-        "write podTemplate.spec.containers[engine].env instead of env",
-    ),
     ("spec.rollout.weightSteps", {"rollout": {"weightSteps": [10, 60, 30]}}, "must rise"),
 ]
 

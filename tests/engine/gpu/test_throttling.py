@@ -8,14 +8,16 @@ from ullage_engine.gpu.throttling import MAX_GAP_S, BoostState, advance, counted
 
 HOT = frozenset({"hw_thermal"})
 CLEAR: frozenset[str] = frozenset()
-SECTION = ThrottlingSection(after=10.0, recover_after=30.0, batch_step=0.25, min_batch_share=0.25)
+SECTION = ThrottlingSection(
+    after=10.0, recover_after=30.0, batch_step_percent=25, min_batch_percent=25
+)
 
 sections = st.builds(
     ThrottlingSection,
     after=st.floats(0, 20),
     recover_after=st.floats(0, 60),
-    batch_step=st.floats(0.2, 1),
-    min_batch_share=st.floats(0.05, 1),
+    batch_step_percent=st.floats(20, 100),
+    min_batch_percent=st.floats(5, 100),
 )
 observations = st.sampled_from([HOT, CLEAR, frozenset({"sw_thermal", "hw_slowdown"}), None])
 histories = st.lists(st.tuples(observations, st.floats(0, 5)), max_size=50)

@@ -13,19 +13,20 @@ from ullage_engine.memory.pressure import (
 )
 
 LEVELS = (
-    DegradeLevel(below=0.05, batch_share=0.5),
-    DegradeLevel(below=0.3, max_output_tokens=2048),
-    DegradeLevel(below=0.15, batch_share=0.75),
+    DegradeLevel(below_percent=5, batch_percent=50),
+    DegradeLevel(below_percent=30, max_output_tokens=2048),
+    DegradeLevel(below_percent=15, batch_percent=75),
 )
-SECTION = DegradeSection(levels=LEVELS, hysteresis=0.05)
+SECTION = DegradeSection(levels=LEVELS, hysteresis_percent=5)
 
-bounds = st.lists(st.floats(0, 1), max_size=8, unique=True)
+bounds = st.lists(st.floats(0, 100), max_size=8, unique=True)
 sections = st.builds(
     lambda belows, hysteresis: DegradeSection(
-        levels=tuple(DegradeLevel(below=below) for below in belows), hysteresis=hysteresis
+        levels=tuple(DegradeLevel(below_percent=below) for below in belows),
+        hysteresis_percent=hysteresis,
     ),
     bounds,
-    st.floats(0, 0.5),
+    st.floats(0, 50),
 )
 shares = st.floats(0, 1)
 
@@ -92,15 +93,16 @@ def test_less_headroom_never_means_a_milder_level(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.floats(0, 0.9), st.floats(0.01, 0.5), st.lists(st.floats(0, 1), min_size=1, max_size=30))
-def test_no_flapping_inside_the_band(below: float, hysteresis: float, places: list[float]) -> None:
-    section = DegradeSection(levels=(DegradeLevel(below=below),), hysteresis=hysteresis)
-    top = min(1.0, below + hysteresis)
-    band = [below + place * (top - below) for place in places]
+@given(st.floats(0, 90), st.floats(1, 50), st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_no_flapping_inside_the_band(bound: float, band: float, places: list[float]) -> None:
+    section = DegradeSection(levels=(DegradeLevel(below_percent=bound),), hysteresis_percent=band)
+    below = section.levels[0].below
+    top = min(1.0, below + section.hysteresis)
+    inside_or_above = [below + place * (top - below) for place in places]
     for start in (0.0, 1.0):
         pressure = PressureController(section)
         level = pressure.update(start)
-        inside = [headroom for headroom in band if below <= headroom < top]
+        inside = [headroom for headroom in inside_or_above if below <= headroom < top]
         assert {pressure.update(headroom) for headroom in inside} <= {level}
 
 

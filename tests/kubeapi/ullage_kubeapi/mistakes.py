@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ullage_kubeapi.trial import with_roles
+
+BIG = {"role": "Large"}
 ONE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 SINGLE = "pools.single."
 NOBODY = {"observability.metricsFrom": [{}]}
@@ -51,6 +54,11 @@ def manifest(wrong: Wrong, name: str = "wrong") -> dict[str, Any]:
     for path, value in wrong.changes.items():
         steps = path.split(".") if path.startswith("metadata.") else ["spec", *path.split(".")]
         put(document, steps, value)
+    spec = document["spec"]
+    if isinstance(spec["pools"], dict) and not any(
+        "role" in str(each) for each in wrong.changes.items()
+    ):
+        spec["pools"] = with_roles(spec["pools"])
     return document
 
 
@@ -64,11 +72,12 @@ def put(node: dict[str, Any], steps: list[str], value: Any) -> None:
 
 
 LEVELS = "degrade.levels"
-MILD, STRICT = {"below": 0.5}, {"below": 0.1}
+MILD, STRICT = {"belowPercent": 50}, {"belowPercent": 10}
 TENANTS = {"secretName": "keys"}
 STEP = {"service": "small"}
 
 PACE = {"tenants": TENANTS | {"defaults": {"tokensPerSecond": 0}}}
+HEAVY = {"tenants": TENANTS | {"defaults": {"weight": "100.5"}}}
 TWINS = [{"name": "a"}, {"name": "a"}]
 OTHER = {"address": "small.example:9000"}
 CLAIM = {"name": "gpu", "resourceClaimTemplateName": "gpu"}
@@ -77,8 +86,10 @@ ADAPTER = {"name": "a", "source": "file:///a", "rank": 8}
 LONG_STEP = {"stepDuration": "2h", "maxWait": "1h"}
 
 UNKNOWN = [
+    form("memory.threshold", 0.85, "unknown field; write thresholdPercent: 85 instead"),
+    form("router.nodeSelector", {"a": "b"}, "write podTemplate.spec.nodeSelector instead"),
     form("gpus", 4, "unknown field; the fields here are adapterClaims, adapters, allow"),
-    form("memory.treshold", 0.5, "unknown field; did you mean threshold?"),
+    form("memory.tresholdPercent", 50, "unknown field; did you mean thresholdPercent?"),
     form("memory.tiers.file.folder", "/kv", "unknown field; the fields here are claimName"),
     form("memory.tiers.remote.peers", ["a:1"], "unknown field; the fields here are copy, deadline"),
     form("model.quantisation", "int8", "unknown field; did you mean quantization?"),
@@ -111,6 +122,8 @@ FORMS = [
     form("router.replicas", 101, "must be at most 100, not 101"),
     form("router.processes", 0, "must be at least 1, not 0"),
     form("router.resources.limits.memory", "1GB", "must be a quantity"),
+    form("replicas", -1, "must be at least 0, not -1"),
+    form("pools.single.role", "large", "must be one of Standard, Large, Overflow, not 'large'"),
     form("pools.single.replicas", -1, "must be at least 0, not -1"),
     form("pools.single.replicas", "2", "must be of type integer, not '2'"),
     form("pools.single.gpus", 65, "must be at most 64, not 65"),
@@ -128,6 +141,11 @@ FORMS = [
         {"pools.single.autoscaling": {"maxReplicas": 4, "provider": "hpa"}},
         "spec.pools.single.autoscaling.provider",
         "must be one of Ullage, KEDA, not 'hpa'",
+    ),
+    Wrong(
+        {SINGLE + "autoscaling": {"maxReplicas": 4, "targets": {"kvUtilizationPercent": 1}}},
+        "spec.pools.single.autoscaling.targets.kvUtilizationPercent",
+        "must be at least 5, not 1",
     ),
     form("pools.single.startTimeout", "half an hour", "must be a duration"),
     form("pools.single.modelCache.hostPath", "models", "must match"),
@@ -152,6 +170,11 @@ FORMS = [
     form("securityContext.fsGroup", "root", "must be of type integer, not 'root'"),
     form("serviceAccount.name", "Mine", "must match"),
     form("pools.single.podTemplate.metadata.labels.team", "a b", "must match"),
+    form("memory.thresholdPercent", 85.5, "must be a whole number, not 85.5"),
+    form("memory.thresholdPercent", 0, "must be at least 1, not 0"),
+    form("memory.adapterPercent", 101, "must be at most 100, not 101"),
+    form("pools.single.memory.thresholdPercent", 150, "must be at most 100, not 150"),
+    form("pools.single.memory.adapterPercent", 0, "must be at least 1, not 0"),
     form("memory.maxKV", "20Gb", "must be a quantity such as 512Mi"),
     form("memory.maxKV", -1, "must be at least 0, not -1"),
     form("memory.sessionIdle", "5 minutes", "must be a duration such as 10s"),
@@ -166,15 +189,25 @@ FORMS = [
     form("routing.largeRequestKV", "0Gi", "must be a quantity above 0"),
     form("routing.queue.maxRequests", 100001, "must be at most 100000"),
     form("routing.queue.timeout", "10", "must be a duration such as 10s"),
-    form("routing.rungs.reject.maxRetryAfter", 31, "must be at most 30, not 31"),
-    form("routing.placement.retries.share", 2, "must be at most 1, not 2"),
+    form("routing.rungs.reject.maxRetryAfter", 30, "must be a duration such as 10s"),
+    form("routing.placement.retries.percent", 200, "must be at most 100, not 200"),
+    form("routing.placement.retries.perSecond", 0.5, 'a number such as 2 or, in quotes, "0.5"'),
+    form("routing.placement.retries.perSecond", "1e3", "must be a number such as 2 or"),
+    form("routing.rungs.shrinkContext.maxDroppedPercent", 0, "must be at least 1, not 0"),
+    form("routing.rungs.shrinkOutput.minPercent", 0, "must be at least 1, not 0"),
+    form("prompts.compress.thresholdPercent", 0, "must be at least 10, not 0"),
+    form("prompts.compress.percent", 91, "must be at most 90, not 91"),
+    form("degrade.throttling.batchStepPercent", 0, "must be at least 5, not 0"),
+    form("degrade.throttling.minBatchPercent", 0, "must be at least 5, not 0"),
+    form("healing.minHealthPercent", 101, "must be at most 100, not 101"),
+    form("rollout.thresholds.ttftPercent", 99, "must be at least 100, not 99"),
     form("prompts.compress.method", "zip", "must be one of Extractive, None"),
     form("batching.maxSequences", 0, "must be at least 1, not 0"),
     form("limits.maxOutputTokens", 0, "must be at least 1, not 0"),
-    form("degrade.hysteresis", 0.9, "must be at most 0.5, not 0.9"),
+    form("degrade.hysteresisPercent", 90, "must be at most 50, not 90"),
     Wrong({"tenants": {}}, "spec.tenants.secretName", "required field is missing. Secret with"),
     form("rollout.strategy", "blue", "must be one of"),
-    form("slo.errorRate", 2, "must be at most 1, not 2"),
+    form("slo.errorPercent", 0.5, "must be a number such as 2 or, in quotes"),
     form("slo.e2eP95", 20, "must be a duration such as 10s"),
     form("observability.logLevel", "trace", "must be one of Debug, Info, Warning, Error"),
     form("observability.podMonitor.interval", "15", "must be a duration such as 10s"),
@@ -184,7 +217,7 @@ FORMS = [
         "spec.router.podTemplate.spec.containers[0].env[0].name",
         "required field is missing",
     ),
-    Wrong({LEVELS: [{}]}, "spec.degrade.levels[0].below", "required field is missing"),
+    Wrong({LEVELS: [{}]}, "spec.degrade.levels[0].belowPercent", "required field is missing"),
     Wrong(
         {SINGLE + "podTemplate.spec.volumes": [{"emptyDir": {}}]},
         "spec.pools.single.podTemplate.spec.volumes[0].name",
@@ -218,7 +251,6 @@ SCALING = (
         "minReplicas must not exceed maxReplicas",
         {"router.autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
     ),
-    scaling("targets.kvUtilization", "at least 0.05", targets={"kvUtilization": 0.01}),
     scaling("targets.queueWait", "from 10ms to 10m", targets={"queueWait": "0s"}),
     scaling("scaleUp.window", "such as 0s", scaleUp={"window": "2h"}),
     scaling("scaleUp.period", "such as 15s", scaleUp={"period": "0s"}),
@@ -226,6 +258,9 @@ SCALING = (
     scaling("scaleDown.period", "such as 1m", scaleDown={"period": "1h"}),
     scaling("idleAfter", "from 1s to 24h", idleAfter="100ms"),
     rule("routing.wake.timeout", "from 1s to 1h", value="2h"),
+    rule("routing.rungs.reject.maxRetryAfter", "from 1s to 30s", value="31s"),
+    rule("routing.rungs.reject.minRetryAfter", "from 1s to 30s", value="900ms"),
+    rule("observability.podMonitor.interval", "must be at least 1s", value="10ms"),
     rule("routing.idempotency.ttl", "ttl must be above 0, such as 10m", value="0s"),
 )
 """About the size of pools."""
@@ -237,33 +272,6 @@ SERVICE = (
 )
 """About the routers' Service."""
 
-MOVED = (
-    *(
-        rule(f"{place}.{name}", f"write podTemplate.{path} instead of {name}", value=value)
-        for place in ("router", "pools.single")
-        for name, path, value in (
-            ("nodeSelector", "spec.nodeSelector", {"gpu": "h200"}),
-            ("tolerations", "spec.tolerations", [{"operator": "Exists"}]),
-            ("affinity", "spec.affinity", {"nodeAffinity": {}}),
-            ("topologySpreadConstraints", "spec.topologySpreadConstraints", [{}]),
-            ("priorityClassName", "spec.priorityClassName", "urgent"),
-            ("podLabels", "metadata.labels", {"team": "a"}),
-            ("podAnnotations", "metadata.annotations", {"note": "b"}),
-        )
-    ),
-    *(
-        rule(f"pools.single.{name}", f"write podTemplate.{path} instead of {name}", value=value)
-        for name, path, value in (
-            ("runtimeClassName", "spec.runtimeClassName", "nvidia"),
-            ("volumes", "spec.volumes", TWINS[:1]),
-            ("env", "spec.containers[engine].env", [{"name": "HF_TOKEN", "value": "x"}]),
-            ("envFrom", "spec.containers[engine].envFrom", [{"secretRef": {"name": "s"}}]),
-            ("volumeMounts", "spec.containers[engine].volumeMounts", [{"mountPath": "/data"}]),
-        )
-    ),
-)
-"""Fields of pods that stand in the pod template."""
-
 RULES = [
     rule("metadata.name", "name must be at most 40 characters", value="d" * 41),
     rule("metadata.name", "name must be lower-case letters", value="1demo"),
@@ -272,7 +280,9 @@ RULES = [
         "a pool's name must have at most 46",
         {"metadata.name": "d" * 40, "pools.huge123": {}},
     ),
-    rule("pools", "pools must have the pool single", {"pools": {"huge": {}}}),
+    rule("pools", "no pool takes ordinary requests", {"pools": {"huge": {"role": "Overflow"}}}),
+    rule("pools", "two pools have the same role", {"pools": {"a": {}, "b": {"role": "Standard"}}}),
+    rule("pools", "two pools have the same role", {"pools": dict.fromkeys("ab", BIG)}),
     rule(
         "pools.single.resources",
         "must not name gpuResourceName",
@@ -295,8 +305,6 @@ RULES = [
     rule("pools.single.startTimeout", "from 10s to 24h, such as 30m", value="5s"),
     rule("pools.single.nccl", "nccl sets variables", value={"PATH": "/"}),
     rule("pools.single.nccl", "nccl sets no variables", value={"NCCL_NET_PLUGIN": "x"}),
-    rule("pools.single.memory.threshold", "threshold is a share", value=1.5),
-    rule("pools.single.memory.adapterShare", "adapterShare is a share", value=1.5),
     rule(
         "pools.single.modelCache",
         "modelCache is one of",
@@ -327,7 +335,6 @@ RULES = [
     rule(
         "serviceAccount.annotations", "are the operator's own", value={"serving.ullage.dev/x": "y"}
     ),
-    *MOVED,
     rule("model.source", "source must be hf://", value="/m.gguf"),
     rule("model.source", "source of the hub is hf://org/name", value="hf://org/name/file.gguf"),
     rule("model.source", "takes an absolute path", value="file://m"),
@@ -438,8 +445,6 @@ RULES = [
         "source must be hf://",
         {"adapters": [ADAPTER | {"source": "/a"}]},
     ),
-    rule("memory.threshold", "threshold is a share of the device", value=0),
-    rule("memory.adapterShare", "adapterShare is a share of the device", value=0),
     rule(
         "routing.largeRequestTokens",
         "must not exceed model.maxModelLen",
@@ -450,7 +455,7 @@ RULES = [
     rule(
         "routing.rungs.reject.minRetryAfter",
         "must not exceed reject.maxRetryAfter",
-        {"routing.rungs.reject": {"minRetryAfter": 9, "maxRetryAfter": 3}},
+        {"routing.rungs.reject": {"minRetryAfter": "9s", "maxRetryAfter": "3s"}},
     ),
     Wrong(
         {"router.cors.allowedOrigins": ["chat.example.com"]},
@@ -465,14 +470,13 @@ RULES = [
     rule("routing.placement.breaker", "pause must be above 0 and at most", value={"pause": "2m"}),
     rule("routing.prefill.window", "window must be at most 10s", value="11s"),
     rule("routing.coalesce.window", "window must be above 0 and at most 10s", value="0s"),
-    rule("prompts.compress.timeout", "timeout must be above 0", value="0s"),
     rule("batching.prefillChunkTokens", "must be 0 (no chunking) or at least 16", value=8),
     rule("limits.requestTimeout", "requestTimeout must be above 0", value="0s"),
     rule("limits.requestTimeout", "must not exceed totalTimeout", value="11m"),
     rule("limits.totalTimeout", "totalTimeout must be at most 24h", value="24h1s"),
     rule("limits.stepDeadline", "stepDeadline must be at least 1s", value="10ms"),
     rule("streaming.coalesceWindow", "coalesceWindow must be at most 1s", value="2s"),
-    rule(LEVELS, "levels must differ in below", value=[MILD, MILD]),
+    rule(LEVELS, "levels must differ in belowPercent", value=[MILD, MILD]),
     rule(
         LEVELS,
         "must not allow longer outputs",
@@ -481,10 +485,14 @@ RULES = [
     rule(
         LEVELS,
         "must not allow a higher temperature",
-        value=[MILD | {"maxTemperature": 0}, STRICT | {"maxTemperature": 1}],
+        value=[MILD | {"maxTemperature": "0.5"}, STRICT | {"maxTemperature": 1}],
     ),
-    rule(LEVELS, "a higher top_p", value=[STRICT | {"maxTopP": 0.9}, MILD | {"maxTopP": 0.8}]),
-    rule(LEVELS, "larger batches", value=[STRICT | {"batchShare": 1}, MILD | {"batchShare": 0.8}]),
+    rule(LEVELS, "a higher top_p", value=[STRICT | {"maxTopP": "0.9"}, MILD | {"maxTopP": "0.8"}]),
+    rule(
+        LEVELS,
+        "larger batches",
+        value=[STRICT | {"batchPercent": 100}, MILD | {"batchPercent": 80}],
+    ),
     rule("cascade.steps", "name this service itself", value=[{"service": "wrong"}]),
     rule("cascade.steps", "must name each service once", value=[STEP, STEP]),
     rule("cascade.steps", "own engines once", value=[{"own": True}, STEP, {"own": True}]),
@@ -525,16 +533,22 @@ RULES = [
         {"tenants": TENANTS | {"named": [{"name": "a", "priority": 5, "maxPriority": 1}]}},
     ),
     rule("tickets.ttl", "ttl must be from 100ms", {"tickets": {"secretName": "t", "ttl": "2m"}}),
-    rule("routing.rungs.shrinkContext.maxDroppedShare", "must be at least 0.01", value=0),
-    rule("routing.rungs.shrinkOutput.minShare", "must be at least 0.01", value=0),
-    rule("prompts.compress.threshold", "must be at least 0.1", value=0),
-    rule("prompts.compress.share", "must be at least 0.05", value=0),
-    rule("degrade.levels[0].maxTopP", "at least 0.01", {LEVELS: [MILD | {"maxTopP": 0}]}),
-    rule("degrade.levels[0].batchShare", "at least 0.05", {LEVELS: [MILD | {"batchShare": 0}]}),
-    rule("degrade.throttling.batchStep", "at least 0.05", value=0),
-    rule("degrade.throttling.minBatchShare", "at least 0.05", value=0),
-    rule("tenants.defaults.weight", "0.01", {"tenants": TENANTS | {"defaults": {"weight": 0}}}),
+    rule("degrade.levels[0].maxTopP", "from 0.01 to 1", {LEVELS: [MILD | {"maxTopP": 0}]}),
+    rule(
+        "degrade.levels[0].maxTemperature",
+        "at most 2",
+        {LEVELS: [MILD | {"maxTemperature": "2.5"}]},
+    ),
+    rule("tenants.defaults.weight", "from 0.01 to 100", HEAVY),
     rule("tenants.defaults.tokensPerSecond", "must be at least 0.1", PACE),
+    rule("streaming.tokensPerSecond", "at most 100000", value="100000.5"),
+    rule("slo.errorPercent", "errorPercent must be at most 100", value=101),
+    rule("rollout.thresholds.errorPercent", "errorPercent must be at most 100", value="100.1"),
+    rule(
+        "observability.tracing.samplePercent",
+        "samplePercent must be at most 100",
+        {"observability.tracing": {"endpoint": "http://c:4317", "samplePercent": 200}},
+    ),
     rule("tenants.named", "two tenants have one name", {"tenants": TENANTS | {"named": TWINS}}),
     rule("cascade.steps", "must name each address once", value=[OTHER, OTHER]),
     rule("healing.silentAfter", "must be at least 30s", value="10s"),

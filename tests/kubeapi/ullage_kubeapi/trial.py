@@ -75,6 +75,17 @@ def relist(cache: Cache, scope: Scope, objects: Sequence[dict[str, Any]], revisi
     cache.swept(scope, versions, revision)
 
 
+ROLES = {"single": "Standard", "large": "Large"}
+
+
+def with_roles(pools: dict[str, Any]) -> dict[str, Any]:
+    """Give the pools of a manifest the roles that most tests name them after."""
+    return {
+        name: {"role": ROLES.get(name, "Overflow")} | pool if isinstance(pool, dict) else pool
+        for name, pool in pools.items()
+    }
+
+
 @dataclass
 class World:
     """An API server, seen from one namespace."""
@@ -108,7 +119,7 @@ class World:
             "spec": {"model": model, "device": "CPU", **spec},
         }
         if "pools" in spec:
-            body["spec"]["pools"] = {"single": {}} | spec["pools"]
+            body["spec"]["pools"] = with_roles({"single": {}} | spec["pools"])
         return self.client.post(self.services, json=body)
 
     def patch(self, path: str, body: dict[str, Any]) -> httpx.Response:

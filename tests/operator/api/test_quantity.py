@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_operator.api import schema
-from ullage_operator.api.sections import canonical, parse_bytes, parse_seconds
+from ullage_operator.api.sections import canonical, parse_bytes, parse_decimal, parse_seconds
 
 FIELDS = schema.load_schema()["properties"]["spec"]["properties"]
 QUANTITY = FIELDS["memory"]["properties"]["maxKV"]["pattern"]
 DURATION = FIELDS["limits"]["properties"]["requestTimeout"]["pattern"]
+DECIMAL = FIELDS["slo"]["properties"]["errorPercent"]["pattern"]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,16 @@ DURATION = FIELDS["limits"]["properties"]["requestTimeout"]["pattern"]
 )
 def test_bytes(text: int | str, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.integers(-5, 10**12), st.from_regex(DECIMAL, fullmatch=True), st.text()))
+def test_a_decimal_is_read_where_the_definition_takes_it(value: int | str) -> None:
+    if re.fullmatch(DECIMAL.strip("^$"), str(value)):
+        assert parse_decimal(value) == float(value)
+    else:
+        with pytest.raises(ValueError, match="is not a number; write 2 or, in quotes"):
+            parse_decimal(value)
 
 
 @pytest.mark.parametrize(

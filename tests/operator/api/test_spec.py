@@ -12,6 +12,7 @@ import pytest
 
 from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import camel
 from ullage_operator.api.spec import (
     Settings,
@@ -19,7 +20,6 @@ from ullage_operator.api.spec import (
     parse,
     parse_filled,
     parse_stored,
-    with_pod_template,
 )
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
 from ullage_operator.rollout.state import release_of, revision_of
@@ -89,12 +89,12 @@ def test_a_pool_overrides_single_fields_of_memory(manifest: Make) -> None:
 
 
 def test_null_means_unset(manifest: Make) -> None:
-    spec = parse(manifest(memory={"deviceBytes": None, "threshold": None})).spec
+    spec = parse(manifest(memory={"deviceBytes": None, "thresholdPercent": None})).spec
     assert (spec.memory.device_bytes, spec.memory.threshold) == (None, 0.85)
 
 
 def test_fields_of_a_newer_definition_are_left_to_the_next_operator(manifest: Make) -> None:
-    made = manifest(memory={"threshold": 0.8}, pools={"single": {"replicas": 2}})
+    made = manifest(memory={"thresholdPercent": 80}, pools={"single": {"replicas": 2}})
     made["metadata"]["annotations"] = {"example.com/a": "b"}
     stored, problems = schema.complete(schema.load_schema(), made)
     assert not problems
@@ -113,7 +113,11 @@ def test_a_stored_service_without_a_default_is_what_its_definition_would_make_of
     manifest: Make,
 ) -> None:
     stored, _ = schema.complete(schema.load_schema(), manifest())
-    for section, field in (("memory", "hostKV"), ("healing", "minHealth"), ("slo", "ttftP95")):
+    for section, field in (
+        ("memory", "hostKV"),
+        ("healing", "minHealthPercent"),
+        ("slo", "ttftP95"),
+    ):
         older = copy.deepcopy(stored)
         del older["spec"][section][field]
         service, filled = parse_filled(older)
@@ -256,7 +260,8 @@ def test_fields_of_pods_are_merged_into_the_pod_template_that_is_stored_beside_t
             ],
         },
     }
-    template = with_pod_template(OLD_POOL | {"podTemplate": beside})["podTemplate"]
+    old = {"pools": {"single": OLD_POOL | {"podTemplate": beside}}}
+    template = upgraded(old)["pools"]["single"]["podTemplate"]
     assert template["metadata"] == {
         "labels": {"team": "a", "tier": "c"},
         "annotations": {"a": "b"},
@@ -300,10 +305,10 @@ def test_a_service_may_consist_of_its_large_pool_alone(
 ) -> None:
     model = {"source": "hf://a/b", "name": "big", "maxModelLen": 4096}
     made = manifest(model=model)
-    made["spec"]["pools"] = {"large": {}}
+    made["spec"]["pools"] = {"big": {"role": "Large"}}
     planned = plan(parse(made), Observed(now=datetime(2026, 1, 2, tzinfo=UTC)), Settings())
     names = [o["metadata"]["name"] for o in planned.apply if o["kind"] == "StatefulSet"]
-    assert names == ["demo-large"]
+    assert names == ["demo-big"]
     assert planned.status["engines"] == "0/1"
 
 
@@ -350,7 +355,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"pools": {"small": {"memory": {"deviceBytes": "2Gi"}}}},
-        "spec.pools.small.memory.deviceBytes: 2Gi leaves an engine nothing: of threshold 0.85",
+        "spec.pools.small.memory.deviceBytes: 2Gi leaves an engine nothing: of the 85 % ",
     ),
     (
         {
@@ -413,8 +418,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"memory": {"maxKV": "20Gb"}}, "spec.memory.maxKV: must be a quantity such as 512Mi"),
     ({"memory": {"maxKV": -1}}, "spec.memory.maxKV: must be at least 0, not -1"),
     ({"memory": {"maxKV": True}}, "spec.memory.maxKV: must be a quantity"),
-    ({"memory": {"threshold": 1.5}}, "spec.memory.threshold: threshold is a share"),
-    ({"memory": {"threshold": 0}}, "spec.memory.threshold: threshold is a share"),
+    ({"memory": {"thresholdPercent": 150}}, "spec.memory.thresholdPercent: must be at most 100"),
+    ({"memory": {"thresholdPercent": 0}}, "spec.memory.thresholdPercent: must be at least 1"),
     ({"memory": []}, "spec.memory: must be of type object, not []"),
     ({"device": "gpu"}, "spec.device: must be one of Auto, CUDA, CPU, not 'gpu'"),
     ({"pools": {"large": {"gpus": 3}}}, "spec.pools.large.gpus: gpus must equal"),
@@ -439,7 +444,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"routing": {"ladder": ["Queue", "Queue"]}}, "spec.routing.ladder: ladder must name"),
     ({"routing": {"ladder": ["Reject", "Queue"]}}, "spec.routing.ladder: nothing is tried"),
     (
-        {"routing": {"rungs": {"reject": {"minRetryAfter": 9, "maxRetryAfter": 3}}}},
+        {"routing": {"rungs": {"reject": {"minRetryAfter": "9s", "maxRetryAfter": "3s"}}}},
         "spec.routing.rungs.reject.minRetryAfter: reject.minRetryAfter must not exceed",
     ),
     (
@@ -451,8 +456,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "spec.routing.rungs.route.pools: route.pools must name each pool once",
     ),
     (
-        {"routing": {"rungs": {"shrinkContext": {"maxDroppedShare": 0}}}},
-        "spec.routing.rungs.shrinkContext.maxDroppedShare: maxDroppedShare must be at",
+        {"routing": {"rungs": {"shrinkContext": {"maxDroppedPercent": 0}}}},
+        "spec.routing.rungs.shrinkContext.maxDroppedPercent: must be at least 1",
     ),
     ({"routing": {"ladder": ["wait"]}}, "spec.routing.ladder[0]: must be one of"),
     (
@@ -467,8 +472,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "spec.routing.placement.breaker: pause must be above 0 and at most maxPause",
     ),
     (
-        {"routing": {"placement": {"retries": {"share": 2}}}},
-        "spec.routing.placement.retries.share: must be at most 1",
+        {"routing": {"placement": {"retries": {"percent": 200}}}},
+        "spec.routing.placement.retries.percent: must be at most 100",
     ),
     ({"routing": {"largeRequestKV": "0Gi"}}, "spec.routing.largeRequestKV: must be a quantity"),
     ({"batching": {"prefillChunkTokens": 8}}, "spec.batching.prefillChunkTokens: prefillChunk"),

@@ -10,18 +10,19 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from ullage_kubeapi.mistakes import MOVED, RULES, TABLE, UNKNOWN, Wrong, manifest
+from ullage_kubeapi.mistakes import RULES, TABLE, UNKNOWN, Wrong, manifest
 from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRD, CRDS, MERGE, login, read_crd, until
 
 from ullage_operator.api import schema
+from ullage_operator.api.spec import parse_stored
 from ullage_operator.cli.main import main
 
 STRICT = {"dryRun": "All", "fieldValidation": "Strict"}
@@ -128,59 +129,6 @@ def test_the_api_answers_with_the_same_field_and_the_rules_text(
             assert not wrong.is_rule or any(wrong.text in each for each in messages), causes
 
 
-TERMS = {"nodeSelectorTerms": [{"matchFields": [{"key": "metadata.name", "operator": "Exists"}]}]}
-REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-AFFINITY = {"nodeAffinity": {REQUIRED: TERMS}, "podAffinity": {REQUIRED: [{"topologyKey": "zone"}]}}
-
-
-def test_services_stored_with_moved_fields_can_be_written_and_those_fields_not_be_changed(
-    api: Api,
-) -> None:
-    strict = under(f"u{os.getpid()}-{time.monotonic_ns() % 10**6}.ullage.dev")
-    definition = f"{CRDS}/{strict['metadata']['name']}"
-    own = replace(api, group=strict["spec"]["group"])
-    assert api.client.post(CRDS, json=without_moves(strict)).status_code == 201
-    try:
-        until(lambda: api.client.get(own.services).status_code == 200, "the definition is served")
-        changes = {path: value for wrong in MOVED for path, value in wrong.changes.items()}
-        changes |= {"router.affinity": AFFINITY, "pools.single.affinity": AFFINITY}
-        old = own.named(manifest(Wrong(changes, "", ""), "old"))
-        assert api.client.post(own.services, json=old).status_code == 201
-        patched = api.client.patch(definition, json={"spec": strict["spec"]}, headers=MERGE)
-        assert patched.status_code == 200
-        until(lambda: own.answer(manifest(MOVED[0])).status_code == 422, "its rules hold")
-
-        def write(body: dict[str, Any], part: str = "") -> httpx.Response:
-            return api.client.patch(f"{own.services}/old{part}", json=body, headers=MERGE)
-
-        for answer in (
-            write({"metadata": {"annotations": {"a": "b"}, "finalizers": ["example.dev/a"]}}),
-            write({"metadata": {"finalizers": None}}),
-            write({"spec": {"pools": {"single": {"replicas": 3}}}}),
-            write({"status": {"engines": "0/3"}}, "/status"),
-        ):
-            assert answer.status_code == 200, answer.text
-        for edit in (
-            {"nodeSelector": {"gpu": "other"}},
-            {"podLabels": {"other": "a"}},
-            {"affinity": {"podAntiAffinity": {}}},
-            {"env": [{"name": "other"}]},
-        ):
-            assert write({"spec": {"pools": {"single": edit}}}).status_code == 422, edit
-    finally:
-        api.client.delete(definition)
-
-
-def without_moves(node: Any) -> Any:
-    """A definition that takes what has moved to pod templates."""
-    if isinstance(node, dict):
-        kept = {name: without_moves(each) for name, each in node.items()}
-        if schema.is_refused(node):
-            del kept["x-kubernetes-validations"]
-        return kept
-    return [without_moves(each) for each in node] if isinstance(node, list) else node
-
-
 def plain(field: str) -> str:
     """A path as the plan spells it; the API server has keys of maps in brackets at times."""
     field = field.removeprefix(".")
@@ -219,21 +167,27 @@ def test_a_name_that_clients_ask_for_stays(api: Api) -> None:
     assert api.client.patch(f"{api.services}/right", json=image, headers=MERGE).status_code == 200
 
 
-def test_scaling_makes_no_pool_that_the_service_has_not(api: Api) -> None:
-    """`kubectl scale` is about pool single, which the API server would add."""
-    large = api.named(manifest(Wrong({"metadata.name": "large", "pools": {"large": {}}}, "", "")))
-    assert api.client.post(api.services, json=large).status_code == 201
+@pytest.mark.parametrize("role", ["Standard", "Large"])
+def test_scaling_is_about_the_pool_of_ordinary_requests(api: Api, role: str) -> None:
+    """`kubectl scale` changes a pool under any name, or says why it does not."""
+    name = f"scaled-{role.lower()}"
+    pools = {"main": {"role": role}, "more": {"role": "Overflow", "replicas": 3}}
+    made = api.named(manifest(Wrong({"metadata.name": name, "pools": pools}, "", "")))
+    path = f"{api.services}/{name}"
+    assert api.client.post(api.services, json=made).status_code == 201
+    assert api.client.get(f"{path}/scale").json()["spec"]["replicas"] == 1
+
     scale = {"spec": {"replicas": 2}}
-    answer = api.client.patch(f"{api.services}/large/scale", json=scale, headers=MERGE)
+    answer = api.client.patch(f"{path}/scale", json=scale, headers=MERGE)
+    assert answer.status_code == 200, answer.text
+    scaled = parse_stored(api.client.get(path).json()).spec.pools
+    assert {name: pool.replicas for name, pool in scaled.items()} == {"main": 2, "more": 3}
+
+    own = {"spec": {"pools": {"main": {"replicas": 2}}}}
+    assert api.client.patch(path, json=own, headers=MERGE).status_code == 200
+    again = {"spec": {"replicas": 4}}
+    answer = api.client.patch(f"{path}/scale", json=again, headers=MERGE)
     assert answer.status_code == 422 and "set pools.NAME.replicas" in answer.json()["message"]
-    for pools in ({"large": {"replicas": 2}}, {"single": {"gpus": 1}}):
-        changed = {"spec": {"pools": pools}}
-        answer = api.client.patch(f"{api.services}/large", json=changed, headers=MERGE)
-        assert answer.status_code == 200, answer.text
-    answer = api.client.patch(f"{api.services}/large/scale", json=scale, headers=MERGE)
-    assert answer.status_code == 200
-    made = api.client.get(f"{api.services}/large").json()
-    assert made["spec"]["pools"]["single"]["replicas"] == 2
 
 
 @pytest.mark.parametrize("example", sorted(CRD.parents[1].glob("examples/*.yaml")), ids=str)

@@ -26,7 +26,7 @@ POLICY = AutoscalingSpec(
     min_replicas=1,
     max_replicas=20,
     warm_spares=0,
-    targets=Targets(kv_utilization=0.7, queue_wait=2.0, ttft=True),
+    targets=Targets(kv_utilization_percent=70, queue_wait=2.0, ttft=True),
     scale_up=Pace(window=0, pods=4, percent=100, period=15),
     scale_down=Pace(window=300, pods=1, percent=50, period=60),
     idle_after=600,

@@ -99,7 +99,7 @@ def test_keda_scales_the_statefulset_once_it_exists(make_plan: MakePlan):
 
 def test_keda_follows_the_same_rules(make_plan: MakePlan):
     pools = single(
-        provider="KEDA", prometheusURL=URL, minReplicas=2, targets={"kvUtilization": 0.65}
+        provider="KEDA", prometheusURL=URL, minReplicas=2, targets={"kvUtilizationPercent": 65}
     )
     spec = found(make_plan(seen(), pools=pools), "ScaledObject")["spec"]
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 5)
@@ -237,7 +237,7 @@ def test_a_service_that_sleeps_is_ready_while_a_router_is(make_plan: MakePlan):
         ({"prometheusURL": URL}, "prometheusURL"),
         ({"idleAfter": "0s"}, "idleAfter"),
         ({"scaleDown": {"window": "2h"}}, "scaleDown.window"),
-        ({"targets": {"kvUtilization": 0.01}}, "targets.kvUtilization"),
+        ({"targets": {"kvUtilizationPercent": 1}}, "targets.kvUtilizationPercent"),
         ({"maxReplicas": 0}, "maxReplicas"),
     ],
 )

@@ -156,7 +156,7 @@ def test_an_unknown_field_is_one_line(
 ) -> None:
     path = write(yaml.safe_dump(manifest(memory={"treshold": 0.8})))
     assert errors(capsys, command, "-f", str(path)) == [
-        f"error: {path}: spec.memory.treshold: unknown field; did you mean threshold?"
+        f"error: {path}: spec.memory.treshold: unknown field; did you mean thresholdPercent?"
     ]
 
 
@@ -349,7 +349,7 @@ def test_spans_go_where_the_command_line_says(manifest: Make) -> None:
         "http://127.0.0.1:4317": "grpc",
         "https://traces.example.com/v1/traces": "http",
     }
-    elsewhere = {"tracing": {"endpoint": "http://elsewhere:1", "sampleRatio": 0.5}}
+    elsewhere = {"tracing": {"endpoint": "http://elsewhere:1", "samplePercent": 50}}
     service = parse(manifest(observability=elsewhere))
     for url, protocol in asked.items():
         options = make_parser().parse_args(["up", "-f", "x.yaml", "--otlp-endpoint", url])

@@ -1,6 +1,7 @@
 """`ullage profile` finds an engine and says what is wrong; what it gets, the engine's tests say."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,39 @@ def test_errors_say_what_is_wrong(
         with pytest.raises(SystemExit):
             main(["profile", "chat", *arguments])
     assert "use 1 to 1000" in capsys.readouterr().err
+
+
+KUBECTL = """#!/bin/sh
+case "$*" in
+    *"get llms chat "*) printf '{selector}' ;;
+    *) echo "not forwarded: $*" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("selector", "arguments", "words"),
+    [
+        ("app=x,serving.ullage.dev/pool=main", [], "pod/chat-main-0"),
+        (
+            "app=x,serving.ullage.dev/pool=main",
+            ["--pool", "big", "--engine", "2"],
+            "pod/chat-big-2",
+        ),
+        ("", [], "chat has no status yet; give --pool"),
+    ],
+)
+def test_in_a_cluster_it_asks_the_pool_of_ordinary_requests(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    selector: str,
+    arguments: list[str],
+    words: str,
+) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text(KUBECTL.replace("{selector}", selector))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["profile", "chat", "--namespace", "prod", *arguments]) == 2
+    assert words in capsys.readouterr().err

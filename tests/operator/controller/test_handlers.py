@@ -266,6 +266,29 @@ def test_an_invalid_edit_keeps_what_runs_and_a_valid_one_goes_on(world, start, p
     until(lambda: world.condition("Degraded").get("reason") != "InvalidSpec", "valid again")
 
 
+def test_a_service_that_declares_fields_of_0_1_0_is_held_until_it_is_applied_anew(world, operator):
+    def apply(slo: dict[str, object]) -> None:
+        note = json.dumps({"spec": {"slo": slo}})
+        name = "kubectl.kubernetes.io/last-applied-configuration"
+        change = {"metadata": {"annotations": {name: note}}, "spec": {"memory": {"maxKV": "1Gi"}}}
+        assert world.patch(f"{world.services}/s", change).status_code == 200
+
+    def template() -> object:
+        return world.get(f"{world.path('statefulsets')}/s-single")["spec"]["template"]
+
+    world.create()
+    converged(world)
+    before = template()
+    apply({"errorRate": 0.02})
+    until(lambda: world.condition("Degraded").get("reason") == "InvalidSpec", "InvalidSpec")
+    message = world.condition("Degraded")["message"]
+    assert message.startswith("spec.slo.errorRate: was dropped by the API server; write error")
+    assert "errorPercent: 2 instead, and apply the manifest anew" in message
+    assert template() == before
+    apply({"errorPercent": 2})
+    until(lambda: world.condition("Degraded").get("reason") != "InvalidSpec", "it is carried out")
+
+
 def test_a_definition_older_than_the_operator_is_filled_and_told_of(world, start, played):
     loosen(world, "memory", "hostKV", "default")
     assert world.create().status_code == 201

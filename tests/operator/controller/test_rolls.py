@@ -15,7 +15,7 @@ POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 BASE: dict[str, Any] = {
     "model": {"source": "file:///models/a", "name": "m"},
     "device": "CPU",
-    "pools": {"single": {}, "large": POOL},
+    "pools": {"single": {}, "large": POOL | {"role": "Large"}},
     "rollout": {"strategy": "Rolling"},
 }
 NOBODY: set[str] = set()
@@ -31,6 +31,7 @@ NAMED = KEYS | {"named": [{"name": "a", "weight": 2}]}
 
 EDITS: list[tuple[dict[str, Any], set[str]]] = [
     # How many there are.
+    ({"replicas": 5}, NOBODY),
     ({"pools": {"single": {"replicas": 5}}}, NOBODY),
     ({"pools": {"large": {"replicas": 0}}}, NOBODY),
     ({"router": {"replicas": 4}}, NOBODY),
@@ -42,7 +43,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"router": {"service": {"type": "LoadBalancer"}}}, NOBODY),
     ({"router": {"gateway": {"parentRefs": [{"name": "public"}]}}}, NOBODY),
     ({"baseRefs": []}, NOBODY),  # pods read what comes of bases
-    ({"slo": {"errorRate": 0.1}}, NOBODY),
+    ({"slo": {"errorPercent": 10}}, NOBODY),
     ({"observability": {"podMonitor": {"enabled": False}}}, NOBODY),
     ({"observability": {"podMonitor": {"interval": "30s"}}}, NOBODY),
     ({"observability": {"podMonitor": {"labels": {"team": "x"}}}}, NOBODY),
@@ -60,6 +61,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"slo": {"ttftP95": "1s"}}, ROUTER),  # they count the requests that are late by it
     ({"pools": {"single": {"autoscaling": {"maxReplicas": 4, "minReplicas": 0}}}}, ROUTER),
     ({"routing": {"wake": {"timeout": "1m"}}}, ROUTER),
+    ({"pools": {"large": {"role": "Overflow"}}}, ROUTER),
     ({"routing": {"largeRequestTokens": 9}}, ROUTER),
     ({"routing": {"largeRequestKV": "1Gi"}}, ROUTER),
     ({"routing": {"ladder": ["Reject"]}}, ROUTER),
@@ -107,7 +109,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"memory": {"maxKV": "1Gi"}}, ENGINES),
     ({"memory": {"sessionKVLimit": "1Gi"}}, ENGINES),
     ({"memory": {"hostKV": "1Gi"}}, ENGINES),
-    ({"memory": {"adapterShare": 0.5}}, ENGINES),
+    ({"memory": {"adapterPercent": 50}}, ENGINES),
     ({"memory": {"maxLoras": 2}}, ENGINES),
     ({"memory": {"maxLoraRank": 64}}, ENGINES),
     ({"adapterClaims": ["tuned"]}, ENGINES),
@@ -131,7 +133,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"limits": {"maxOutputTokens": 9}}, ALL),
     ({"limits": {"requestTimeout": "9s"}}, ALL),
     ({"limits": {"totalTimeout": "8m"}}, ALL),
-    ({"memory": {"threshold": 0.5}}, ALL),
+    ({"memory": {"thresholdPercent": 50}}, ALL),
     ({"memory": {"safetyReserve": "1Gi"}}, ALL),
     ({"observability": {"logLevel": "Debug"}}, ALL),
     ({"tls": {"engines": {"secretName": "tls"}}}, ALL),

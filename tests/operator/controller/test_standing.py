@@ -20,6 +20,7 @@ from ullage_operator.autoscaling import ScalingDecision, ScalingDecisions
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of
 from ullage_operator.controller.standing import Declared, plan_standing, read, standing
 from ullage_operator.healing import EngineHealth
+from ullage_operator.rollout.state import load, release_of
 
 Make = Callable[..., dict[str, Any]]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -38,8 +39,14 @@ SPEC: dict[str, Any] = {
             "autoscaling": {"minReplicas": 0, "maxReplicas": 4},
             "podTemplate": {"spec": {"containers": [{"name": "engine", "env": ENV}]}},
         },
-        "large": {"replicas": 2},
-        "wide": {"nodes": 2, "gpus": 2, "parallelism": {"pipeline": 2}, "replicas": 2},
+        "large": {"role": "Large", "replicas": 2},
+        "wide": {
+            "role": "Overflow",
+            "nodes": 2,
+            "gpus": 2,
+            "parallelism": {"pipeline": 2},
+            "replicas": 2,
+        },
     },
     "engine": "VLLM",
 }
@@ -326,6 +333,104 @@ def test_nothing_is_made_of_a_service_that_never_could_be() -> None:
     manifest = edited(memory=7)
     declared = read(manifest, SETTINGS)
     assert standing(manifest, declared, Observed(now=NOW), SETTINGS) is None
+
+
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def of_0_1_0() -> dict[str, Any]:
+    """Return the service as 0.1.0 stored it, as an API server with today's definition reads it: a
+    field that was renamed has its default, and every pool the role Standard."""
+    manifest = edited()
+    declared = manifest["spec"] | {"memory": {"threshold": 0.5}, "healing": {"minHealth": 0.9}}
+    note = json.dumps({"spec": declared})
+    manifest["metadata"]["annotations"] = {LAST_APPLIED: note}
+    for pool in manifest["spec"]["pools"].values():
+        pool["role"] = "Standard"
+    return manifest
+
+
+def test_a_service_of_0_1_0_goes_on_and_its_fields_are_named() -> None:
+    plan, declared = planned(of_0_1_0(), OBSERVED)
+    assert [problem.path for problem in declared.problems] == [
+        "spec.memory.threshold",
+        "spec.healing.minHealth",
+    ]
+    assert plan.apply == GOES_ON.apply and plan.delete == GOES_ON.delete
+    degraded = conditions(plan)["Degraded"]
+    assert degraded["reason"] == "InvalidSpec"
+    assert "spec.memory.threshold: was dropped by the API server" in degraded["message"]
+    assert "write thresholdPercent: 50 instead, and apply the manifest" in degraded["message"]
+
+
+def test_a_service_that_0_1_0_left_behind_keeps_its_objects_and_wakes() -> None:
+    plan, _ = planned(of_0_1_0(), observed_of([without_kept_spec(item) for item in LIVE]))
+    [woken] = plan.apply
+    assert (woken["metadata"]["name"], woken["spec"]["replicas"]) == ("demo-single", 1)
+    assert plan.delete == () and plan.status["engines"] == GOES_ON.status["engines"]
+
+
+def test_pools_without_roles_of_their_own_are_named() -> None:
+    manifest = of_0_1_0()
+    del manifest["metadata"]["annotations"]
+    plan, declared = planned(manifest, OBSERVED)
+    [problem] = declared.problems
+    assert str(problem).startswith("spec.pools: pools large and single and wide have role Standard")
+    assert plan.apply == GOES_ON.apply
+
+
+def test_a_spec_that_was_kept_in_the_form_of_0_1_0_is_read() -> None:
+    kept = json.loads(json.dumps(to_api(parse_filled(STORED)[0].spec)))
+    kept["memory"]["threshold"] = kept["memory"].pop("thresholdPercent") / 100
+    kept["healing"]["minHealth"] = kept["healing"].pop("minHealthPercent") / 100
+    for pool in kept["pools"].values():
+        pool["memory"]["threshold"] = pool["memory"].pop("thresholdPercent") / 100
+        del pool["role"]
+    objects = [
+        item | {"data": item["data"] | {naming.KEPT_SPEC: json.dumps(kept)}}
+        if item["metadata"]["name"] == naming.rollout_name("demo")
+        else item
+        for item in LIVE
+    ]
+    observed = observed_of(objects)
+    stands = standing(of_0_1_0(), read(of_0_1_0(), SETTINGS), observed, SETTINGS)
+    assert stands is not None
+    pools = {name: pool.role for name, pool in stands.service.spec.pools.items()}
+    assert pools == {"single": "standard", "large": "large", "wide": "overflow"}
+    assert stands.service.spec.memory.threshold == 0.85
+
+
+def test_a_release_that_was_kept_in_the_form_of_0_1_0_is_no_change() -> None:
+    def in_old_form(item: dict[str, Any]) -> dict[str, Any]:
+        if item["metadata"]["name"] != naming.rollout_name("demo"):
+            return item
+        state = json.loads(item["data"][naming.ROLLOUT_STATE])
+        release = state["release"]
+        for memory in (release["memory"], *(pool["memory"] for pool in release["pools"].values())):
+            memory["threshold"] = memory.pop("thresholdPercent") / 100
+            memory["adapterShare"] = memory.pop("adapterPercent") / 100
+        degrade = release["degrade"]
+        degrade["hysteresis"] = degrade.pop("hysteresisPercent") / 100
+        for level in degrade["levels"]:
+            level["below"] = level.pop("belowPercent") / 100
+            percent = level.pop("batchPercent")
+            level["batchShare"] = percent and percent / 100
+        throttling = degrade["throttling"]
+        throttling["batchStep"] = throttling.pop("batchStepPercent") / 100
+        throttling["minBatchShare"] = throttling.pop("minBatchPercent") / 100
+        return item | {"data": item["data"] | {naming.ROLLOUT_STATE: json.dumps(state)}}
+
+    objects = [in_old_form(item) for item in copy.deepcopy(LIVE)]
+    plan, _ = planned(STORED, observed_of(objects))
+    assert plan.apply == GOES_ON.apply
+    [state] = [
+        item["data"][naming.ROLLOUT_STATE]
+        for item in objects
+        if naming.KEPT_SPEC in item.get("data", {})
+    ]
+    target = release_of(parse_filled(STORED)[0], SETTINGS)
+    recalled = load(state, target, LIVE)
+    assert recalled is not None and recalled.release == target
 
 
 @pytest.mark.parametrize("field", ["memory.hostKV", "healing", "slo.ttftP95", "rollout.thresholds"])

@@ -25,7 +25,7 @@ POLICY = HealingSpec(
     enabled=True,
     not_ready_after=300,
     silent_after=60,
-    min_health=0.2,
+    min_health_percent=20,
     restarts_per_hour=3,
     backoff=BackoffSpec(first=30, max=600),
 )

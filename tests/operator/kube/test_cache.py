@@ -1,5 +1,6 @@
 """The cache: what watches tell, in any order, is what reconciliations read."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from ullage_kubeapi.trial import relist
 
 from ullage_operator.api.naming import OWNED, POD, SERVICE, kind_of
+from ullage_operator.api.renames import dropped_fields
 from ullage_operator.kube.cache import Cache, Denied, Scope, ServiceKey, slim, version_of
 
 CONFIG_MAP = kind_of("v1", "ConfigMap")
@@ -163,6 +165,16 @@ def test_field_managers_and_last_applied_are_not_kept():
         kept = slim(CONFIG_MAP, noted)["metadata"]
         assert ("managedFields" in kept) == is_kept
         assert "fieldsV1" not in str(kept)
+
+
+@pytest.mark.parametrize(("field", "is_kept"), [("errorRate", True), ("errorPercent", False)])
+def test_what_a_service_declared_is_kept_where_the_api_server_dropped_it(field, is_kept):
+    name = "kubectl.kubernetes.io/last-applied-configuration"
+    noted = made(SERVICE, spec={"slo": {"errorPercent": 1}})
+    noted["metadata"]["annotations"] = {name: json.dumps({"spec": {"slo": {field: 1}}})}
+    assert (name in slim(SERVICE, noted)["metadata"]["annotations"]) == is_kept
+    if is_kept:
+        assert dropped_fields(slim(SERVICE, noted)) == {"spec.slo.errorRate": 1}
 
 
 @pytest.mark.parametrize("kind", OWNED, ids=lambda kind: kind.plural)

@@ -128,7 +128,7 @@ def test_a_pool_without_engines_is_no_target(manifest: Make, tmp_path: Path) -> 
 
 
 def test_a_service_without_engines_is_refused(manifest: Make, tmp_path: Path) -> None:
-    with pytest.raises(LocalFailure, match=r"set spec\.pools\.single\.replicas"):
+    with pytest.raises(LocalFailure, match=r"set spec\.replicas, or replicas of a pool"):
         local(manifest(pools={"single": {"replicas": 0}}), tmp_path)
 
 

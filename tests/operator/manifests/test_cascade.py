@@ -39,7 +39,7 @@ def test_routers_read_their_cascade(make_plan: MakePlan) -> None:
         make_plan(
             cascade={
                 "steps": [SMALL, FAR],
-                "confidence": {"threshold": 0.75},
+                "confidence": {"thresholdPercent": 75},
                 "heuristics": {"promptCharacters": 100, "maths": False},
                 "parallel": True,
                 "fallback": {"queuedRequests": 3},
@@ -126,7 +126,7 @@ def test_the_own_engines_may_stand_anywhere(make_plan: MakePlan) -> None:
         ({"steps": [OWN, SMALL], "fallback": {}}, "name another step before it"),
         ({"steps": [SMALL], "fallback": {"pressureLevel": 0, "queuedRequests": 0}}, "a sign of"),
         ({"steps": [SMALL], "fallback": {"maxPriority": 101}}, "maxPriority"),
-        ({"steps": [SMALL], "confidence": {"threshold": 1.5}}, "threshold"),
+        ({"steps": [SMALL], "confidence": {"thresholdPercent": 150}}, "threshold"),
         ({"steps": [SMALL], "confidence": {"tokens": 0}}, "tokens"),
         ({"steps": [SMALL], "confidence": {"token": 4}}, "did you mean tokens"),
         ({"steps": [SMALL], "heuristics": {"turns": -1}}, "turns"),

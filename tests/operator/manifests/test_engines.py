@@ -193,7 +193,7 @@ def test_the_field_to_set_is_called_as_in_the_api(make_plan: MakePlan) -> None:
         ("max_num_scheduled_tokens", "batching.prefillChunkTokens"),
         ("data_parallel_rank", "replicas of the pool"),
         ("decode_context_parallel_size", "parallelism.tensor and parallelism.pipeline"),
-        ("watermark", "memory.threshold and memory.safetyReserve"),
+        ("watermark", "memory.thresholdPercent and memory.safetyReserve"),
     ],
 )
 def test_secrets_and_what_goes_past_the_ledger_are_refused(

@@ -228,7 +228,7 @@ def revision(plan: ServicePlan, name: str) -> str:
     "pool",
     [
         {"podTemplate": {"spec": {"containers": [{"name": "engine", "stdin": True}]}}},
-        {"memory": {"threshold": 0.5}},
+        {"memory": {"thresholdPercent": 50}},
         {"shmSize": "9Gi"},
     ],
 )

@@ -113,7 +113,7 @@ def engine_config(plan: ServicePlan, pool: str = "single") -> EngineConfig:
 def test_engines_read_what_caches_and_sessions_may_take(make_plan: MakePlan) -> None:
     plan = make_plan(
         memory={"sessionKVLimit": "64Mi", "sessionIdle": "1m30s", "hostKV": "1Gi"},
-        pools={"large": {"memory": {"prefixCache": False, "hostKV": 0, "adapterShare": 0.5}}},
+        pools={"large": {"memory": {"prefixCache": False, "hostKV": 0, "adapterPercent": 50}}},
     )
     single, large = engine_config(plan).memory, engine_config(plan, "large").memory
     assert (single.session_kv_limit, single.session_idle) == (64 << 20, 90.0)
@@ -124,21 +124,21 @@ def test_engines_read_what_caches_and_sessions_may_take(make_plan: MakePlan) -> 
 
 def test_engines_read_the_levels_of_degrading(make_plan: MakePlan) -> None:
     levels = [
-        {"below": 0.4, "maxOutputTokens": 99},
-        {"below": 0, "maxTemperature": 0, "maxTopP": 0.5, "batchShare": 1},
+        {"belowPercent": 40, "maxOutputTokens": 99},
+        {"belowPercent": 0, "maxTemperature": 0, "maxTopP": "0.5", "batchPercent": 100},
     ]
-    heat = {"enabled": False, "powerCap": True, "after": "1m", "minBatchShare": 0.5}
-    wanted = {"changeSampling": False, "hysteresis": 0.1, "levels": levels, "throttling": heat}
-    plan = make_plan(degrade=wanted)
+    heat = {"enabled": False, "powerCap": True, "after": "1m", "minBatchPercent": 50}
+    wanted = {"changeSampling": False, "hysteresisPercent": 10, "throttling": heat}
+    plan = make_plan(degrade=wanted | {"levels": levels})
     assert engine_config(plan).degrade == DegradeSection(
         change_sampling=False,
-        hysteresis=0.1,
+        hysteresis_percent=10,
         levels=(
-            DegradeLevel(below=0.4, max_output_tokens=99),
-            DegradeLevel(below=0, max_temperature=0, max_top_p=0.5, batch_share=1),
+            DegradeLevel(below_percent=40, max_output_tokens=99),
+            DegradeLevel(below_percent=0, max_temperature=0, max_top_p=0.5, batch_percent=100),
         ),
         throttling=ThrottlingSection(
-            enabled=False, power_cap=True, after=60.0, min_batch_share=0.5
+            enabled=False, power_cap=True, after=60.0, min_batch_percent=50
         ),
     )
 
@@ -159,12 +159,12 @@ def test_degrading_is_on_by_default_and_can_be_turned_off(make_plan: MakePlan) -
 @pytest.mark.parametrize(
     ("degrade", "words"),
     [
-        ({"levels": [{"below": 0.2}, {"below": 0.2}]}, "levels must differ in below"),
-        ({"levels": [{"below": 1.5}]}, "below"),
-        ({"levels": [{"below": 0.5, "batchShare": 0}]}, "batchShare"),
-        ({"levels": [{"maxTopP": 0.5}]}, "below"),
-        ({"hysteresis": 0.9}, "hysteresis"),
-        ({"levels": [{"below": 0.5, "temperature": 0}]}, "temperature"),
+        ({"levels": [{"belowPercent": 20}, {"belowPercent": 20}]}, "levels must differ in below"),
+        ({"levels": [{"belowPercent": 150}]}, "below"),
+        ({"levels": [{"belowPercent": 50, "batchPercent": 0}]}, "batchPercent"),
+        ({"levels": [{"maxTopP": "0.5"}]}, "belowPercent"),
+        ({"hysteresisPercent": 90}, "hysteresis"),
+        ({"levels": [{"belowPercent": 50, "temperature": 0}]}, "temperature"),
     ],
 )
 def test_wrong_levels_are_refused(make_plan: MakePlan, degrade: dict[str, Any], words: str) -> None:
@@ -174,7 +174,7 @@ def test_wrong_levels_are_refused(make_plan: MakePlan, degrade: dict[str, Any], 
 
 ROUTING = {
     "queue": {"timeout": "1m30s"},
-    "placement": {"breaker": {"maxPause": "2m"}, "retries": {"share": 0}},
+    "placement": {"breaker": {"maxPause": "2m"}, "retries": {"percent": 0}},
 }
 
 
@@ -189,7 +189,7 @@ def test_routers_read_their_configuration(make_plan: MakePlan) -> None:
     assert config.routing.queue.timeout == 90.0
     assert config.routing.placement.breaker.max_pause == 120.0
     assert config.routing.placement.affinity == AffinitySection()
-    assert config.routing.placement.retries == RetrySection(share=0)
+    assert config.routing.placement.retries == RetrySection(percent=0)
     assert config.routing.large_request_kv == 6000 << 20
     assert (config.http.port, config.grpc.port, config.metrics.port) == (8000, 9000, 9090)
 

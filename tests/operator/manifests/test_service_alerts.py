@@ -61,7 +61,7 @@ def recorded(groups, window):
 
 
 def test_what_is_recorded_is_about_the_slo(make_groups):
-    groups = make_groups(slo={"ttftP95": "2500ms", "e2eP95": "25s", "errorRate": 0.01})
+    groups = make_groups(slo={"ttftP95": "2500ms", "e2eP95": "25s", "errorPercent": 1})
     found = recorded(groups, "1h")
     assert found["errors"].endswith("/ 0.01")
     assert re.findall('le="([^"]+)"', found["ttft_p95"]) == ["2.5"]

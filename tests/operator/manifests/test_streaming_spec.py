@@ -42,7 +42,7 @@ def test_routers_read_them(make_plan: MakePlan) -> None:
         "bufferTokens": 80,
         "coalesceTokens": 2,
         "coalesceWindow": "15ms",
-        "tokensPerSecond": 30.5,
+        "tokensPerSecond": "30.5",
         "keepalive": "0s",
     }
     config = router_config(

@@ -25,7 +25,7 @@ TENANTS = {
     "defaults": {"requestsPerMinute": 60, "maxTokens": 100, "models": ["smollm2"]},
     "named": [
         {"name": "alice", "requestsPerMinute": 600, "priority": 5, "tokensPerSecond": 20},
-        {"name": "bob", "enabled": False, "weight": 2.5},
+        {"name": "bob", "enabled": False, "weight": "2.5"},
     ],
 }
 
@@ -91,7 +91,7 @@ def test_the_pod_mounts_the_whole_secret(make_plan: MakePlan) -> None:
             {"named": [{"name": "a", "priority": 5, "maxPriority": 4}]},
             "must not exceed maxPriority",
         ),
-        ({"named": [{"name": "a", "weight": 0}]}, "must be at least 0.01"),
+        ({"named": [{"name": "a", "weight": 0}]}, "from 0.01 to 100"),
         ({"anonymous": "maybe"}, "must be one of Allow, Deny"),
     ],
 )

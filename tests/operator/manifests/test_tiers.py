@@ -277,7 +277,7 @@ def test_a_host_tier_that_nobody_asked_for_is_in_nobodys_way(
 
 
 @given(
-    share=st.floats(0.01, 1),
+    percent=st.floats(1, 100),
     device=st.sampled_from(["cpu", "cuda", "auto"]),
     limit=st.integers(0, 64 << 30),
     budget=st.none() | st.integers(0, 64 << 30),
@@ -285,17 +285,17 @@ def test_a_host_tier_that_nobody_asked_for_is_in_nobodys_way(
     num_ranks=st.integers(1, 8),
 )
 def test_what_an_engine_is_given_by_default_is_a_small_part_of_what_is_left(
-    share: float,
+    percent: float,
     device: Any,
     limit: int,
     budget: int | None,
     host_kv: int,
     num_ranks: int,
 ) -> None:
-    memory = MemoryLimits(threshold=share, device_bytes=budget, host_kv=host_kv)
+    memory = MemoryLimits(threshold_percent=percent, device_bytes=budget, host_kv=host_kv)
     size = default_host_tier(memory, device, num_ranks, limit)
     assert size == 0 or 16 << 20 <= size <= 256 << 20
-    on_cpu = share * (limit if budget is None else budget * num_ranks)
+    on_cpu = percent / 100 * (limit if budget is None else budget * num_ranks)
     on_gpus = host_kv + (num_ranks << 30)
     taken = max(on_cpu * (device != "cuda"), on_gpus * (device != "cpu"))
     assert size == 0 or taken + 8 * size <= limit + 1

@@ -19,9 +19,9 @@ ENDPOINT = "http://collector.monitoring:4318"
 
 
 def test_routers_and_engines_get_where_spans_go(manifest: Make, tmp_path: Path) -> None:
-    tracing = {"endpoint": ENDPOINT, "protocol": "http", "sampleRatio": 0.25}
+    tracing = {"endpoint": ENDPOINT, "protocol": "http", "samplePercent": 25}
     service = parse(manifest(observability={"tracing": tracing}))
-    wanted = TracingSection(endpoint=ENDPOINT, protocol="http", sample_ratio=0.25)
+    wanted = TracingSection(endpoint=ENDPOINT, protocol="http", sample_percent=25)
     [pool] = service.spec.pools.values()
     assert router_config(service).tracing == wanted
     assert engine_config(service, "single", pool, Settings()).tracing == wanted
@@ -42,7 +42,7 @@ def test_wrong_values_are_named(manifest: Make) -> None:
     wrong: list[tuple[dict[str, object], str]] = [
         ({"endpoint": "collector:4317"}, "endpoint is a URL such as http://collector:4318"),
         ({}, "endpoint"),
-        ({"endpoint": ENDPOINT, "sampleRatio": 2}, "sampleRatio"),
+        ({"endpoint": ENDPOINT, "samplePercent": 200}, "samplePercent"),
         ({"endpoint": ENDPOINT, "protocol": "udp"}, "protocol"),
     ]
     for tracing, words in wrong:

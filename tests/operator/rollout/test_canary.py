@@ -162,7 +162,7 @@ def test_a_new_edit_restarts_and_taking_it_back_ends(cluster):
         {"model": {"source": "file:///other", "name": "smollm2"}},
         {"batching": {"maxSequences": 7}, "rollout": {"strategy": "Canary"}},
         {"image": "two", "batching": {"maxSequences": 7}},
-        {"memory": {"threshold": 0.5}},
+        {"memory": {"thresholdPercent": 50}},
         {"memory": {"tiers": {"host": {"size": "1Gi"}}}},
         {"engine": "Native"},
         {"vllm": {"args": {"enforce_eager": True}}},

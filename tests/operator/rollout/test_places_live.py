@@ -58,7 +58,7 @@ def test_a_quarter_of_the_outdated_engines_end_at_once(world, played, operator) 
     play(world, "s-single", 8)
     until(lambda: names(world) == [f"s-single-{n}" for n in (0, 1, 2, 3, 4, 7)], "two end", LONG_S)
     # Both are not back yet, so nothing else ends.
-    world.patch(f"{world.services}/s", {"spec": {"slo": {"errorRate": 0.1}}})
+    world.patch(f"{world.services}/s", {"spec": {"slo": {"errorPercent": 10}}})
     until(lambda: world.service()["status"]["observedGeneration"] == 2, "it is seen", LONG_S)
     assert len(names(world)) == 6
 

@@ -35,7 +35,7 @@ POLICY = RolloutSpec(
     max_wait=1800.0,
     start_deadline=900.0,
     canary_replicas=1,
-    thresholds=Thresholds(error_rate=0.01, ttft_ratio=1.5, e2e_ratio=1.5, restarts=0),
+    thresholds=Thresholds(error_percent=1, ttft_percent=150, e2e_percent=150, restarts=0),
     auto_rollback=True,
     paused=False,
 )

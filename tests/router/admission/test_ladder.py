@@ -49,10 +49,10 @@ BLOCK = PROFILE.block_bytes
 POOLS = ("single", "large", "spot")
 ALL: tuple[Rung, ...] = ("shrinkContext", *DEFAULT_LADDER)
 """The default, and the rung that a manifest must ask for."""
-DEFAULT = RoutingPolicy(POOLS, 1000, 10_000_000, DEFAULT_LADDER)
+DEFAULT = RoutingPolicy(POOLS, 1000, 10_000_000, DEFAULT_LADDER, large_pool="large")
 FAR = {
-    "shrink_context": {"max_dropped_share": 1.0, "keep_turns": 1},
-    "shrink_output": {"min_share": 0.25, "below_expected": True},
+    "shrink_context": {"max_dropped_percent": 100, "keep_turns": 1},
+    "shrink_output": {"min_percent": 25, "below_expected": True},
 }
 """Bounds of shrinking that let the first two rungs go far."""
 POLICY = replace(
@@ -177,19 +177,19 @@ def with_rungs(**rungs: Any) -> RoutingPolicy:
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"),
+    ("percent", "expected"),
     [
-        (0.36, "shrinkContext KV_HEADROOM to 256"),
-        (0.35, "queue KV_HEADROOM single"),
+        (36, "shrinkContext KV_HEADROOM to 256"),
+        (35, "queue KV_HEADROOM single"),
     ],
 )
-def test_not_more_of_the_context_is_dropped_than_allowed(share: float, expected: str) -> None:
-    policy = with_rungs(shrink_context=ShrinkContextSection(max_dropped_share=share))
+def test_not_more_of_the_context_is_dropped_than_allowed(percent: float, expected: str) -> None:
+    policy = with_rungs(shrink_context=ShrinkContextSection(max_dropped_percent=percent))
     assert said(decide(facts(400, droppable=True), [HOME], policy)) == expected
 
 
 def test_a_conversation_that_would_lose_too_much_is_invalid() -> None:
-    policy = with_rungs(shrink_context=ShrinkContextSection(max_dropped_share=0.5))
+    policy = with_rungs(shrink_context=ShrinkContextSection(max_dropped_percent=50))
     asked = facts(5000, droppable=True)
     assert said(decide(asked, [HOME], POLICY)) == "shrinkContext CONTEXT_TOO_LONG to 1536"
     assert said(decide(asked, [HOME], policy)) == "reject CONTEXT_TOO_LONG"
@@ -201,9 +201,9 @@ def test_a_conversation_that_would_lose_too_much_is_invalid() -> None:
         (None, 4096, ShrinkOutputSection(), 16),
         (400, 400, ShrinkOutputSection(), 200),
         (8, 8, ShrinkOutputSection(), 8),
-        (400, 400, ShrinkOutputSection(min_share=0.25), 100),
+        (400, 400, ShrinkOutputSection(min_percent=25), 100),
         (400, 400, ShrinkOutputSection(min_tokens=300), 300),
-        (400, 400, ShrinkOutputSection(min_share=1.0), 400),
+        (400, 400, ShrinkOutputSection(min_percent=100), 400),
     ],
 )
 def test_how_far_the_output_may_be_shrunk(
@@ -321,9 +321,9 @@ def test_newest_turns_stay_and_too_much_is_not_dropped(start_service: "StartServ
             answer = await chat(service)
             assert answer.headers["x-ullage-degraded"] == degraded
 
-    asyncio.run(scenario({"keep_turns": 3, "max_dropped_share": 1.0}, "dropped_messages=6"))
-    asyncio.run(scenario({"keep_turns": 6, "max_dropped_share": 1.0}, ""))
-    asyncio.run(scenario({"keep_turns": 1, "max_dropped_share": 0.3}, ""))
+    asyncio.run(scenario({"keep_turns": 3, "max_dropped_percent": 100}, "dropped_messages=6"))
+    asyncio.run(scenario({"keep_turns": 6, "max_dropped_percent": 100}, ""))
+    asyncio.run(scenario({"keep_turns": 1, "max_dropped_percent": 30}, ""))
 
 
 def test_by_default_a_conversation_waits_as_it_is(start_service: "StartService") -> None:

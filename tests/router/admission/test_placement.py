@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 BLOCK = 16_000
 LONG = "x" * 300
 FAR = {
-    "shrink_context": {"max_dropped_share": 1.0, "keep_turns": 1},
-    "shrink_output": {"min_share": 0.25, "below_expected": True},
+    "shrink_context": {"max_dropped_percent": 100, "keep_turns": 1},
+    "shrink_output": {"min_percent": 25, "below_expected": True},
 }
 """Bounds of shrinking that let it go far."""
 ROUTING = {"large_request_tokens": 500, "queue": {"max_requests": 2, "timeout": 5.0}}

@@ -103,7 +103,7 @@ async def test_a_request_wakes_a_pool_which_sleeps_again_when_idle(world, operat
 
 
 async def test_load_adds_engines_and_silent_routers_change_nothing(world, operator, start_service):
-    scaling = {"maxReplicas": 4, "targets": {"kvUtilization": 0.5}}
+    scaling = {"maxReplicas": 4, "targets": {"kvUtilizationPercent": 50}}
     assert world.create(pools={"single": {"autoscaling": scaling}}).status_code == 201
     stateful_set = f"{world.path('statefulsets')}/s-single"
     async with start_service() as service:

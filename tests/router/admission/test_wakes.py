@@ -18,7 +18,7 @@ from ullage_router.admission.scale_to_zero import empty_home
 from ullage_router.policy.decision import EngineState, EngineView, RequestFacts, RoutingPolicy
 
 BLOCK_BYTES = 16_000
-POLICY = RoutingPolicy(("single", "large"), 100, 10**9, RoutingSection().ladder)
+POLICY = RoutingPolicy(("single", "large"), 100, 10**9, RoutingSection().ladder, large_pool="large")
 
 
 class Asleep:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     StartService = Any
 
 WORDS = ("small", " says", " so", " now")
-TOKENS = {"confidence": {"tokens": 2, "threshold": 0.6}}
+TOKENS = {"confidence": {"tokens": 2, "threshold_percent": 60}}
 SURE, UNSURE = -0.1, -3.0
 BUSY = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "full", retry_after_s=1)
 NO_WAITING = {"ladder": ["reject"]}

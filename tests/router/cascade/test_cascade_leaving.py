@@ -38,7 +38,7 @@ class Steps(Cascade):
 
     def __init__(self, logprob: float) -> None:
         steps = (StepSection(name="small", target="127.0.0.1:1"), StepSection(name="big"))
-        confidence = ConfidenceSection(tokens=1, threshold=0.6)
+        confidence = ConfidenceSection(tokens=1, threshold_percent=60)
         policy = CascadeSection(name="c", steps=steps, confidence=confidence, parallel=True)
         super().__init__(policy, ServiceLoad, lambda attempt: None, 1.0)
         self._logprob = logprob

@@ -191,7 +191,7 @@ def test_what_requests_cause_ejects_nobody(
     start_service: "StartService", code: str, reason: str
 ) -> None:
     async def scenario() -> None:
-        breaker = {"failures": 1, "max_ejected_share": 1.0}
+        breaker = {"failures": 1, "max_ejection_percent": 100}
         async with start_service(single=(100, 100), routing=placement(breaker=breaker)) as service:
             for engine in service.engines:
                 engine.script.refuse = ServiceError(grpc.StatusCode[code], reason, "no")
@@ -226,7 +226,7 @@ def test_part_of_a_pool_is_tried_though_all_fail(start_service: "StartService") 
 
 def test_a_spent_budget_tells_the_error_at_once(start_service: "StartService") -> None:
     async def scenario() -> None:
-        retries = {"share": 0.0, "per_second": 0.0, "burst": 1}
+        retries = {"percent": 0, "per_second": 0.0, "burst": 1}
         async with start_service(single=(100, 100), routing=placement(retries=retries)) as service:
             service.engines[0].script.refuse = LOST
             answers = [await service.complete() for _ in range(40)]

@@ -9,7 +9,7 @@ from ullage_router.policy.retry import RetryBudget
 
 
 def test_a_spent_budget_refuses() -> None:
-    budget = RetryBudget(RetrySection(share=0.2, per_second=0.0, burst=2), now=0.0)
+    budget = RetryBudget(RetrySection(percent=20, per_second=0.0, burst=2), now=0.0)
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
     for _ in range(5):
         budget.on_request()
@@ -18,7 +18,7 @@ def test_a_spent_budget_refuses() -> None:
 
 
 def test_time_fills_it_up_to_the_burst() -> None:
-    budget = RetryBudget(RetrySection(share=0.0, per_second=2.0, burst=4), now=0.0)
+    budget = RetryBudget(RetrySection(percent=0, per_second=2.0, burst=4), now=0.0)
     assert sum(budget.take(0.0) for _ in range(9)) == 4
     assert sum(budget.take(1.0) for _ in range(9)) == 2
     assert sum(budget.take(100.0) for _ in range(9)) == 4
@@ -26,15 +26,15 @@ def test_time_fills_it_up_to_the_burst() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.floats(0, 1),
+    st.floats(0, 100),
     st.floats(0, 20),
     st.integers(1, 50),
     st.lists(st.one_of(st.none(), st.just("take"), st.floats(0, 5)), max_size=200),
 )
 def test_retries_never_exceed_what_was_put_in(
-    share: float, per_second: float, burst: int, events: list[float | str | None]
+    percent: float, per_second: float, burst: int, events: list[float | str | None]
 ) -> None:
-    budget = RetryBudget(RetrySection(share=share, per_second=per_second, burst=burst), now=0.0)
+    budget = RetryBudget(RetrySection(percent=percent, per_second=per_second, burst=burst), now=0.0)
     now, requests, taken = 0.0, 0, 0
     for event in events:
         match event:
@@ -47,11 +47,11 @@ def test_retries_never_exceed_what_was_put_in(
                 now += event
         assert 0 <= budget.tokens <= burst
     assert taken == budget.spent
-    assert taken <= burst + share * requests + per_second * now + 1e-6
+    assert taken <= burst + percent / 100 * requests + per_second * now + 1e-6
 
 
 def test_a_clock_that_goes_back_gives_nothing() -> None:
-    budget = RetryBudget(RetrySection(share=0.0, per_second=1.0, burst=1), now=10.0)
+    budget = RetryBudget(RetrySection(percent=0, per_second=1.0, burst=1), now=10.0)
     assert budget.take(10.0)
     assert not budget.take(5.0)
     assert not budget.take(10.5)

@@ -180,7 +180,7 @@ def test_unknown_confidence_reaches_nothing() -> None:
         ({"steps": [OWN, {"name": "other"}]}, "exactly one"),
         ({"steps": [SMALL, {"name": "small"}]}, "share a name"),
         ({"steps": [OWN, SMALL], "fallback": {}}, "put another before it"),
-        ({"confidence": {"threshold": 1.5}}, "<= 1"),
+        ({"confidence": {"threshold_percent": 150}}, "<= 1"),
         ({"confidence": {"tokens": 0}}, ">= 1"),
     ],
 )

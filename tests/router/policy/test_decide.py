@@ -38,7 +38,7 @@ from ullage_router.policy.decision import (
 )
 from ullage_router.policy.forecast import is_on_time
 
-SHRINK = ShrinkOutputSection(min_share=0.25, below_expected=True)
+SHRINK = ShrinkOutputSection(min_percent=25, below_expected=True)
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes
 ALL = ("shrinkContext", *DEFAULT_LADDER)
@@ -48,7 +48,10 @@ POLICY = RoutingPolicy(
     1000,
     10_000_000,
     ALL,
-    RungsSection(shrink_context=ShrinkContextSection(max_dropped_share=1.0), shrink_output=SHRINK),
+    RungsSection(
+        shrink_context=ShrinkContextSection(max_dropped_percent=100), shrink_output=SHRINK
+    ),
+    large_pool="large",
 )
 
 

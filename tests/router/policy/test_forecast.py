@@ -29,7 +29,7 @@ from ullage_router.policy.forecast import (
 
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes
-POLICY = RoutingPolicy(("single", "large"), 10_000, 1 << 40, DEFAULT_LADDER)
+POLICY = RoutingPolicy(("single", "large"), 10_000, 1 << 40, DEFAULT_LADDER, large_pool="large")
 LIMITS = TimeLimits(ttft_s=7.0, e2e_s=20.0)
 
 

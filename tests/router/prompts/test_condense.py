@@ -109,10 +109,9 @@ def sent(service: "Service", place: int = -1) -> str:
     return text
 
 
-@pytest.mark.parametrize("method", ["extractive", "model"])
-def test_a_service_sums_up_and_says_so(start_service: "StartService", method: str) -> None:
+def test_a_service_sums_up_and_says_so(start_service: "StartService") -> None:
     async def scenario() -> None:
-        prompts = {"compress": {"method": method}}
+        prompts = {"compress": {"method": "extractive"}}
         async with start_service(prompts=prompts) as service:
             turns = talk(8)
             answer = await ask(service, turns)
@@ -149,7 +148,12 @@ LONG = [turn("system"), turn("user", "y" * 1600), turn("assistant"), turn("user"
 
 @pytest.mark.parametrize(
     ("turns", "method", "refused"),
-    [(talk(3), "model", 0), (talk(8), "off", 0), (LONG, "model", 0), (dense(6), "extractive", 1)],
+    [
+        (talk(3), "extractive", 0),
+        (talk(8), "off", 0),
+        (LONG, "extractive", 0),
+        (dense(6), "extractive", 1),
+    ],
     ids=["short", "off", "few", "facts"],
 )
 def test_what_stays(

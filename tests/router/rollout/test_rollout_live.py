@@ -27,7 +27,7 @@ ROLLOUT = {
     "weightSteps": [30, 50],
     "stepDuration": "1s",
     "minRequests": 8,
-    "thresholds": {"ttftRatio": 1000, "e2eRatio": 1000},  # the machine may be busy
+    "thresholds": {"ttftPercent": 100000, "e2ePercent": 100000},  # the machine may be busy
 }
 
 

@@ -14,7 +14,7 @@ grpc: {port: 9000}
 metrics: {port: 9090}
 pools:
   - {name: single, targets: ["smollm2-single:9000"]}
-  - {name: large, targets: ["smollm2-large:9000"]}
+  - {name: large, role: large, targets: ["smollm2-large:9000"]}
 routing:
   large_request_tokens: 8000
   large_request_kv: 6291456000
@@ -22,7 +22,7 @@ routing:
   rungs: {}
   queue: {max_requests: 256, timeout: 10.0}
 limits: {max_output_tokens: 4096, request_timeout: 30.0}
-memory: {threshold: 0.85, safety_reserve: 2147483648}
+memory: {threshold_percent: 85, safety_reserve: 2147483648}
 log_level: info
 """
 
@@ -45,14 +45,15 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("model: smollm2-135m", "model: ''", ["$.model"]),
         ("port: 8000", "port: 80000", ["$.http.port", "65535"]),
         ("timeout: 10.0", "timeout: 0", ["$.routing.queue.timeout"]),
-        ("threshold: 0.85", "threshold: 85", ["$.memory.threshold"]),
+        ("threshold_percent: 85", "threshold_percent: 8500", ["$.memory.threshold_percent"]),
         ("queue, route", "queue, rout", ["rout", "$.routing.ladder"]),
         ("queue, route", "queue, queue", ["twice"]),
         ("queue, route, reject", "queue, reject, route", ["put reject last"]),
         ("rungs: {}", "rungs: {route: {pools: [huge]}}", ["huge", "none of the pools"]),
         ("rungs: {}", "rungs: {reject: {min_retry_after: 9, max_retry_after: 2}}", ["9", "2"]),
-        ("rungs: {}", "rungs: {shrink_output: {min_share: 1.5}}", ["shrink_output.min_share"]),
+        ("rungs: {}", "rungs: {shrink_output: {min_percent: 150}}", ["shrink_output.min_percent"]),
         ("name: large", "name: single", ["share a name"]),
+        ("name: single", "name: single, role: large", ["'single', 'large'", "have role large"]),
         ("smollm2-large:9000", "smollm2-single:9000", ["'single'", "'large'", "given twice"]),
         ("smollm2-large:9000", "smollm2-large", ["'smollm2-large'", "host:port"]),
         ("smollm2-large:9000", "'fd00::7:9000'", ["'fd00::7:9000'", "[fd00::7]:9000"]),

@@ -166,7 +166,7 @@ def test_untraced_requests_hand_the_context_on(start_service: "StartService") ->
 
 def test_unsampled_traces_stay_unsampled(start_service: "StartService") -> None:
     async def scenario(receiver: OtlpReceiver) -> None:
-        tracing = {"endpoint": receiver.grpc_endpoint, "sample_ratio": 0}
+        tracing = {"endpoint": receiver.grpc_endpoint, "sample_percent": 0}
         async with start_service(tracing=tracing) as service:
             await service.complete()
             flags = service.engine.metadata[-1]["traceparent"].rpartition("-")[2]

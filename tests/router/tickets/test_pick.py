@@ -101,7 +101,7 @@ def test_a_pick_is_what_decide_would_say(
     engines: list[EngineView], wanted: Ask, draw: int, is_ahead: bool
 ) -> None:
     """The quick way never places what the ladder would not, nor at another price."""
-    policy = RoutingPolicy(("single", "large"), 800, 60 * BLOCK_BYTES, LADDER)
+    policy = RoutingPolicy(("single", "large"), 800, 60 * BLOCK_BYTES, LADDER, large_pool="large")
     ahead = {"single": 1} if is_ahead else {}
     found, _ = Batch(engines, policy, ahead, 400, TimeLimits(first_token_s=10.0)).place(
         wanted, draw
@@ -171,9 +171,14 @@ def test_a_shorter_answer_in_another_pool_is_left_to_generate() -> None:
         engine_view(0, "single", 0),
         engine_view(1, "large", 3 * BLOCK_BYTES, expected_output=100),
     ]
-    rungs = RungsSection(shrink_output=ShrinkOutputSection(min_share=0.1, below_expected=True))
+    rungs = RungsSection(shrink_output=ShrinkOutputSection(min_percent=10, below_expected=True))
     policy = RoutingPolicy(
-        ("single", "large"), 800, 60 * BLOCK_BYTES, ("shrinkOutput", "route", "reject"), rungs
+        ("single", "large"),
+        800,
+        60 * BLOCK_BYTES,
+        ("shrinkOutput", "route", "reject"),
+        rungs,
+        large_pool="large",
     )
     batch = Batch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0))
     run, _ = batch.place(Ask(16, 100), 0)

@@ -92,7 +92,7 @@ def default_config(weights_dir: Path) -> dict[str, Any]:
     return {
         "model": {"source": MODEL, "name": "smollm2", "max_model_len": 2048},
         "device": "cpu",
-        "memory": {"threshold": 1.0, "safety_reserve": 0, "device_bytes": 1_100_000_000},
+        "memory": {"threshold_percent": 100, "safety_reserve": 0, "device_bytes": 1_100_000_000},
         "batching": {"max_sequences": 8, "prefill_chunk_tokens": 128},
         "server": {"weights_dir": str(weights_dir), "threads": 2},
     }

@@ -17,7 +17,7 @@ def test_a_pressure_event(
     worker = start_worker(
         model={"dtype": "bfloat16", "max_model_len": 256},
         memory={"max_kv": 64 * BLOCK_BYTES},
-        degrade={"hysteresis": 0.1, "levels": [{"below": 0.7, "batch_share": 0.25}]},
+        degrade={"hysteresis_percent": 10, "levels": [{"below_percent": 70, "batch_percent": 25}]},
     )
     assert worker.state.pressure_level == 0
     for i in range(6):

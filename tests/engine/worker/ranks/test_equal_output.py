@@ -211,7 +211,7 @@ def write_case(
         "device": "cpu",
         "gpus": tensor * pipeline,
         "parallelism": {"tensor": tensor, "pipeline": pipeline, "micro_batches": 4},
-        "memory": {"threshold": 1.0, "safety_reserve": 0, "device_bytes": 1 << 30},
+        "memory": {"threshold_percent": 100, "safety_reserve": 0, "device_bytes": 1 << 30},
         "batching": {"max_sequences": SEQUENCES, "prefill_chunk_tokens": CHUNK},
         "server": {"weights_dir": str(folder), "threads": 1},
     }

@@ -122,7 +122,7 @@ def write_config(folder: Path, weights_dir: Path, gpus: int, tensor: int, pipeli
         "device": "cpu",
         "gpus": gpus,
         "parallelism": {"tensor": tensor, "pipeline": pipeline, "decode_batches": pipeline},
-        "memory": {"threshold": 1.0, "safety_reserve": 0, "device_bytes": 1200 << 20},
+        "memory": {"threshold_percent": 100, "safety_reserve": 0, "device_bytes": 1200 << 20},
         "batching": {"max_sequences": 4, "prefill_chunk_tokens": 32},
         "limits": {"request_timeout": 180.0},
         "server": {

@@ -49,7 +49,7 @@ def start_group(
             "device": "cpu",
             "gpus": 2,
             "parallelism": layout,
-            "memory": {"threshold": 1.0, "safety_reserve": 0, "max_kv": 64 << 20},
+            "memory": {"threshold_percent": 100, "safety_reserve": 0, "max_kv": 64 << 20},
             "batching": {"max_sequences": 2, "prefill_chunk_tokens": 32},
             "server": {"weights_dir": str(tmp_path / "weights"), "threads": 1},
         }

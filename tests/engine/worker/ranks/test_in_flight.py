@@ -51,7 +51,7 @@ def write_config(make_checkpoint: Callable[..., Path], tmp_path: Path) -> Callab
             "device": "cpu",
             "gpus": stages,
             "parallelism": {"pipeline": stages, "decode_batches": stages},
-            "memory": {"threshold": 1.0, "safety_reserve": 0, "device_bytes": 2 << 30},
+            "memory": {"threshold_percent": 100, "safety_reserve": 0, "device_bytes": 2 << 30},
             "batching": {"max_sequences": 8, "prefill_chunk_tokens": 32},
             "server": {"weights_dir": str(tmp_path / "weights"), "threads": 1},
         }

@@ -123,7 +123,7 @@ def test_the_next_group_finds_what_the_last_one_had(
         "device": "cpu",
         "gpus": gpus,
         "parallelism": parallelism,
-        "memory": {"threshold": 1.0, "safety_reserve": 0, "max_kv": 2 << 20},
+        "memory": {"threshold_percent": 100, "safety_reserve": 0, "max_kv": 2 << 20},
         "batching": {"max_sequences": 2, "prefill_chunk_tokens": 32},
         "server": {"weights_dir": str(tmp_path / "weights"), "threads": 1},
     }

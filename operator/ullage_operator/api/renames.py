@@ -1,0 +1,324 @@
+"""Fields of 0.1.0 that have other names or forms now, and documents of 0.1.0 in today's. Pure.
+
+Manifests, the specs that operators keep and the releases that engines run all have the form of a
+spec, so one table reads them all.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from ullage_operator.api.sections import api_word
+
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def _percent(value: Any) -> Any:
+    """Return 85 for 0.85; a share of another form is left to the checks."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    percent = Decimal(str(value)) * 100
+    return int(percent) if percent == percent.to_integral_value() else float(percent)
+
+
+def _decimal(value: Any) -> Any:
+    """Return "0.5" for 0.5, and whole numbers as they are."""
+    if isinstance(value, bool) or not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else f"{Decimal(str(value)):f}"
+
+
+def _decimal_percent(value: Any) -> Any:
+    return _decimal(_percent(value))
+
+
+def _seconds(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:g}s" if is_number else value
+
+
+def _method(value: Any) -> Any:
+    """Return the way in which turns are summarised: no model writes summaries any more."""
+    return "Extractive" if value in ("model", "Model") else value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """One field of 0.1.0."""
+
+    old: str
+    """Path below spec; `*` is any key of a map, `[]` any item of a list."""
+    new: str
+    """Path from the section that has the field; empty: there is no such field any more."""
+    convert: Callable[[Any], Any] = _same
+
+
+_SHARES = {
+    "pools.*.autoscaling.targets.kvUtilization": "kvUtilizationPercent",
+    "pools.*.memory.threshold": "thresholdPercent",
+    "pools.*.memory.adapterShare": "adapterPercent",
+    "memory.threshold": "thresholdPercent",
+    "memory.adapterShare": "adapterPercent",
+    "routing.rungs.shrinkContext.maxDroppedShare": "maxDroppedPercent",
+    "routing.rungs.shrinkOutput.minShare": "minPercent",
+    "routing.placement.breaker.maxEjectedShare": "maxEjectionPercent",
+    "routing.placement.retries.share": "percent",
+    "cascade.confidence.threshold": "thresholdPercent",
+    "prompts.compress.threshold": "thresholdPercent",
+    "prompts.compress.share": "percent",
+    "prompts.compress.factShare": "factPercent",
+    "degrade.hysteresis": "hysteresisPercent",
+    "degrade.throttling.batchStep": "batchStepPercent",
+    "degrade.throttling.minBatchShare": "minBatchPercent",
+    "degrade.levels.[].below": "belowPercent",
+    "degrade.levels.[].batchShare": "batchPercent",
+    "healing.minHealth": "minHealthPercent",
+    "rollout.thresholds.ttftRatio": "ttftPercent",
+    "rollout.thresholds.e2eRatio": "e2ePercent",
+}
+_FINE_SHARES = {
+    "rollout.thresholds.errorRate": "errorPercent",
+    "slo.errorRate": "errorPercent",
+    "observability.tracing.sampleRatio": "samplePercent",
+}
+_DECIMALS = (
+    "routing.placement.retries.perSecond",
+    "streaming.tokensPerSecond",
+    "degrade.levels.[].maxTemperature",
+    "degrade.levels.[].maxTopP",
+    "tenants.defaults.weight",
+    "tenants.defaults.tokensPerSecond",
+    "tenants.named.[].weight",
+    "tenants.named.[].tokensPerSecond",
+)
+_DURATIONS = ("routing.rungs.reject.minRetryAfter", "routing.rungs.reject.maxRetryAfter")
+_OF_PODS = {
+    "podLabels": "podTemplate.metadata.labels",
+    "podAnnotations": "podTemplate.metadata.annotations",
+    "nodeSelector": "podTemplate.spec.nodeSelector",
+    "tolerations": "podTemplate.spec.tolerations",
+    "affinity": "podTemplate.spec.affinity",
+    "topologySpreadConstraints": "podTemplate.spec.topologySpreadConstraints",
+    "priorityClassName": "podTemplate.spec.priorityClassName",
+    "runtimeClassName": "podTemplate.spec.runtimeClassName",
+    "volumes": "podTemplate.spec.volumes",
+    "env": "podTemplate.spec.containers[engine].env",
+    "envFrom": "podTemplate.spec.containers[engine].envFrom",
+    "volumeMounts": "podTemplate.spec.containers[engine].volumeMounts",
+}
+
+RENAMES: tuple[Rename, ...] = (
+    *(Rename(old, new, _percent) for old, new in _SHARES.items()),
+    *(Rename(old, new, _decimal_percent) for old, new in _FINE_SHARES.items()),
+    *(Rename(old, old.rpartition(".")[2], _decimal) for old in _DECIMALS),
+    *(Rename(old, old.rpartition(".")[2], _seconds) for old in _DURATIONS),
+    *(Rename(f"pools.*.{old}", new) for old, new in _OF_PODS.items()),
+    *(Rename(f"router.{old}", new) for old, new in _OF_PODS.items() if "[engine]" not in new),
+    Rename("prompts.compress.method", "method", _method),
+    Rename("prompts.compress.timeout", ""),
+)
+"""Every field of 0.1.0 with another name or form."""
+
+
+_MOVED = frozenset(rename for rename in RENAMES if rename.new.startswith("podTemplate."))
+
+
+def remedy(path: str, value: Any) -> str:
+    """Return what to write instead of a field of 0.1.0; empty for all others.
+
+    Args:
+        path: of the field, from `spec` on.
+    """
+    rename = next((each for each in RENAMES if _matches(each, path)), None)
+    if rename is None:
+        return ""
+    if not rename.new:
+        return "it has no effect any more; leave it out"
+    written = rename.convert(value)
+    shown = f": {written}" if isinstance(written, int | float) else ""
+    return f"write {rename.new}{shown} instead"
+
+
+def _matches(rename: Rename, path: str) -> bool:
+    steps = rename.old.split(".")
+    wild = {"*": r"[^.\[\]]+", "[]": r"\[\d+\]"}
+    parts = [wild.get(step, re.escape(step)) for step in steps]
+    pattern = r"\.".join(parts).replace(r"\.\[", r"\[")
+    return re.fullmatch(rf"spec\.{pattern}", path) is not None and not _is_kept(rename)
+
+
+def _is_kept(rename: Rename) -> bool:
+    """Whether a field has its name still, and only another form."""
+    return rename.new == rename.old.rpartition(".")[2]
+
+
+def upgraded(
+    spec: Mapping[str, Any], definition: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a spec of 0.1.0 in today's names and forms; one of today is returned as it is.
+
+    Args:
+        definition: of a spec, for words and decimals of the API; None: they stay those of the
+            operator, as in the specs and releases that it keeps.
+    """
+    result = copy.deepcopy(dict(spec))
+    for rename in RENAMES:
+        if rename.convert is _decimal and definition is None:
+            continue
+        for _, section in _sections(result, rename.old.split(".")[:-1]):
+            _move(section, rename)
+    if isinstance(pools := result.get("pools"), dict):
+        _give_roles(pools)
+    if definition:
+        _replace_words(result, definition)
+    return result
+
+
+def _sections(
+    value: Any, steps: Sequence[str], path: str = "spec"
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects at a path of a spec, with where each of them is."""
+    if not steps:
+        if isinstance(value, dict):
+            yield path, value
+        return
+    first, *rest = steps
+    if first == "[]" and isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from _sections(item, rest, f"{path}[{place}]")
+    elif isinstance(value, dict):
+        for name in value if first == "*" else [first]:
+            if name in value:
+                yield from _sections(value[name], rest, f"{path}.{name}")
+
+
+def _move(section: dict[str, Any], rename: Rename) -> None:
+    name = rename.old.rpartition(".")[2]
+    if name not in section:
+        return
+    value = rename.convert(section.pop(name))
+    is_empty = value is None or value in ([], {})
+    if not rename.new or (is_empty and rename in _MOVED):
+        return
+    *above, last = rename.new.replace("containers[engine]", "containers.engine").split(".")
+    target = section
+    for step in above:
+        target = _below(target, step)
+    # Fields that a template has already were there before.
+    if isinstance(value, dict) and isinstance(target.get(last), dict):
+        target[last] |= value
+    elif isinstance(value, list) and isinstance(target.get(last), list):
+        target[last] = value + [each for each in target[last] if not _is_among(each, value)]
+    else:
+        target[last] = value
+
+
+def _is_among(item: Any, items: Sequence[Any]) -> bool:
+    """Whether a list has an item of that name, or mounted at that place."""
+    keys = [key for key in ("name", "mountPath") if isinstance(item, dict) and key in item]
+    key = keys[-1] if keys else ""
+    return any(isinstance(each, dict) and key and each.get(key) == item[key] for each in items)
+
+
+def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
+    """Return the object at a step, made where it is missing."""
+    containers = section.get("containers") if step == "engine" else None
+    if step == "containers":
+        section.setdefault("containers", [])
+        return section
+    if isinstance(containers, list):
+        for container in containers:
+            if isinstance(container, dict) and container.get("name") == step:
+                return container
+        containers.append({"name": step})
+        made: dict[str, Any] = containers[-1]
+        return made
+    if not isinstance(section.get(step), dict):
+        section[step] = {}
+    inner: dict[str, Any] = section[step]
+    return inner
+
+
+def _give_roles(pools: dict[str, Any]) -> None:
+    """Give pools the roles that their names said in 0.1.0, where none has one."""
+    objects = {name: pool for name, pool in pools.items() if isinstance(pool, dict)}
+    if any("role" in pool for pool in objects.values()) or not {"single", "large"} & set(objects):
+        return
+    for name, pool in objects.items():
+        if name != "single":
+            pool["role"] = "Large" if name == "large" else "Overflow"
+
+
+def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
+    """Replace the words of 0.1.0 by those of the API, in place."""
+    items: Any = ()
+    if isinstance(value, dict):
+        properties = schema.get("properties") or {}
+        every = schema.get("additionalProperties")
+        items = [(name, properties.get(name, every)) for name in value]
+    elif isinstance(value, list):
+        items = [(place, schema.get("items")) for place in range(len(value))]
+    for key, field in items:
+        if not isinstance(field, Mapping):
+            continue
+        words = field.get("enum", ())
+        if isinstance(value[key], str) and value[key] not in words:
+            if (word := api_word(value[key])) in words:
+                value[key] = word
+        else:
+            _replace_words(value[key], field)
+
+
+def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of 0.1.0 that somebody declared and the API server dropped, by their paths,
+    with their values where these are known.
+
+    An API server drops what its definition does not know, when it reads a stored object, too. What
+    was declared is still in the annotation of `kubectl apply`, or, without the values, in the
+    record of who declares which field by server-side apply.
+    """
+    metadata = manifest["metadata"]
+    text = (metadata.get("annotations") or {}).get(LAST_APPLIED)
+    fields: dict[str, Any] = {}
+    if text is not None:
+        try:
+            declared = json.loads(text)
+        except ValueError:
+            declared = None
+        spec = declared.get("spec") if isinstance(declared, dict) else None
+        fields |= _old_fields(spec)
+    for entry in metadata.get("managedFields") or ():
+        if entry.get("operation") == "Apply" and not entry.get("subresource"):
+            tree = (entry.get("fieldsV1") or {}).get("f:spec")
+            fields |= dict.fromkeys(dict(_old_fields(_plain(tree))))
+    present = dict(_old_fields(manifest.get("spec")))
+    return {path: value for path, value in fields.items() if path not in present}
+
+
+def _plain(tree: Any) -> Any:
+    """Return the fields of a record of field ownership, without their values."""
+    if not isinstance(tree, Mapping):
+        return {}
+    return {
+        name.removeprefix("f:"): _plain(below)
+        for name, below in tree.items()
+        if name.startswith("f:")
+    }
+
+
+def _old_fields(spec: Any) -> Iterator[tuple[str, Any]]:
+    for rename in RENAMES:
+        if _is_kept(rename):
+            continue
+        *above, name = rename.old.split(".")
+        for path, section in _sections(spec, above):
+            if name in section:
+                yield f"{path}.{name}", section[name]

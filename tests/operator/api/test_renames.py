@@ -1,0 +1,273 @@
+"""Fields of 0.1.0 are refused with their new form, read where they are stored, and rewritten."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.renames import RENAMES, Rename, dropped_fields, remedy, upgraded
+from ullage_operator.api.schema import complete, load_schema
+from ullage_operator.api.spec import parse, parse_filled
+from ullage_operator.cli.main import main
+
+Make = Callable[..., dict[str, Any]]
+OLD_MANIFESTS = sorted((Path(__file__).parent / "manifests_0_1_0").glob("*.yaml"))
+DEFINITION = load_schema()["properties"]["spec"]
+
+OLD: dict[str, Any] = {
+    "model": {"source": "file:///m", "name": "m", "quantization": "int8"},
+    "device": "cpu",
+    "memory": {"threshold": 0.9, "adapterShare": 0.25},
+    "router": {"nodeSelector": {"disk": "ssd"}, "podLabels": {"team": "a"}},
+    "pools": {
+        "single": {
+            "memory": {"threshold": 0.5},
+            "autoscaling": {"maxReplicas": 2, "targets": {"kvUtilization": 0.65}},
+            "env": [{"name": "HF_TOKEN", "value": "x"}],
+            "tolerations": [{"operator": "Exists"}],
+        },
+        "large": {},
+        "spot": {},
+    },
+    "routing": {
+        "ladder": ["shrinkContext", "queue"],
+        "rungs": {
+            "shrinkContext": {"maxDroppedShare": 0.5},
+            "shrinkOutput": {"minShare": 0.25},
+            "reject": {"minRetryAfter": 2, "maxRetryAfter": 20},
+        },
+        "placement": {
+            "breaker": {"maxEjectedShare": 0.3},
+            "retries": {"share": 0.1, "perSecond": 2.5},
+        },
+    },
+    "cascade": {"steps": [{"service": "small"}], "confidence": {"threshold": 0.7}},
+    "prompts": {
+        "compress": {"method": "model", "threshold": 0.8, "share": 0.5, "factShare": 1}
+        | {"timeout": "3s"}
+    },
+    "streaming": {"tokensPerSecond": 12.5},
+    "degrade": {
+        "hysteresis": 0.1,
+        "throttling": {"batchStep": 0.5, "minBatchShare": 0.3},
+        "levels": [{"below": 0.2, "batchShare": 0.75, "maxTemperature": 0.7, "maxTopP": 0.9}],
+    },
+    "tenants": {
+        "secretName": "keys",
+        "defaults": {"weight": 0.5},
+        "named": [{"name": "a", "weight": 2, "tokensPerSecond": 0.5}],
+    },
+    "healing": {"minHealth": 0.4},
+    "rollout": {"thresholds": {"errorRate": 0.025, "ttftRatio": 2, "e2eRatio": 1.25}},
+    "slo": {"errorRate": 0.001},
+    "observability": {"tracing": {"endpoint": "http://c:4317", "sampleRatio": 0.1}},
+}
+NEW: dict[str, Any] = {
+    "model": {"source": "file:///m", "name": "m", "quantization": "Int8"},
+    "device": "CPU",
+    "memory": {"thresholdPercent": 90, "adapterPercent": 25},
+    "router": {
+        "podTemplate": {
+            "metadata": {"labels": {"team": "a"}},
+            "spec": {"nodeSelector": {"disk": "ssd"}},
+        }
+    },
+    "pools": {
+        "single": {
+            "memory": {"thresholdPercent": 50},
+            "autoscaling": {"maxReplicas": 2, "targets": {"kvUtilizationPercent": 65}},
+            "podTemplate": {
+                "spec": {
+                    "tolerations": [{"operator": "Exists"}],
+                    "containers": [{"name": "engine", "env": [{"name": "HF_TOKEN", "value": "x"}]}],
+                }
+            },
+        },
+        "large": {"role": "Large"},
+        "spot": {"role": "Overflow"},
+    },
+    "routing": {
+        "ladder": ["ShrinkContext", "Queue"],
+        "rungs": {
+            "shrinkContext": {"maxDroppedPercent": 50},
+            "shrinkOutput": {"minPercent": 25},
+            "reject": {"minRetryAfter": "2s", "maxRetryAfter": "20s"},
+        },
+        "placement": {
+            "breaker": {"maxEjectionPercent": 30},
+            "retries": {"percent": 10, "perSecond": "2.5"},
+        },
+    },
+    "cascade": {"steps": [{"service": "small"}], "confidence": {"thresholdPercent": 70}},
+    "prompts": {
+        "compress": {"method": "Extractive", "thresholdPercent": 80, "percent": 50}
+        | {"factPercent": 100}
+    },
+    "streaming": {"tokensPerSecond": "12.5"},
+    "degrade": {
+        "hysteresisPercent": 10,
+        "throttling": {"batchStepPercent": 50, "minBatchPercent": 30},
+        "levels": [
+            {"belowPercent": 20, "batchPercent": 75, "maxTemperature": "0.7", "maxTopP": "0.9"}
+        ],
+    },
+    "tenants": {
+        "secretName": "keys",
+        "defaults": {"weight": "0.5"},
+        "named": [{"name": "a", "weight": 2, "tokensPerSecond": "0.5"}],
+    },
+    "healing": {"minHealthPercent": 40},
+    "rollout": {"thresholds": {"errorPercent": "2.5", "ttftPercent": 200, "e2ePercent": 125}},
+    "slo": {"errorPercent": "0.1"},
+    "observability": {"tracing": {"endpoint": "http://c:4317", "samplePercent": 10}},
+}
+
+
+def test_every_field_of_0_1_0_has_its_form_of_today(manifest: Make) -> None:
+    assert upgraded(OLD, DEFINITION) == NEW
+    assert upgraded(NEW, DEFINITION) == NEW
+    assert parse(manifest(**NEW)).spec.memory.threshold == 0.9
+
+
+def test_the_definition_has_what_the_table_names_and_nothing_that_it_replaces() -> None:
+    for rename in RENAMES:
+        *above, name = rename.old.split(".")
+        section: dict[str, Any] = DEFINITION
+        for step in above:
+            key = {"*": "additionalProperties", "[]": "items"}.get(step)
+            section = section[key] if key else section["properties"][step]
+        first = rename.new.partition(".")[0]
+        assert not first or first in section["properties"], rename
+        assert name == first or name not in section["properties"], rename
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        ({"memory": {"threshold": 0.9}}, "spec.memory.threshold: unknown field; write threshold"),
+        ({"slo": {"errorRate": 0.5}}, "spec.slo.errorRate: unknown field; write errorPercent: 50"),
+        (
+            {"pools": {"single": {"memory": {"adapterShare": 0.1}}}},
+            "spec.pools.single.memory.adapterShare: unknown field; write adapterPercent: 10 ",
+        ),
+        (
+            {"degrade": {"levels": [{"below": 0.5}]}},
+            "spec.degrade.levels[0].below: unknown field; write belowPercent: 50 instead",
+        ),
+        (
+            {"router": {"nodeSelector": {"a": "b"}}},
+            "spec.router.nodeSelector: unknown field; write podTemplate.spec.nodeSelector instead",
+        ),
+        (
+            {"pools": {"single": {"env": []}}},
+            "spec.pools.single.env: unknown field; write podTemplate.spec.containers[engine].env",
+        ),
+        (
+            {"prompts": {"compress": {"timeout": "5s"}}},
+            "spec.prompts.compress.timeout: unknown field; it has no effect any more; leave it out",
+        ),
+    ],
+)
+def test_an_old_field_is_unknown_and_its_new_name_is_told(
+    manifest: Make, spec: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(InvalidManifest) as caught:
+        parse(manifest(**spec))
+    assert any(str(each).startswith(line) for each in caught.value.problems), caught.value
+
+
+def test_the_rest_of_unknown_fields_has_no_history() -> None:
+    assert remedy("spec.memory.treshold", 1) == ""
+    assert remedy("spec.pools.single.threshold", 1) == ""
+
+
+@given(st.sampled_from(RENAMES), st.one_of(st.integers(0, 100), st.decimals(0, 1, places=2)))
+def test_a_share_is_as_large_in_percent(rename: Rename, share: Any) -> None:
+    if rename.new.lower().endswith("percent") and rename.new != rename.old.rpartition(".")[2]:
+        assert float(rename.convert(float(share))) == pytest.approx(100 * float(share))
+
+
+@pytest.mark.parametrize("value", [None, "x", True, [], {}])
+def test_what_is_no_number_is_left_to_the_checks(value: Any) -> None:
+    old: dict[str, Any] = {"memory": {"threshold": value}, "pools": value, "degrade": value}
+    assert upgraded(old, DEFINITION)["memory"] == {"thresholdPercent": value}
+
+
+def test_an_operator_reads_what_an_older_definition_hands_out(manifest: Make) -> None:
+    """The chart may have been upgraded before the definition."""
+    old = manifest(**copy.deepcopy(OLD))
+    old["spec"]["pools"] = copy.deepcopy(OLD["pools"])
+    new = manifest(**NEW)
+    assert parse_filled(old)[0] == parse(new)
+
+
+@pytest.mark.parametrize("path", OLD_MANIFESTS, ids=lambda path: path.stem)
+def test_the_examples_of_0_1_0_are_rewritten(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "-f", str(path)]) == 2
+    capsys.readouterr()
+    assert main(["upgrade-manifest", "-f", str(path)]) == 0
+    text = capsys.readouterr().out
+    (written := tmp_path / "new.yaml").write_text(text)
+    assert main(["plan", "-f", str(written)]) == 0
+
+    old, new = (yaml.safe_load(each) for each in (path.read_text(), text))
+    pools = old["spec"].get("pools", {})
+    roles = {name: pool.get("role", "Standard") for name, pool in new["spec"]["pools"].items()}
+    assert roles == {name: {"single": "Standard"}.get(name, name.title()) for name in pools}
+    assert new["metadata"] == old["metadata"]
+
+
+def test_other_documents_stay_and_mistakes_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: Make
+) -> None:
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}}
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump_all([secret, manifest(memory={"threshold": 0.9})]))
+    assert main(["upgrade-manifest", "-f", str(path)]) == 0
+    first, second = yaml.safe_load_all(capsys.readouterr().out)
+    assert first == secret and second["spec"]["memory"] == {"thresholdPercent": 90}
+
+    path.write_text(yaml.safe_dump(manifest(memory={"threshold": 0.855})))
+    assert main(["upgrade-manifest", "-f", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert f"{path}: spec.memory.thresholdPercent: must be a whole number, not 85.5" in told
+
+
+def applied(declared: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    """Return an object as an API server hands it out that dropped what it does not know."""
+    text = json.dumps({"kind": "LLMService", "spec": declared})
+    annotations = {"kubectl.kubernetes.io/last-applied-configuration": text}
+    return {"metadata": {"name": "demo", "annotations": annotations}, "spec": spec}
+
+
+def test_what_an_api_server_dropped_is_known_by_what_was_applied(manifest: Make) -> None:
+    stored, _ = complete(load_schema(), manifest())
+    assert dropped_fields(applied({"slo": {"errorRate": 0.01}}, stored["spec"])) == {
+        "spec.slo.errorRate": 0.01
+    }
+    assert not dropped_fields(applied({"slo": {"errorPercent": 1}}, stored["spec"]))
+    # An older definition has dropped nothing.
+    kept = {"slo": {"errorRate": 0.01}}
+    assert not dropped_fields(applied(kept, kept))
+
+    fields = {"f:spec": {"f:memory": {"f:threshold": {}}, "f:pools": {"f:a": {"f:env": {}}}}}
+    entry = {"manager": "argocd", "operation": "Apply", "fieldsV1": fields}
+    record = {"metadata": {"name": "demo", "managedFields": [entry]}, "spec": stored["spec"]}
+    assert dropped_fields(record) == {"spec.memory.threshold": None, "spec.pools.a.env": None}
+    record["metadata"]["managedFields"] = [entry | {"operation": "Update"}]
+    assert not dropped_fields(record)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"spec": 1}', '{"spec": {"memory": []}}'])
+def test_an_annotation_that_says_nothing_is_passed_over(text: str) -> None:
+    annotations = {"kubectl.kubernetes.io/last-applied-configuration": text}
+    assert not dropped_fields({"metadata": {"annotations": annotations}, "spec": {}})
