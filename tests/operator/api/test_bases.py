@@ -54,10 +54,22 @@ def test_what_an_api_server_filled_in_counts_as_not_said(manifest: Make) -> None
 
 
 def test_pools_of_a_base_take_the_place_of_the_default_pool(manifest: Make) -> None:
+    shared = {"pools": {"large": {"role": "Large", "gpus": 4}}}
     made = manifest(baseRefs=[{"name": "a"}])
-    assert list(read(made, a={"pools": {"large": {"gpus": 4}}}).spec.pools) == ["large"]
+    assert list(read(made, a=shared).spec.pools) == ["large"]
     made = manifest(baseRefs=[{"name": "a"}], pools={"single": {"replicas": 2}})
-    assert list(read(made, a={"pools": {"large": {"gpus": 4}}}).spec.pools) == ["single", "large"]
+    assert list(read(made, a=shared).spec.pools) == ["single", "large"]
+
+
+def test_a_base_gives_pools_their_roles_and_the_first_one_its_size(manifest: Make) -> None:
+    made = manifest(baseRefs=[{"name": "a"}])
+    made["spec"]["pools"] = {"big": {}}
+    shared = {"replicas": 3, "pools": {"small": {}, "big": {"role": "Large"}}}
+    pools = read(made, a=shared).spec.pools
+    assert [(name, pool.role, pool.replicas) for name, pool in pools.items()] == [
+        ("small", "standard", 3),
+        ("big", "large", 1),
+    ]
 
 
 def pod(**spec: Any) -> dict[str, Any]:

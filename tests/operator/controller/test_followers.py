@@ -68,7 +68,7 @@ def test_the_disks_of_a_pool_stay_and_what_becomes_of_them_may_change(world) -> 
         assert "spec.pools.single.modelCache" in refused.text or "spec.pools[" in refused.text
     kept = edited(persistentVolumeClaimRetentionPolicy={"whenDeleted": "Retain"}, replicas=2)
     assert kept.status_code == 200, kept.text
-    more = {"spec": {"pools": {"other": {"modelCache": disk | {}}}}}
+    more = {"spec": {"pools": {"other": {"role": "Overflow", "modelCache": disk | {}}}}}
     assert world.patch(f"{world.services}/s", more).status_code == 200
     gone = {"spec": {"pools": {"other": None}}}
     assert world.patch(f"{world.services}/s", gone).status_code == 200

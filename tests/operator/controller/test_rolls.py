@@ -91,6 +91,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"pools": {"large": None}}, ROUTER | LARGE),
     # What engines alone read.
     ({"model": {"source": "file:///models/b"}}, ENGINES),
+    ({"model": {"source": "oci://r.example/m:1"}, "modelPullPolicy": "Always"}, ENGINES),
     ({"model": {"dtype": "Float32"}}, ENGINES),
     ({"model": {"deterministic": True}}, ENGINES),
     ({"model": {"maxModelLen": 9000}}, ENGINES),
