@@ -73,7 +73,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
     pool = service.spec.pools[pool_name]
     match = naming.selector(service.name, naming.FETCHER, pool_name)
     own = {
-        "metadata": {"labels": match, "annotations": dict(_outside_mesh(settings))},
+        "metadata": {"labels": match, **_outside_mesh(settings)},
         "spec": _pod_spec(service, pool, cache, settings),
     }
     spec = {
@@ -158,9 +158,12 @@ _NO_SIDECAR = {
 """Annotations by which a mesh injects no sidecar."""
 
 
-def _outside_mesh(settings: Settings) -> list[tuple[str, str]]:
-    """Return what keeps the pod out of a mesh, whose sidecar would keep a Job from ending."""
-    return [_NO_SIDECAR[settings.mesh]] if settings.mesh else []
+def _outside_mesh(settings: Settings) -> Manifest:
+    """Return what keeps the pod out of a mesh, whose sidecar would keep a Job from ending.
+
+    API servers drop an empty map, which would look like drift ever after.
+    """
+    return {"annotations": dict([_NO_SIDECAR[settings.mesh]])} if settings.mesh else {}
 
 
 def _given(pool: PoolSpec) -> Manifest:

@@ -60,6 +60,18 @@ def test_the_job_fetches_the_model_into_the_claim_and_ends(make_plan: MakePlan) 
     assert all(made["spec"][bound] > 0 for bound in bounds)
 
 
+def empty_maps(item: Any, path: str = "") -> list[str]:
+    fields = item.items() if isinstance(item, dict) else enumerate(item)
+    inner = [(f"{path}.{key}", each) for key, each in fields if isinstance(each, dict | list)]
+    found = [at for at, each in inner if not each and not at.endswith(".emptyDir")]
+    return found + [at for where, each in inner for at in empty_maps(each, where)]
+
+
+def test_nothing_is_asked_for_that_an_api_server_drops(make_plan: MakePlan) -> None:
+    """What it drops would be applied again for ever, as drift."""
+    assert empty_maps(job(make_plan(model=MODEL, pools={"single": WARM}))) == []
+
+
 def test_its_pod_is_as_restricted_as_engines_are(make_plan: MakePlan) -> None:
     plan = make_plan(model=MODEL, pools={"single": WARM})
     [engine] = [item for item in plan.apply if item["kind"] == "StatefulSet"]
