@@ -21,6 +21,7 @@ from ullage_common.process.cores import pin
 from ullage_common.process.stacks import dump_loop_on_signal, dump_on_signal
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import gguf_model_type, read_model_config
+from ullage_engine.model_loader import fetch
 from ullage_engine.model_loader.files import check_for_vllm
 from ullage_engine.model_loader.source import ModelFiles
 from ullage_engine.protocol.errors import WeightsError
@@ -46,6 +47,7 @@ EXAMPLES = """\
 examples:
   ullage-engine --config engine.yaml
   ullage-engine --config engine.yaml --grpc-port 9100 --metrics-port 9190
+  ullage-engine fetch --source hf://org/name       fill the cache of the hub, and end
   grpcurl -plaintext localhost:9000 ullage.headroom.v1.HeadroomService/GetHeadroom
 
 SIGINT or SIGTERM lets running requests end; a second one does not wait for them.
@@ -54,9 +56,12 @@ exit status: 0 stopped, 1 workers kept dying, 2 wrong configuration or model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the engine; the exit status."""
+    """Run the engine, or fetch a model; return the exit status."""
     dump_on_signal()
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["fetch"]:
+        return fetch.main(given[1:])
+    options = _parser().parse_args(given)
     try:
         config = _config(options)
         logs.configure(config.server.log_level)

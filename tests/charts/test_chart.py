@@ -218,13 +218,16 @@ def planned():
         "kind": "LLMService",
         "metadata": {"name": "s", "namespace": "n", "uid": "u"},
         "spec": {
-            "model": {"source": "file:///m", "name": "m"},
+            "model": {"source": "hf://org/m", "name": "m"},
             "router": {
                 "autoscaling": {"maxReplicas": 2},
                 "gateway": {"parentRefs": [{"name": "g"}]},
             },
             "pools": {
-                "single": {"autoscaling": {"maxReplicas": 2}},
+                "single": {
+                    "autoscaling": {"maxReplicas": 2},
+                    "modelCache": {"claimName": "weights", "warm": True},
+                },
                 "large": pool
                 | {
                     "role": "Large",

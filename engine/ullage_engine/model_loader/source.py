@@ -20,6 +20,9 @@ PVC_ROOT = Path("/models")
 IMAGE_ROOT = Path("/model-image")
 """Folder in which the operator mounts the image of an `oci://` source."""
 
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""Files that are downloaded of an `hf://` source."""
+
 ADAPTER_CONFIG = "adapter_config.json"
 """File that makes a folder that of a LoRA adapter."""
 
@@ -126,13 +129,29 @@ def _image_path(what: str, path: str) -> Path:
     return IMAGE_ROOT / path.lstrip("/")
 
 
-def _hub_path(what: str, organisation: str, path: str) -> Path:
+def hub_repository(source: str) -> tuple[str, str]:
+    """Return the repository and the revision that an `hf://` source names; "" for its main branch.
+
+    Raises:
+        WeightsError: the source is of another scheme, or malformed.
+    """
+    what, parts = f"model.source {source!r}", urlsplit(source)
+    if parts.scheme != "hf":
+        raise WeightsError(f"{what}: only models of the hub are fetched; write hf://org/name")
+    return _repository(what, parts.netloc, unquote(parts.path))
+
+
+def _repository(what: str, organisation: str, path: str) -> tuple[str, str]:
     name, _, revision = path.lstrip("/").partition("@")
     if not organisation or not name or "/" in name:
         raise WeightsError(f"{what}: write hf://org/name or hf://org/name@revision")
+    return f"{organisation}/{name}", revision
+
+
+def _hub_path(what: str, organisation: str, path: str) -> Path:
+    repository, revision = _repository(what, organisation, path)
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise WeightsError(
             f"{what}: hf:// needs the huggingface_hub package; "
@@ -140,11 +159,11 @@ def _hub_path(what: str, organisation: str, path: str) -> Path:
         ) from error
     try:
         folder = snapshot_download(
-            f"{organisation}/{name}",
+            repository,
             revision=revision or None,
-            allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+            allow_patterns=list(HUB_FILES),
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # errors of the connection are of the client's HTTP library
         reason = " ".join(str(error).split())
         raise WeightsError(
             f"{what}: cannot download: {reason}; check the name and the network"

@@ -35,6 +35,10 @@ many engines its pool is to have later."""
 GROUP_REVISION = f"{GROUP}/group-revision"
 """Pod annotation: a hash of the templates of an engine's pods, of which only equals join."""
 POOL_LABEL = f"{GROUP}/pool"
+FETCH_CLAIM = f"{GROUP}/fetch-claim"
+"""Annotation of a Job: the claim that it fetches a model into."""
+FETCH_SOURCE = f"{GROUP}/fetch-source"
+"""Annotation of a Job: the model that it fetches."""
 STATEFUL_SET_REVISION = "controller-revision-hash"
 """Label that Kubernetes gives a StatefulSet's pods: which revision of it they are of."""
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
@@ -83,6 +87,8 @@ ROUTER = "router"
 ENGINE = "engine"
 FOLLOWER = "follower"
 """A pod of an engine that spans several, without the engine's server."""
+FETCHER = "fetcher"
+"""A pod of a Job that fetches a model into a shared claim."""
 OPERATOR = "operator"
 
 
@@ -136,6 +142,16 @@ def engine_name(service: str) -> str:
     return f"{service}-engine"
 
 
+def fetcher_name(service: str) -> str:
+    """The NetworkPolicy of the pods that fetch models into shared claims."""
+    return f"{service}-fetcher"
+
+
+def fetch_name(service: str, digest: str) -> str:
+    """A Job that fetches a model into a shared claim."""
+    return f"{service}-fetch-{digest}"
+
+
 def service_selector(service: str) -> dict[str, str]:
     """Labels that select the pods of a service; they never change."""
     return {"app.kubernetes.io/name": "ullage", "app.kubernetes.io/instance": service}
@@ -171,7 +187,7 @@ def owned_selector() -> str:
 
 def pod_selector() -> str:
     """Label selector of the pods of all services."""
-    components = ",".join((ENGINE, FOLLOWER, ROUTER))
+    components = ",".join((ENGINE, FETCHER, FOLLOWER, ROUTER))
     return f"app.kubernetes.io/name=ullage,app.kubernetes.io/component in ({components})"
 
 
@@ -225,12 +241,14 @@ EVENT = Kind("events.k8s.io/v1", "Event", "events")
 NODE = Kind("v1", "Node", "nodes")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 CONFIG_MAP = _owned("v1", "ConfigMap", "configmaps")
+JOB = _owned("batch/v1", "Job", "jobs")
 OWNED = (
     CONFIG_MAP,
     _owned("v1", "Service", "services"),
     _owned("v1", "ServiceAccount", "serviceaccounts"),
     _owned("apps/v1", "Deployment", "deployments"),
     _owned("apps/v1", "StatefulSet", "statefulsets"),
+    JOB,
     _owned("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     _owned("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     _owned(GATEWAY_API, HTTP_ROUTE, "httproutes", optional=True),

@@ -339,6 +339,8 @@ class ModelCache(Strict, frozen=True, kw_only=True):
     host_path: str | None = None
     size_limit: int | str | None = None
     claim_template: ClaimTemplate | None = None
+    warm: bool = False
+    """Whether a Job fetches the model into the claim before engines need it."""
 
 
 Retention = Literal["retain", "delete"]

@@ -16,6 +16,10 @@ One says whether engines serve the service's LoRA adapters (`adapters`), where i
 
 AdaptersReady        every adapter is on every engine that is ready
 
+One says whether Jobs have filled the shared caches (`model_caches`), where a spec asks for it:
+
+ModelCacheWarm       every claim that is to be warmed has its model
+
 Four more say what the cluster gives the operator; the first three are there only while they hold.
 
 DefinitionOutdated   the cluster's definition of LLMService is older than the operator

@@ -22,12 +22,13 @@ from ullage_operator.api.errors import (
     ClusterUnavailable,
     Problem,
 )
-from ullage_operator.api.naming import CONFIG_MAP, OWNED, kind_of
+from ullage_operator.api.naming import CONFIG_MAP, JOB, OWNED, kind_of
 from ullage_operator.api.overlay import merge_key
 from ullage_operator.autoscaling import scaling_notes
 from ullage_operator.conditions.conditions import DEGRADED, READY, Condition, render
 from ullage_operator.conditions.events import EventNote, clipped, transitions
 from ullage_operator.conditions.pod_problems import PodProblem
+from ullage_operator.controller.model_caches import FetchObservation
 from ullage_operator.controller.plan import INVALID_SPEC, Observed, ServicePlan, key_of
 from ullage_operator.healing import boost_notes, worker_restart_notes
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey, is_created
@@ -54,6 +55,10 @@ def observe(cache: Cache, service: Object) -> Observed:
         now=datetime.now(UTC),
         objects={key_of(obj): obj for obj in owned},
         pods=[pod for pod in cache.pods(key) if is_of_workload(pod, owned, key.name)],
+        fetches=FetchObservation(
+            sees_jobs=cache.sees(JOB, key.namespace),
+            pods=[pod for pod in cache.pods(key) if is_of_job(pod, owned)],
+        ),
         serves=frozenset(kind.name for kind in optional if cache.serves(kind, key.namespace)),
         missing_rights=tuple(map(str, cache.missing(key.namespace))),
         unlisted=tuple(cache.unlisted(key.namespace)),
@@ -97,6 +102,13 @@ def is_of_workload(
             template_hash = (meta.get("labels") or {}).get("pod-template-hash", "")
             return bool(name == f"{naming.router_name(service)}-{template_hash}")
     return False
+
+
+def is_of_job(pod: Mapping[str, Any], owned: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a Job of the service made a pod."""
+    jobs = {obj["metadata"].get("uid") for obj in owned if obj["kind"] == "Job"}
+    owners = pod["metadata"].get("ownerReferences") or ()
+    return any(owner.get("controller") and owner.get("uid") in jobs for owner in owners)
 
 
 def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:

@@ -61,6 +61,15 @@ from ullage_operator.conditions.pod_problems import (
     stable_in_s,
     unmounted_recheck_s,
 )
+from ullage_operator.controller.model_caches import (
+    RECHECK_S,
+    CacheState,
+    FetchObservation,
+    cache_states,
+    cache_status,
+    caches_condition,
+    waiting_pools,
+)
 from ullage_operator.healing import (
     FRESH_S,
     SILENT_S,
@@ -77,6 +86,7 @@ from ullage_operator.healing import (
     worker_restarts,
 )
 from ullage_operator.manifests.exposure import exposure_objects, route_condition
+from ullage_operator.manifests.fetch_job import fetch_job, fetch_policy
 from ullage_operator.manifests.manifests import (
     engine_objects,
     followers,
@@ -102,6 +112,7 @@ from ullage_operator.rollout.canary import (
 from ullage_operator.rollout.falls import EngineReport
 from ullage_operator.rollout.rolls import RouterRoll, pods_to_replace, roll_routers
 from ullage_operator.rollout.stages import (
+    MODEL_FETCHING,
     PAUSED,
     QUEUED,
     RENEWALS,
@@ -170,6 +181,8 @@ class Observed:
     """Fields that the cluster's definition of LLMService has no default of."""
     challenger: str = ""
     """Another operator that watches the service, too, and leaves it to this one."""
+    fetches: FetchObservation = field(default_factory=FetchObservation)
+    """What is seen of the Jobs that fetch models into shared claims."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
     is_rollout_readable: bool = True
@@ -210,12 +223,19 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
     service = with_replicas(service, observed.objects, observed.scaling)
-    seen = replace(observe_rollout(observed), is_edited=is_edited(service, observed))
+    caches = states_of_caches(service, observed)
+    seen = replace(
+        observe_rollout(observed),
+        is_edited=is_edited(service, observed),
+        fetching=waiting_pools(caches),
+    )
     rollout = plan_rollout(service, seen, settings)
     routers = router_roll(service, rollout, observed, settings)
     rollout = replace(rollout, router_waits=routers.is_waiting, router_rolls=routers.is_rolling)
     desired = wanted_objects(service, rollout, routers, observed, settings)
     keys = {key_of(item) for item in [*desired, *routers.held]} | held_keys(service, rollout)
+    # A Job that filled its claim is Kubernetes' to remove.
+    keys |= {ObjectKey("Job", state.job) for state in caches if not state.is_wanted}
     # What lost its owner, or copies another's labels, is taken over where it is wanted, and else
     # is nobody's to delete.
     obsolete = [
@@ -229,6 +249,8 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     healing = restart_decision(service, observed)
     status = status_of(service, rollout, observed, healing)
     waits = _recheck_times_s(service, healing, observed)
+    if any(state.is_unfinished for state in caches):
+        waits.append(RECHECK_S)
     if rollout.look_again_s is not None:
         waits.append(rollout.look_again_s)
     recheck_s = min(waits, default=None)
@@ -330,7 +352,35 @@ def wanted_objects(
         objects += resized_engines(service, service.spec.pools, observed)
     objects += left_to_router_scaler(service, routers.objects, observed)
     objects += exposure_objects(service, observed.serves)
+    objects += fetch_objects(service, observed, settings)
     return objects + monitoring_objects(service, observed.serves, settings)
+
+
+def states_of_caches(service: Service, observed: Observed) -> list[CacheState]:
+    """Return the state of each claim that the spec asks to warm."""
+    objects = list(observed.objects.values())
+    return cache_states(service, objects, observed.fetches, observed.status, observed.now)
+
+
+def fetch_objects(service: Service, observed: Observed, settings: Settings) -> list[Manifest]:
+    """Return the Jobs that fetch models into shared claims, and who may ask them how far they
+    are."""
+    caches = states_of_caches(service, observed) if settings.on_kubernetes else []
+    if not caches:
+        return []
+    jobs = [fetch_job(service, state.cache, settings) for state in caches if state.is_wanted]
+    return [fetch_policy(service, settings), *jobs]
+
+
+def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) -> dict[str, str]:
+    """Return the pools whose engines are not made before their model is fetched, and why."""
+    if rollout.stable.spec.model.source != service.spec.model.source:
+        return {}
+    waiting = waiting_pools(states_of_caches(service, observed))
+    keys = {
+        name: ObjectKey("StatefulSet", naming.pool_name(service.name, name)) for name in waiting
+    }
+    return {name: why for name, why in waiting.items() if keys[name] not in observed.objects}
 
 
 def left_to_router_scaler(
@@ -352,8 +402,12 @@ def all_engines(
     # Pods that run keep their mounts until they are replaced.
     had_adapters = rollout.stable.spec.serves_adapters
     objects += engine_objects(service, settings, with_adapters=had_adapters)
+    unbegun = unbegun_pools(service, rollout, observed)
     for name, pool in rollout.stable.spec.pools.items():
         manifests = pool_objects(rollout.stable, name, pool, settings)
+        if name in unbegun:
+            objects += [item for item in manifests if item["kind"] != "StatefulSet"]
+            continue
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
         if left_to_others(pool, observed.objects.get(key), service.spec.stop):
             manifests = without_replicas(manifests)
@@ -616,7 +670,7 @@ def status_of(
         serving,
         wrong,
         trying,
-        rollout_progress_condition(rollout),
+        rollout_progress_condition(rollout) or fetching_condition(service, rollout, observed),
         was_progressing(observed.status),
         is_stopped=service.spec.stop,
     )
@@ -627,6 +681,8 @@ def status_of(
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
     conditions += contested(observed.challenger)
+    caches = states_of_caches(service, observed)
+    conditions += caches_condition(caches)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
     conditions += route_condition(
         service, observed.serves, live.get(ObjectKey(naming.HTTP_ROUTE, name))
@@ -642,6 +698,7 @@ def status_of(
         "router": {"replicas": router.exist, "readyReplicas": router.ready},
         "pools": {
             pool_name: pool_status(service, pool_name, workload, observed)
+            | cache_status(pool_name, caches)
             for pool_name, workload in pools.items()
         },
         **({"adapters": adapters_status(adapters, reports)} if adapters else {}),
@@ -754,11 +811,20 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
     if (
         progress.stage is RolloutStage.STABLE
         and not waits_for_people
-        and progress.reason not in (WAITING, QUEUED, ROUTERS_FIRST)
+        and progress.reason not in (WAITING, QUEUED, ROUTERS_FIRST, MODEL_FETCHING)
     ):
         return Condition(PROGRESSING, True, QUEUED, ROUTER_WAITS) if rollout.router_waits else None
     moves = progress.stage is not RolloutStage.ROLLED_BACK and not waits_for_people
     return Condition(PROGRESSING, moves, progress.reason, progress.message)
+
+
+def fetching_condition(
+    service: Service, rollout: RolloutPlan, observed: Observed
+) -> Condition | None:
+    """Return that engines are not made yet, because their model is being fetched."""
+    unbegun = unbegun_pools(service, rollout, observed)
+    messages = [f"pool {name} {why}" for name, why in unbegun.items()]
+    return Condition(PROGRESSING, True, MODEL_FETCHING, "; ".join(messages)) if messages else None
 
 
 def workloads(service: Service, observed: Observed) -> dict[str, Workload]:

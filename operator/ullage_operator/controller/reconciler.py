@@ -266,6 +266,14 @@ class Reconciler:
         )
         return dataclasses.replace(observed, unreachable_pools=unreachable)
 
+    async def _with_fetch_progress(self, observed: Observed) -> Observed:
+        """Add how far running Jobs are that fetch models to `observed`."""
+        if not observed.fetches.pods:
+            return observed
+        progress = await self._router_client.fetch_progress(observed.fetches.pods)
+        fetches = dataclasses.replace(observed.fetches, progress=progress)
+        return dataclasses.replace(observed, fetches=fetches)
+
     async def _with_warnings(
         self, key: ServiceKey, service: Service, observed: Observed
     ) -> Observed:
@@ -303,6 +311,7 @@ class Reconciler:
         observed = await self._healer.observe(key, service, observed)
         observed = await self._with_router_view(service, observed)
         observed = await self._with_warnings(key, service, observed)
+        observed = await self._with_fetch_progress(observed)
         observed = self._with_replicas(key, service, observed)
         planned = self._plan(key, stands, observed)
         applied = await self._applier.apply(key, manifest, planned, observed)

@@ -13,6 +13,7 @@ from ullage_common.process.addresses import joined
 from ullage_operator.api import naming
 from ullage_operator.autoscaling import parse_reports
 from ullage_operator.conditions.pod_problems import is_ready, is_router, parse_time
+from ullage_operator.controller.model_caches import parse_progress
 from ullage_operator.kube.cache import ServiceKey
 from ullage_operator.kube.pod_http import PodHttp, PodUnavailable
 from ullage_operator.rollout.analysis import CanarySample, parse_samples
@@ -69,6 +70,12 @@ class RouterClient:
         answers = RouterSamples(samples, unanswered)
         self._samples[key] = time.monotonic(), answers
         return answers
+
+    async def fetch_progress(self, pods: Iterable[Pod]) -> dict[str, dict[str, Any]]:
+        """How far the running pods of Jobs are that fetch models, by the name of their Job."""
+        urls = {_job_of(pod): url for pod in running(pods) if (url := _progress_url(pod))}
+        pages = await asyncio.gather(*map(self._ask, urls.values()))
+        return {job: parse_progress(page) for job, page in zip(urls, pages, strict=True) if page}
 
     async def unreachable_pools(
         self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
@@ -134,14 +141,31 @@ def metrics_url(pod: Pod) -> str:
     address = pod.get("status", {}).get("podIP", "")
     if not address or not is_router(pod):
         return ""
+    return f"http://{joined(address, _port(pod, 'metrics', naming.METRICS_PORT))}/metrics"
+
+
+def _port(pod: Pod, name: str, otherwise: int) -> int:
+    """Return the number of a pod's named port."""
     ports = [
         port["containerPort"]
         for container in pod.get("spec", {}).get("containers", ())
         for port in container.get("ports", ())
-        if port.get("name") == "metrics"
+        if port.get("name") == name
     ]
-    port = (ports or [naming.METRICS_PORT])[0]
-    return f"http://{joined(address, port)}/metrics"
+    return int((ports or [otherwise])[0])
+
+
+def _job_of(pod: Pod) -> str:
+    owners = pod["metadata"].get("ownerReferences") or ()
+    return next((str(each["name"]) for each in owners if each["kind"] == "Job"), "")
+
+
+def _progress_url(pod: Pod) -> str:
+    """Return where a pod that fetches a model says how far it is; empty without an address."""
+    address = pod.get("status", {}).get("podIP", "")
+    return f"http://{joined(address, _port(pod, 'probe', naming.PROBE_PORT))}/progress" * bool(
+        address
+    )
 
 
 def router_addresses(

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ullage_operator.api.bases import base_names
-from ullage_operator.api.naming import BASE, FIELD_MANAGER, HTTP_ROUTE, POD, SERVICE, Kind
+from ullage_operator.api.naming import BASE, FIELD_MANAGER, HTTP_ROUTE, JOB, POD, SERVICE, Kind
 from ullage_operator.api.renames import LAST_APPLIED, dropped_fields
 
 Object = dict[str, Any]
@@ -22,7 +22,7 @@ Name = tuple[str, str]
 _INSTANCE = "app.kubernetes.io/instance"
 _POD_SPEC = ("nodeName", "priority")
 _CONTAINER = ("name", "image", "resources", "ports")
-_HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet", HTTP_ROUTE})
+_HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet", JOB.name, HTTP_ROUTE})
 """Kinds of whose status a plan depends on something."""
 _CREATED = [{"manager": FIELD_MANAGER, "operation": "Update"}]
 """What is kept of the field managers of an object whose fields are still to be claimed."""

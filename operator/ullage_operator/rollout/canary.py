@@ -102,6 +102,8 @@ class RolloutObservation:
     roomless_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which a canary's pods have found no room that an engine of their pool would leave
     to them, by pool."""
+    fetching: Mapping[str, str] = field(default_factory=dict)
+    """Why engines that have not begun wait for their model, by pool."""
     engines: Sequence[EngineReport] = ()
     """What engines of both sides and their containers say of their falls."""
 
@@ -297,6 +299,7 @@ def rollout_facts(
             (service, with_release(service, release)), observation.stateful_sets.values()
         )
         or (all_speak_both(observation.routers) and not observation.has_ending_routers),
+        fetching=next((why for n, why in observation.fetching.items() if n in changed), ""),
         linger=timedelta(seconds=2 * settings.dns_lag_s),
         can_canary=bool(tried) and release["model"]["name"] == target["model"]["name"],
         needs_canary=service.spec.rollout.strategy == "canary" or changes_answers(target, release),

@@ -28,9 +28,11 @@ QUEUED = "RolloutQueued"
 """Reason of a rollout that waits for those of other services."""
 ROUTERS_FIRST = "RoutersFirst"
 """Reason of a rollout that waits until routers reach engines of both revisions."""
+MODEL_FETCHING = "ModelFetching"
+"""Reason of what waits until a Job has fetched the model into its shared claim."""
 PAUSED = "Paused"
 ROLLING_OUT = "RollingOut"
-_BEGINNING = (WAITING, QUEUED, PAUSED, ROUTERS_FIRST)
+_BEGINNING = (WAITING, QUEUED, PAUSED, ROUTERS_FIRST, MODEL_FETCHING)
 """Reasons of a stable service whose engines are still to be made anew."""
 _OTHER_PODS = "what the operator makes engine pods of has changed"
 RENEWALS = {
@@ -80,6 +82,8 @@ class RolloutFacts:
     """Whether other services' rollouts leave room for this one, which nobody's edit asks for."""
     is_reachable: bool = True
     """Whether all routers speak to engines of the target as well as to those that serve."""
+    fetching: str = ""
+    """Why it waits for its model, which a Job fetches; empty where it waits for none."""
     can_canary: bool = True
     """Pods run beside which it can be tried, and nothing changed that cannot be tried so."""
     needs_canary: bool = True
@@ -267,6 +271,10 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
             "plaintext to engines"
         )
         return _with_reason(state, ROUTERS_FIRST, message)
+    if facts.fetching and facts.command is not RolloutCommand.PROMOTE:
+        if state.stage in TRYING:
+            state = RolloutProgress(state.stable, facts.now, failed=state.failed)
+        return _with_reason(state, MODEL_FETCHING, f"revision {facts.target} {facts.fetching}")
     if policy.strategy == "rolling":
         return _direct(facts, "the strategy is rolling")
     if not facts.can_canary:

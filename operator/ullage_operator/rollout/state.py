@@ -77,8 +77,14 @@ def release_of(service: Service, settings: Settings) -> Release:
     spec[ENGINE_TLS] = spec["tls"]["engines"]
     chosen = {name: spec[name] for name in SECTIONS}
     chosen["image"] = engine_image(service.spec, settings)
-    pools = {name: _without(pool, NOT_OF_A_POOL) for name, pool in spec["pools"].items()}
+    pools = {name: _of_release(pool) for name, pool in spec["pools"].items()}
     return chosen | {"pools": pools}
+
+
+def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what engines of a pool are made of: whether a Job warms their cache is no part."""
+    cache = _without(pool["modelCache"], ("warm",))
+    return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 
 
 def shared_hash(service: Service) -> str:

@@ -311,6 +311,16 @@ RULES = [
         value={"claimName": "c", "sizeLimit": "1Gi"},
     ),
     rule(
+        "pools.single.modelCache.warm",
+        "modelCache.warm fetches into a claim",
+        {"pools.single.modelCache": {"warm": True}, "model.source": "hf://a/b"},
+    ),
+    rule(
+        "pools",
+        "modelCache.warm fetches models of hf:// alone",
+        {"pools.single.modelCache": {"claimName": "c", "warm": True}},
+    ),
+    rule(
         "device",
         "engines have no GPUs that pods could claim",
         {"device": "CPU", "pools.single.resourceClaims": [CLAIM]},

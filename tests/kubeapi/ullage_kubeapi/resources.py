@@ -57,6 +57,7 @@ BUILTINS = (
     Resource(
         "apps", "v1", "statefulsets", "StatefulSet", True, _SCALABLE, scale_paths=_SCALE_PATHS
     ),
+    Resource("batch", "v1", "jobs", "Job", True, _STATUS),
     Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", True, _STATUS),
     Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
     Resource("coordination.k8s.io", "v1", "leases", "Lease", has_generation=False),

@@ -1,0 +1,304 @@
+"""`ullage-engine fetch`: downloads a model of the hub into its cache, verifies it and ends.
+
+The operator runs this as a Job where several engines share one cache. A port answers how far the
+download is, and the last line of the output says in JSON how it ended.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ullage_common.process.addresses import listen
+from ullage_engine.model_loader.digest import Digests
+from ullage_engine.model_loader.source import HUB_FILES, hub_repository, resolve_source
+from ullage_engine.protocol.errors import WeightsError
+
+PATH = "/progress"
+MISUSE = 2
+"""Exit status of a source that another try does not fetch either."""
+FAILED = 1
+_SHA256_DIGITS = 64
+_READ_TIMEOUT_S = 5.0
+_REPORT_S = 10.0
+"""Time between two lines of progress."""
+EXAMPLES = """\
+examples:
+  ullage-engine fetch --source hf://LiquidAI/LFM2-8B-A1B
+  ullage-engine fetch --source hf://org/name@revision --port 8081   answer /progress
+
+The cache is HF_HOME; HF_TOKEN opens gated models.
+exit status: 0 fetched, 1 another try may help, 2 the source is wrong or may not be read
+"""
+
+
+class Misuse(WeightsError):
+    """An error of the source itself, against which trying again does not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a model as the hub lists it."""
+
+    name: str
+    size: int
+    path: Path
+    """Where the cache has the file once it is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a download is."""
+
+    state: str
+    """`listing`, `fetching`, `verifying`, `fetched` or `failed`."""
+    bytes: int = 0
+    total_bytes: int = 0
+    """0 until the hub has listed the files."""
+    revision: str = ""
+    """The commit that is fetched."""
+    error: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Fetch:
+    """The download of one model, whose progress may be read from any thread."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._state = "listing"
+        self._revision = ""
+        self._files: list[RemoteFile] = []
+        self._blobs = Path()
+
+    @property
+    def progress(self) -> Progress:
+        """How many bytes are in the cache, as its files say."""
+        total = sum(file.size for file in self._files)
+        done = sum(file.size for file in self._files if file.path.exists())
+        if self._state == "fetching":
+            done = min(total, done + _incomplete_bytes(self._blobs))
+        return Progress(self._state, done, total, self._revision)
+
+    def run(self) -> None:
+        """Download and verify.
+
+        Raises:
+            WeightsError: either failed; `Misuse` where another try would fail, too.
+        """
+        repository, revision = _checked_source(self._source)
+        self._list(repository, revision)
+        self._state = "fetching"
+        self._download()
+        self._state = "verifying"
+        verify(self._files)
+        self._state = "fetched"
+
+    def _list(self, repository: str, revision: str) -> None:
+        from huggingface_hub import HfApi, constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        with _explained(self._source):
+            info = HfApi().model_info(repository, revision=revision or None, files_metadata=True)
+        self._revision = str(info.sha)
+        folder = repo_folder_name(repo_id=repository, repo_type="model")
+        root = Path(constants.HF_HUB_CACHE, folder)
+        self._blobs = root / "blobs"
+        snapshot = root / "snapshots" / self._revision
+        self._files = [
+            RemoteFile(each.rfilename, each.size or 0, snapshot / each.rfilename)
+            for each in info.siblings or ()
+            if any(fnmatch(each.rfilename, pattern) for pattern in HUB_FILES)
+        ]
+        if not any(file.name.endswith(".safetensors") for file in self._files):
+            raise Misuse(
+                f"model.source {self._source!r}: it has no *.safetensors, and no other weights "
+                "are downloaded; name a revision that has"
+            )
+
+    def _download(self) -> None:
+        try:
+            resolve_source(self._source)
+        except WeightsError as error:
+            if _is_refused(error.__cause__):
+                raise Misuse(str(error)) from error
+            raise
+
+
+def verify(files: Sequence[RemoteFile]) -> None:
+    """Check files of the cache against their sizes and, where it names them by it, their SHA-256.
+
+    A file that differs is removed, so that the next try downloads that file again.
+
+    Raises:
+        WeightsError: a file is missing or damaged.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        digests = Digests(Path(folder))
+        for file in files:
+            _verify(file, digests)
+
+
+def _verify(file: RemoteFile, digests: Digests) -> None:
+    if not file.path.exists():
+        raise WeightsError(
+            f"{file.path}: absent after the download: the repository changed meanwhile; fetch it "
+            "again, or name a commit as the revision"
+        )
+    blob = file.path.resolve()
+    size = blob.stat().st_size
+    damage = f"it has {size} bytes and not {file.size}" if size != file.size else ""
+    if not damage and len(blob.name) == _SHA256_DIGITS:
+        digest = digests.of(blob, reads_again=True)
+        damage = f"its SHA-256 is {digest} and not {blob.name}" if digest != blob.name else ""
+    if damage:
+        blob.unlink()
+        file.path.unlink(missing_ok=True)
+        raise WeightsError(
+            f"{file.path}: {damage}; the file was removed, and the next try downloads it again: "
+            "check the volume if that repeats"
+        )
+
+
+def _incomplete_bytes(blobs: Path) -> int:
+    """Return the bytes of downloads that have not ended."""
+    sizes = []
+    for path in blobs.glob("*.incomplete"):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:  # complete by now
+            continue
+    return sum(sizes)
+
+
+def _checked_source(source: str) -> tuple[str, str]:
+    try:
+        return hub_repository(source)
+    except WeightsError as error:
+        raise Misuse(str(error)) from error
+
+
+@contextmanager
+def _explained(source: str) -> Iterator[None]:
+    """Turn what the hub's client says into an error with a remedy."""
+    try:
+        yield
+    except Exception as error:  # errors of the connection are of the client's HTTP library
+        reason = " ".join(str(error).split())
+        kind = Misuse if _is_refused(error) else WeightsError
+        raise kind(
+            f"model.source {source!r}: the hub does not list it: {reason}; check the name, the "
+            "revision, HF_TOKEN for a gated model, and the network"
+        ) from error
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Return whether the hub answered that there is no such model, or none for this token."""
+    from huggingface_hub.errors import (
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    return isinstance(error, RepositoryNotFoundError | RevisionNotFoundError | HFValidationError)
+
+
+def serve(fetch: Fetch, host: str | None, port: int) -> None:
+    """Answer how far a download is, at `/progress`, until this process ends.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _READ_TIMEOUT_S
+
+        def do_GET(self) -> None:
+            is_known = self.path == PATH
+            body = fetch.progress.to_json().encode() if is_known else b""
+            self.send_response(HTTPStatus.OK if is_known else HTTPStatus.NOT_FOUND)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing: the operator asks every few seconds."""
+
+    listener = listen(host, port)
+    server = ThreadingHTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="progress", daemon=True).start()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `ullage-engine fetch`; return the exit status."""
+    options = _parser().parse_args(arguments)
+    # A process that is PID 1 ignores the signal otherwise.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    fetch = Fetch(options.source)
+    ended = threading.Event()
+    reporter = threading.Thread(target=_report, args=(fetch, ended), daemon=True)
+    try:
+        if options.port is not None:
+            serve(fetch, options.host, options.port)
+        reporter.start()
+        fetch.run()
+    except (WeightsError, OSError) as error:
+        status = MISUSE if isinstance(error, Misuse) else FAILED
+        result = _failed(fetch, " ".join(str(error).split()))
+        print(f"error: {result.error}", file=sys.stderr)
+    else:
+        status, result = 0, fetch.progress
+    ended.set()
+    _finish(result, options.report)
+    return status
+
+
+def _failed(fetch: Fetch, message: str) -> Progress:
+    fields: dict[str, Any] = asdict(fetch.progress)
+    return Progress(**fields | {"state": "failed", "error": message})
+
+
+def _finish(result: Progress, report: Path | None) -> None:
+    """Print how it ended as the last line, and write it where Kubernetes looks."""
+    line = result.to_json()
+    print(line, flush=True)
+    if report is not None:
+        report.write_text(line, encoding="utf-8")
+
+
+def _report(fetch: Fetch, ended: threading.Event) -> None:
+    """Print how far the download is, while it goes on."""
+    while not ended.wait(_REPORT_S):
+        now = fetch.progress
+        print(f"{now.state}: {now.bytes} of {now.total_bytes} bytes", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ullage-engine fetch",
+        description="Download a model of the hub into the cache, verify it and end.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--source", required=True, help="hf://org/name or hf://org/name@revision")
+    parser.add_argument("--host", help="address of --port (default: all, of IPv4 and IPv6)")
+    parser.add_argument("--port", type=int, help=f"port that answers {PATH} (default: none)")
+    parser.add_argument("--report", type=Path, help="file that gets the last line, too")
+    return parser

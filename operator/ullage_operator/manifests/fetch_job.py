@@ -1,0 +1,187 @@
+"""The Jobs that fetch models into shared claims before engines need them: pure builders.
+
+A Job is named by all that its pod is made of, because Kubernetes lets no template of a Job change.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ullage_operator.api import naming
+from ullage_operator.api.overlay import over_template
+from ullage_operator.api.sections import PoolSpec
+from ullage_operator.api.spec import Service, Settings
+from ullage_operator.manifests.engine_choice import engine_image
+from ullage_operator.manifests.manifests import Builder, from_operator
+from ullage_operator.manifests.pod_templates import (
+    ENGINE_ENV,
+    account_name,
+    cache_volumes,
+    container_security,
+    pod_defaults,
+    port,
+    scratch_volume,
+)
+
+Manifest = dict[str, Any]
+
+DEADLINE_S = 6 * 3600
+"""Time for all tries of a Job; 700 GB take as long at 32 MB a second."""
+TRIES_AGAIN = 3
+KEPT_S = 3600
+"""Time for which Kubernetes keeps a Job that has ended."""
+MISUSE = 2
+"""Exit status of a source that another try does not fetch either."""
+_OF_PLACEMENT = (
+    "affinity",
+    "dnsConfig",
+    "dnsPolicy",
+    "hostAliases",
+    "nodeSelector",
+    "priorityClassName",
+    "runtimeClassName",
+    "tolerations",
+    "volumes",
+)
+_OF_CONTAINER = ("name", "env", "envFrom", "volumeMounts")
+
+
+class SharedCache(NamedTuple):
+    """A claim that is warmed with a service's model."""
+
+    claim: str
+    source: str
+    pools: tuple[str, ...]
+    """Pools whose engines have their model from there."""
+
+
+def shared_caches(service: Service) -> list[SharedCache]:
+    """Return the claims that a spec asks to warm, each once."""
+    pools: dict[str, list[str]] = {}
+    for name, pool in service.spec.pools.items():
+        cache = pool.model_cache
+        if cache.warm and cache.claim_name:
+            pools.setdefault(cache.claim_name, []).append(name)
+    source = service.spec.model.source
+    return [SharedCache(claim, source, tuple(names)) for claim, names in pools.items()]
+
+
+def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manifest:
+    """Build the Job that fetches a model into a claim, verifies it there and ends."""
+    pool_name = cache.pools[0]
+    pool = service.spec.pools[pool_name]
+    match = naming.selector(service.name, naming.FETCHER, pool_name)
+    own = {
+        "metadata": {"labels": match, **_outside_mesh(settings)},
+        "spec": _pod_spec(service, pool, cache, settings),
+    }
+    spec = {
+        "backoffLimit": TRIES_AGAIN,
+        "activeDeadlineSeconds": DEADLINE_S,
+        "ttlSecondsAfterFinished": KEPT_S,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": naming.ENGINE,
+                        "operator": "In",
+                        "values": [MISUSE],
+                    },
+                },
+                # A pod that its node lost or a drain evicted is no try that failed.
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+            ]
+        },
+        "template": over_template(_given(pool), own),
+    }
+    name = naming.fetch_name(service.name, _digest([cache.claim, spec]))
+    job = Builder(service, naming.FETCHER, pool_name).object("batch/v1", "Job", name, spec)
+    job["metadata"]["annotations"] = {
+        naming.FETCH_CLAIM: cache.claim,
+        naming.FETCH_SOURCE: cache.source,
+    }
+    return job
+
+
+def fetch_policy(service: Service, settings: Settings) -> Manifest:
+    """Build the NetworkPolicy by which the operator alone reaches the pods of these Jobs."""
+    match = naming.selector(service.name, naming.FETCHER)
+    rules = {"ingress": [from_operator(naming.PROBE_PORT, settings)]}
+    name = naming.fetcher_name(service.name)
+    return Builder(service, naming.FETCHER).network_policy(name, match, rules)
+
+
+def _pod_spec(service: Service, pool: PoolSpec, cache: SharedCache, settings: Settings) -> Manifest:
+    container = {
+        "name": naming.ENGINE,
+        "image": engine_image(service.spec, settings),
+        "imagePullPolicy": settings.image_pull_policy,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "command": ["ullage-engine"],
+        "args": [
+            "fetch",
+            "--source",
+            cache.source,
+            "--port",
+            str(naming.PROBE_PORT),
+            "--report",
+            "/dev/termination-log",
+        ],
+        "env": [each for each in ENGINE_ENV if each["name"] == "HF_HOME"],
+        "ports": [port("probe", naming.PROBE_PORT)],
+        "resources": {"requests": {"cpu": "250m", "memory": "1Gi"}},
+        "securityContext": container_security(),
+        "volumeMounts": [
+            {"name": "cache", "mountPath": naming.CACHE_DIR},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    return {
+        "serviceAccountName": account_name(service, naming.engine_name(service.name)),
+        **pod_defaults(service, settings, 0),
+        "terminationGracePeriodSeconds": 30,
+        "restartPolicy": "Never",
+        "containers": [container],
+        "volumes": [*cache_volumes(service, pool), scratch_volume("tmp")],
+    }
+
+
+_NO_SIDECAR = {
+    "istio": ("sidecar.istio.io/inject", "false"),
+    "linkerd": ("linkerd.io/inject", "disabled"),
+}
+"""Annotations by which a mesh injects no sidecar."""
+
+
+def _outside_mesh(settings: Settings) -> Manifest:
+    """Return what keeps the pod out of a mesh, whose sidecar would keep a Job from ending.
+
+    API servers drop an empty map, which would look like drift ever after.
+    """
+    return {"annotations": dict([_NO_SIDECAR[settings.mesh]])} if settings.mesh else {}
+
+
+def _given(pool: PoolSpec) -> Manifest:
+    """Return what a pool's pod template says of where its pods are and how its engine reaches the
+    hub; no sidecar, which would keep a Job from ending."""
+    spec = pool.pod_template.get("spec", {})
+    containers = [
+        _only(each, _OF_CONTAINER)
+        for each in spec.get("containers", ())
+        if each["name"] == naming.ENGINE
+    ]
+    return {"spec": _only(spec, _OF_PLACEMENT) | ({"containers": containers} if containers else {})}
+
+
+def _only(section: Manifest, names: Iterable[str]) -> Manifest:
+    return {name: section[name] for name in names if name in section}
+
+
+def _digest(document: Any) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
