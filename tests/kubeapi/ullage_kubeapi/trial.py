@@ -134,17 +134,29 @@ class World:
             if any(r["kind"] == "LLMService" for r in obj["metadata"].get("ownerReferences", ()))
         }
 
-    def pod_owner(self, workload: str, kind: str = "StatefulSet") -> list[dict[str, Any]]:
-        """ownerReferences of a pod that a StatefulSet of the service made, or, by its name, a
-        ReplicaSet."""
+    def pod_owner(self, workload: str) -> list[dict[str, Any]]:
+        """ownerReferences of a pod that a StatefulSet of the service made."""
         live = self.get(f"{self.path('statefulsets')}/{workload}")
         uid = live["metadata"]["uid"] if live else f"uid-of-{workload}"
-        owner = {"apiVersion": "apps/v1", "kind": kind, "name": workload, "uid": uid}
-        return [owner | {"controller": True}]
+        return [_controller("StatefulSet", workload, uid)]
+
+    def router_owner(self, pod_template_hash: str) -> list[dict[str, Any]]:
+        """ownerReferences of a router's pod. A ConfigMap stands for the ReplicaSet, a kind that the
+        test API server lacks: without any owner the pod would be collected."""
+        name = f"s-router-{pod_template_hash}"
+        body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}}
+        made = self.client.post(self.path("configmaps", ""), json=body)
+        made.raise_for_status()
+        return [_controller("ReplicaSet", name, made.json()["metadata"]["uid"])]
 
     def condition(self, kind: str) -> dict[str, Any]:
         listed = self.service().get("status", {}).get("conditions", ())
         return next((c for c in listed if c["type"] == kind), {})
+
+
+def _controller(kind: str, name: str, uid: str) -> dict[str, Any]:
+    owner = {"apiVersion": "apps/v1", "kind": kind, "name": name, "uid": uid}
+    return owner | {"controller": True}
 
 
 class Operator:

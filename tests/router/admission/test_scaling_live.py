@@ -59,10 +59,12 @@ def place_router(world: World, metrics_port: int) -> None:
         "image": "router",
         "ports": [{"name": "metrics", "containerPort": metrics_port}],
     }
-    pod = {
-        "metadata": {"name": "s-router-0", "labels": ROUTER},
-        "spec": {"containers": [container]},
+    meta = {
+        "name": "s-router-0",
+        "labels": ROUTER | {"pod-template-hash": "0"},
+        "ownerReferences": world.router_owner("0"),
     }
+    pod = {"metadata": meta, "spec": {"containers": [container]}}
     pods = f"/api/v1/namespaces/{world.namespace}/pods"
     assert world.client.post(pods, json=pod).status_code == 201
     status = {"status": {"phase": "Running", "podIP": "127.0.0.1"}}

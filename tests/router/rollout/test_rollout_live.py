@@ -73,7 +73,11 @@ def play_cluster(world: World, file: Path, canary: str) -> None:
 def run_router_pod(world: World, port: int) -> None:
     ports = [{"name": "metrics", "containerPort": port}]
     spec = {"containers": [{"name": "router", "image": "router", "ports": ports}]}
-    meta = {"name": "s-router-0", "labels": LABELS}
+    meta = {
+        "name": "s-router-0",
+        "labels": LABELS | {"pod-template-hash": "0"},
+        "ownerReferences": world.router_owner("0"),
+    }
     pods = world.path("pods", "")
     body = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
     world.client.post(pods, json=body).raise_for_status()
