@@ -184,22 +184,33 @@ def upgraded_manifest(path: Path) -> str:
     """Return a manifest of 0.1.0 in today's form; what is no LLMService stays as it is.
 
     Raises:
-        LocalFailure: one line for each thing that has no form of today.
+        LocalFailure: no LLMService is in it; or one line for each thing that has no form of today.
     """
     documents = [document for document in _read_documents(path) if document is not None]
     definition = load_schema()["properties"]["spec"]
     problems: list[Problem] = []
-    written = []
-    for document in documents:
-        if isinstance(document, dict) and document.get("kind") == KIND:
-            document = json.loads(json.dumps(document))
-            if isinstance(document.get("spec"), dict):
-                document["spec"] = upgraded(document["spec"], definition)
-            problems += complete(load_schema(), document)[1]
-        written.append(document)
+    written = json.loads(json.dumps(documents))
+    services = [*_services(written)]
+    if not services:
+        raise LocalFailure(f"{path}: holds no LLMService; -f takes manifests of them, or a List")
+    for service in services:
+        if isinstance(service.get("spec"), dict):
+            service["spec"] = upgraded(service["spec"], definition)
+        problems += complete(load_schema(), service)[1]
     if problems:
         raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
     return str(yaml.safe_dump_all(written, sort_keys=False, width=100))
+
+
+def _services(documents: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the LLMServices of documents, those in a List as `kubectl get` prints it included."""
+    for document in documents:
+        if not isinstance(document, dict):
+            continue
+        if document.get("kind") == KIND:
+            yield document
+        if isinstance(document.get("items"), list):
+            yield from _services(document["items"])
 
 
 def _read_documents(path: Path) -> list[Any]:

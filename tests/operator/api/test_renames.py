@@ -271,3 +271,20 @@ def test_what_an_api_server_dropped_is_known_by_what_was_applied(manifest: Make)
 def test_an_annotation_that_says_nothing_is_passed_over(text: str) -> None:
     annotations = {"kubectl.kubernetes.io/last-applied-configuration": text}
     assert not dropped_fields({"metadata": {"annotations": annotations}, "spec": {}})
+
+
+def test_what_kubectl_prints_is_rewritten_item_by_item(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = {"model": {"source": "hf://a/b", "name": "m"}, "memory": {"threshold": 0.9}}
+    head = {"apiVersion": "serving.ullage.dev/v1alpha1", "kind": "LLMService"}
+    items = [{**head, "metadata": {"name": name}, "spec": spec} for name in ("a", "b")]
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
+    assert main(["upgrade-manifest", "-f", str(path)]) == 0
+    [made] = yaml.safe_load_all(capsys.readouterr().out)
+    assert [each["spec"]["memory"] for each in made["items"]] == [{"thresholdPercent": 90}] * 2
+
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": []}))
+    assert main(["upgrade-manifest", "-f", str(path)]) == 2
+    assert "holds no LLMService" in capsys.readouterr().err
