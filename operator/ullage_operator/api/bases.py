@@ -87,11 +87,16 @@ def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str
     return [*_overruled(section, spec, shared, "spec")]
 
 
+_ITS_OWN = frozenset({FIELD, "replicas", "stop"})
+"""Fields that are a service's alone: `kubectl scale` and `stop` would be undone by a base, since a
+default counts as not said."""
+
+
 def base_schema(definition: Schema) -> Schema:
     """Return the schema of a base's spec: a service's without defaults, without what is required
     of a whole one, and without rules about several fields."""
     section = dict(definition["properties"]["spec"])
-    fields = {name: each for name, each in section["properties"].items() if name != FIELD}
+    fields = {name: each for name, each in section["properties"].items() if name not in _ITS_OWN}
     optional = _optional(section | {"properties": fields})
     return optional | {"description": "Fields of the specs of services that name this base."}
 

@@ -64,7 +64,7 @@ def test_pools_of_a_base_take_the_place_of_the_default_pool(manifest: Make) -> N
 def test_a_base_gives_pools_their_roles_and_the_first_one_its_size(manifest: Make) -> None:
     made = manifest(baseRefs=[{"name": "a"}])
     made["spec"]["pools"] = {"big": {}}
-    shared = {"replicas": 3, "pools": {"small": {}, "big": {"role": "Large"}}}
+    shared = {"pools": {"small": {"replicas": 3}, "big": {"role": "Large"}}}
     pools = read(made, a=shared).spec.pools
     assert [(name, pool.role, pool.replicas) for name, pool in pools.items()] == [
         ("small", "standard", 3),
@@ -172,6 +172,9 @@ def test_a_base_is_read_as_the_api_server_reads_it() -> None:
     assert base_problems(DEFINITION, base(router={"replicas": 4})) == []
     [unknown] = base_problems(DEFINITION, base(router={"replica": 4}))
     assert str(unknown) == "spec.router.replica: unknown field; did you mean replicas?"
+    for own in ({"replicas": 2}, {"stop": True}):
+        [not_shared] = base_problems(DEFINITION, base(**own))
+        assert "unknown field" in str(not_shared)
     [wrong] = base_problems(DEFINITION, base(router={"replicas": "four"}))
     assert "spec.router.replicas" in str(wrong)
     [other] = base_problems(DEFINITION, base() | {"kind": "LLMService"})
