@@ -99,7 +99,12 @@ _DECIMALS = (
     "tenants.named.[].weight",
     "tenants.named.[].tokensPerSecond",
 )
-_DURATIONS = ("routing.rungs.reject.minRetryAfter", "routing.rungs.reject.maxRetryAfter")
+_DURATIONS = {
+    "routing.rungs.reject.minRetryAfter": "minRetryDelay",
+    "routing.rungs.reject.maxRetryAfter": "maxRetryDelay",
+}
+"""These have other names, for a stored number under the name of a text keeps the API server from
+applying anything to the object, its status included."""
 _OF_PODS = {
     "podLabels": "podTemplate.metadata.labels",
     "podAnnotations": "podTemplate.metadata.annotations",
@@ -119,7 +124,7 @@ RENAMES: tuple[Rename, ...] = (
     *(Rename(old, new, _percent) for old, new in _SHARES.items()),
     *(Rename(old, new, _decimal_percent) for old, new in _FINE_SHARES.items()),
     *(Rename(old, old.rpartition(".")[2], _decimal) for old in _DECIMALS),
-    *(Rename(old, old.rpartition(".")[2], _seconds) for old in _DURATIONS),
+    *(Rename(old, new, _seconds) for old, new in _DURATIONS.items()),
     *(Rename(f"pools.*.{old}", new) for old, new in _OF_PODS.items()),
     *(Rename(f"router.{old}", new) for old, new in _OF_PODS.items() if "[engine]" not in new),
     Rename("prompts.compress.method", "method", _method),

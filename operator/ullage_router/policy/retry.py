@@ -97,7 +97,7 @@ def retry_after(
         Up to JITTER of the forecast later, and up to twice as late where it is unknown. Beyond the
         upper bound, where nobody will fit in time, clients are spread over its second half.
     """
-    low, high = bounds.min_retry_after, bounds.max_retry_after
+    low, high = bounds.min_retry_delay, bounds.max_retry_delay
     if seconds is None:
         first, last = float(UNKNOWN_RETRY_AFTER_S), 2.0 * UNKNOWN_RETRY_AFTER_S
     elif seconds > high:

@@ -269,14 +269,14 @@ class RouteSection(Strict, frozen=True, kw_only=True):
 
 
 class RejectSection(Strict, frozen=True, kw_only=True):
-    min_retry_after: RetryAfter = 1.0
-    max_retry_after: RetryAfter = 30.0
+    min_retry_delay: RetryAfter = 1.0
+    max_retry_delay: RetryAfter = 30.0
     """Bounds of Retry-After, in seconds."""
 
     def __post_init__(self) -> None:
-        low, high = self.min_retry_after, self.max_retry_after
+        low, high = self.min_retry_delay, self.max_retry_delay
         if low > high:
-            raise ValueError(f"min_retry_after {low:g} is above max_retry_after {high:g}; lower it")
+            raise ValueError(f"min_retry_delay {low:g} is above max_retry_delay {high:g}; lower it")
 
 
 class RungsSection(Strict, frozen=True, kw_only=True):

@@ -189,7 +189,7 @@ FORMS = [
     form("routing.largeRequestKV", "0Gi", "must be a quantity above 0"),
     form("routing.queue.maxRequests", 100001, "must be at most 100000"),
     form("routing.queue.timeout", "10", "must be a duration such as 10s"),
-    form("routing.rungs.reject.maxRetryAfter", 30, "must be a duration such as 10s"),
+    form("routing.rungs.reject.maxRetryDelay", 30, "must be a duration such as 10s"),
     form("routing.placement.retries.percent", 200, "must be at most 100, not 200"),
     form("routing.placement.retries.perSecond", 0.5, 'a number such as 2 or, in quotes, "0.5"'),
     form("routing.placement.retries.perSecond", "1e3", "must be a number such as 2 or"),
@@ -258,8 +258,8 @@ SCALING = (
     scaling("scaleDown.period", "such as 1m", scaleDown={"period": "1h"}),
     scaling("idleAfter", "from 1s to 24h", idleAfter="100ms"),
     rule("routing.wake.timeout", "from 1s to 1h", value="2h"),
-    rule("routing.rungs.reject.maxRetryAfter", "from 1s to 30s", value="31s"),
-    rule("routing.rungs.reject.minRetryAfter", "from 1s to 30s", value="900ms"),
+    rule("routing.rungs.reject.maxRetryDelay", "from 1s to 30s", value="31s"),
+    rule("routing.rungs.reject.minRetryDelay", "from 1s to 30s", value="900ms"),
     rule("observability.podMonitor.interval", "must be at least 1s", value="10ms"),
     rule("routing.idempotency.ttl", "ttl must be above 0, such as 10m", value="0s"),
 )
@@ -463,9 +463,9 @@ RULES = [
     rule("routing.rungs.route.pools", "must name pools of this service", value=["huge"]),
     rule("routing.rungs.route.pools", "must name each pool once", value=["single", "single"]),
     rule(
-        "routing.rungs.reject.minRetryAfter",
-        "must not exceed reject.maxRetryAfter",
-        {"routing.rungs.reject": {"minRetryAfter": "9s", "maxRetryAfter": "3s"}},
+        "routing.rungs.reject.minRetryDelay",
+        "must not exceed reject.maxRetryDelay",
+        {"routing.rungs.reject": {"minRetryDelay": "9s", "maxRetryDelay": "3s"}},
     ),
     Wrong(
         {"router.cors.allowedOrigins": ["chat.example.com"]},

@@ -41,6 +41,30 @@ def test_helm_keeps_it_when_the_chart_goes() -> None:
     assert CRD["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
+STORED_TYPES = dict(
+    line.split()
+    for line in Path(__file__).with_name("types_of_0_1_0.txt").read_text("utf-8").splitlines()
+)
+"""Types of the fields of 0.1.0 by their paths."""
+
+
+def test_no_field_of_0_1_0_has_another_type_under_its_name() -> None:
+    """A stored value of another type keeps the API server from server-side apply to the object, the
+    operator's status included. A field of any scalar takes each of them."""
+    now = {path.removeprefix("."): type_of(node) for path, node in NODES.items()}
+    changed = {
+        path: (kind, now[path])
+        for path, kind in STORED_TYPES.items()
+        if path in now and now[path] not in (kind, "int-or-string")
+    }
+    assert changed == {}
+
+
+def type_of(node: dict[str, Any]) -> str:
+    is_scalar = node.get("x-kubernetes-int-or-string", False)
+    return "int-or-string" if is_scalar else str(node["type"])
+
+
 def test_every_field_is_described() -> None:
     silent = [p for p, n in NODES.items() if "description" not in n and p not in ("", ".metadata")]
     assert not [path for path in silent if not path.endswith("[]")]

@@ -98,7 +98,7 @@ NEW: dict[str, Any] = {
         "rungs": {
             "shrinkContext": {"maxDroppedPercent": 50},
             "shrinkOutput": {"minPercent": 25},
-            "reject": {"minRetryAfter": "2s", "maxRetryAfter": "20s"},
+            "reject": {"minRetryDelay": "2s", "maxRetryDelay": "20s"},
         },
         "placement": {
             "breaker": {"maxEjectionPercent": 30},

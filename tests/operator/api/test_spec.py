@@ -444,8 +444,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"routing": {"ladder": ["Queue", "Queue"]}}, "spec.routing.ladder: ladder must name"),
     ({"routing": {"ladder": ["Reject", "Queue"]}}, "spec.routing.ladder: nothing is tried"),
     (
-        {"routing": {"rungs": {"reject": {"minRetryAfter": "9s", "maxRetryAfter": "3s"}}}},
-        "spec.routing.rungs.reject.minRetryAfter: reject.minRetryAfter must not exceed",
+        {"routing": {"rungs": {"reject": {"minRetryDelay": "9s", "maxRetryDelay": "3s"}}}},
+        "spec.routing.rungs.reject.minRetryDelay: reject.minRetryDelay must not exceed",
     ),
     (
         {"routing": {"rungs": {"route": {"pools": ["large"]}}}},

@@ -302,7 +302,7 @@ def test_each_transition_through_a_router(start_service: "StartService") -> None
 
 def test_a_ladder_of_one_rung(start_service: "StartService") -> None:
     async def scenario() -> None:
-        routing = {"ladder": ["reject"], "rungs": {"reject": {"min_retry_after": 4}}}
+        routing = {"ladder": ["reject"], "rungs": {"reject": {"min_retry_delay": 4}}}
         async with start_service(large=(200,), routing=routing) as service:
             releases = [headroom_pb2.Release(after_ms=1500, bytes=90 * BLOCK)]
             await free(service, 20, releases=releases)

@@ -74,7 +74,7 @@ def test_those_before_take_memory_of_every_engine() -> None:
 
 
 def test_the_services_own_bounds() -> None:
-    bounds = RejectSection(min_retry_after=3, max_retry_after=8)
+    bounds = RejectSection(min_retry_delay=3, max_retry_delay=8)
     assert whole([engine(100)], 1, 0, bounds) == (3, 3)
     assert whole([engine(0, (20.0, 100))], 1, 0, bounds) == (4, 8)
 

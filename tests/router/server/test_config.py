@@ -50,7 +50,7 @@ def test_a_good_one(tmp_path: Path) -> None:
         ("queue, route", "queue, queue", ["twice"]),
         ("queue, route, reject", "queue, reject, route", ["put reject last"]),
         ("rungs: {}", "rungs: {route: {pools: [huge]}}", ["huge", "none of the pools"]),
-        ("rungs: {}", "rungs: {reject: {min_retry_after: 9, max_retry_after: 2}}", ["9", "2"]),
+        ("rungs: {}", "rungs: {reject: {min_retry_delay: 9, max_retry_delay: 2}}", ["9", "2"]),
         ("rungs: {}", "rungs: {shrink_output: {min_percent: 150}}", ["shrink_output.min_percent"]),
         ("name: large", "name: single", ["share a name"]),
         ("name: single", "name: single, role: large", ["'single', 'large'", "have role large"]),
