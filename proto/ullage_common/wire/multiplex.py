@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Never
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
 from ullage.inference.v1 import inference_pb2 as pb
@@ -48,6 +49,9 @@ async def serve_multiplex(generate: Generate, context: Context) -> None:
         await context.send_initial_metadata(())
         while isinstance(request := await context.read(), pb.MultiplexRequest):
             stream.take(request)
+    except DecodeError as error:
+        message = f"a message of the stream cannot be read ({error}); send MultiplexRequest"
+        raise invalid("calls", message, "MALFORMED_MESSAGE") from error
     finally:
         sending.cancel()
         await stream.close()

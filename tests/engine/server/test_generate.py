@@ -298,7 +298,7 @@ def test_every_invalid_field_is_named(serve: Serve) -> None:
 
 
 def test_a_token_that_only_the_tokenizer_knows_is_refused() -> None:
-    model = ModelLimits("m", (), pb.TASK_GENERATE, 9, 64, ())
+    model = ModelLimits("m", {}, pb.TASK_GENERATE, 9, 64, ())
     for request in (pb.GenerateRequest(text="a"), pb.GenerateRequest(text="a", embed=True)):
         assert validated_request(request, [1, 8], "k", model, LimitsSection()).request.token_ids
         with pytest.raises(ServiceError) as caught:

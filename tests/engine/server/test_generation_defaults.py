@@ -27,7 +27,7 @@ DEFAULTS = {"temperature": 0.25, "top_p": 0.5, "top_k": 20, "repetition_penalty"
 
 def sampled(request: pb.GenerateRequest, defaults: dict[str, float]) -> dict[str, float]:
     """The parameters that a worker is given, of those that have defaults here."""
-    limits = ModelLimits("m", (), pb.TASK_GENERATE, 9, 64, (), defaults)
+    limits = ModelLimits("m", {}, pb.TASK_GENERATE, 9, 64, (), defaults)
     made = validated_request(request, [1], "k", limits, LimitsSection()).request.sampling
     return {name: getattr(made, name) for name in DEFAULTS}
 
