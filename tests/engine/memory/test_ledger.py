@@ -44,7 +44,7 @@ def test_following_the_remedy_makes_it_fit() -> None:
 
 
 def test_a_real_device_cannot_be_made_larger() -> None:
-    with pytest.raises(LedgerError, match=r"^memory\.threshold: weights needs .*; raise it"):
+    with pytest.raises(LedgerError, match=r"^memory\.thresholdPercent: weights needs .*; raise it"):
         Ledger(MIB, 0.85, configurable=False).reserve("weights", 2 * MIB)
 
 
@@ -97,6 +97,8 @@ def test_what_others_hold_is_named_where_nothing_fits_beside_them() -> None:
         "process 7 with 600 MiB hold 380 MiB of it; end them, or give the engine a GPU of its own"
     )
     # Without them it would not fit either.
-    with pytest.raises(LedgerError, match=r"^memory\.threshold: kv_pool needs 500 MiB.*raise it"):
+    with pytest.raises(
+        LedgerError, match=r"^memory\.thresholdPercent: kv_pool needs 500 MiB.*raise it"
+    ):
         ledger.reserve("kv_pool", 500 * MIB)
     assert any("others" in line and "380 MiB" in line for line in ledger.table())

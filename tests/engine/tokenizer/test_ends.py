@@ -101,7 +101,7 @@ def test_raw_text_begins_and_ends_as_in_transformers(
             expected = expected[1:]  # which the text has already
         if text.endswith("</s>") and expected[-2:] == [257, 257] and name != "none":
             expected = expected[: len(expected) - (text.count("</s>") < expected.count(257))]
-        assert ours.encode_text(text) == router.encode(text) == expected, text
+        assert ours.encode_text(text) == list(router.encode(text)) == expected, text
         assert ours.encode_rendered(text) == theirs(text, add_special_tokens=False)["input_ids"]
     assert ours.add_bos == (ours.encode_text("a")[0] == 256)
 
@@ -270,7 +270,7 @@ def test_a_file_begins_text_as_llama_cpp_does(
     for text in ("a", "<s>a"):
         bare = made._encode("a")
         once = [256, *bare] if text[0] == "<" else [*begin, *bare]
-        assert made.encode_text(text) == router.encode(text) == once
+        assert made.encode_text(text) == list(router.encode(text)) == once
         assert made.encode_rendered(text) == once
 
 
@@ -283,12 +283,12 @@ def test_a_chat_begins_once_whether_or_not_its_template_says_so(tmp_path: Path) 
         pairs["tokenizer.chat_template"] = template
         made = load_tokenizer(gguf(tmp_path / "chat.gguf", pairs))
         expected = [256, *made._encode("a")]
-        assert routed(made).render([{"role": "user", "content": "a"}]) == expected
+        assert list(routed(made).render([{"role": "user", "content": "a"}])) == expected
 
 
 def test_a_file_may_end_text_too(tmp_path: Path) -> None:
     made = of_file(tmp_path, "<s>", "</s>", bos_token_id=256, eos_token_id=257, add_eos_token=True)
-    assert made.encode_text("a") == routed(made).encode("a") == [*made._encode("a"), 257]
+    assert made.encode_text("a") == list(routed(made).encode("a")) == [*made._encode("a"), 257]
     assert not made.add_bos
 
 
@@ -332,9 +332,9 @@ def test_a_file_names_the_template_for_tools_and_its_special_tokens(tmp_path: Pa
 def test_an_engine_of_an_earlier_version_says_add_bos_alone() -> None:
     plain = byte_level("<s>", "</s>").to_str().encode()
     response = pb.GetModelResponse(tokenizer_json=plain, bos_token="<s>", add_bos=True)
-    assert load_model(response).encode("a") == [256, BYTES.index("a")]
+    assert list(load_model(response).encode("a")) == [256, BYTES.index("a")]
     response.add_bos = False
-    assert load_model(response).encode("a") == [BYTES.index("a")]
+    assert list(load_model(response).encode("a")) == [BYTES.index("a")]
 
 
 def test_transformers_loads_these_directories(tmp_path: Path) -> None:

@@ -128,5 +128,5 @@ def test_kv_that_holds_no_chunk_is_refused_by_the_name_of_what_bounds_it() -> No
     ledger = Ledger(GIB, 0.85, configurable=False)
     with pytest.raises(WorkerStartError, match=r"maxKV: 64 MiB is less than the 512 MiB of KV"):
         fitting_blocks(ledger, 64 * MIB, 2 * MIB, 256)
-    with pytest.raises(LedgerError, match=r"memory\.threshold: kv_pool needs 2048 MiB"):
+    with pytest.raises(LedgerError, match=r"memory\.thresholdPercent: kv_pool needs 2048 MiB"):
         fitting_blocks(ledger, None, 2 * MIB, 1024)
