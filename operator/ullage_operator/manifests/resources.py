@@ -75,7 +75,7 @@ def cache_bytes(service: Service, pool: PoolSpec) -> int:
     nothing is fetched into it, or the size of the model is not known."""
     cache, model = pool.model_cache, service.spec.model
     is_elsewhere = cache.claim_name or cache.host_path or cache.claim_template
-    if is_elsewhere or not model.source.startswith("hf://"):
+    if is_elsewhere or not model.source.startswith(("hf://", "s3://")):
         return 0
     weights = math.ceil(_num_parameters(model) * _published_bits(model) / 8)
     size = weights + weights // 10 + _COMPILED_BYTES

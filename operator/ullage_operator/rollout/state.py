@@ -48,6 +48,7 @@ SECTIONS = (
     "adapterClaims",
     "model",
     "modelPullPolicy",
+    "s3",
     "device",
     "memory",
     "batching",
