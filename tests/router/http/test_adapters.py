@@ -141,19 +141,24 @@ def test_an_answer_goes_on_where_its_adapter_is(start_service: StartService) -> 
     async def scenario() -> None:
         async with start_service(single=(100, 100, 100)) as service:
             await learn(service, ("sql",), (), ("sql",))
+            pause = asyncio.Event()
             for engine in service.engines:
                 engine.script.fail_after = 2
+                engine.script.pause = pause
             first, _, other = service.engines
-            stream = await service.openai.completions.create(
-                model="sql", prompt="Hi", stream=True, extra_headers={"x-session-id": "s"}
+            asking = asyncio.create_task(
+                service.openai.completions.create(
+                    model="sql", prompt="Hi", stream=True, extra_headers={"x-session-id": "s"}
+                )
             )
-            begun = anext(aiter(stream))
-            text = (await begun).choices[0].text
+            await service.until(lambda: bool(first.requests or other.requests))
             broken = first if first.requests else other
             for engine in service.engines:
                 if engine is not broken:
                     engine.script.fail_after = None
-            async for chunk in stream:
+            pause.set()
+            text = ""
+            async for chunk in await asking:
                 text += chunk.choices[0].text if chunk.choices else ""
             assert text == "Hello big world"
             assert served(service) == [["sql"], [], ["sql"]]
