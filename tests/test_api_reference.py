@@ -44,13 +44,15 @@ def test_the_page_is_of_this_crd() -> None:
         "| **`secretName`** | string |  | Secret with one key a tenant",
         "* gpus must equal parallelism.tensor * parallelism.pipeline, which only 1 and 4 GPUs may ",
         "| `queue.timeout` | duration | `10s` | Longest wait",
-        "| `levels[].belowPercent`",
+        "| `pressureLevels[].belowPercent`",
     ],
 )
 def test_it_says_type_default_meaning_and_rules(
     reference: ModuleType, crd: dict[str, Any], line: str
 ) -> None:
-    page = reference.render(crd).replace("**`levels[].belowPercent`**", "`levels[].belowPercent`")
+    page = reference.render(crd).replace(
+        "**`pressureLevels[].belowPercent`**", "`pressureLevels[].belowPercent`"
+    )
     assert f"\n{line}" in page
 
 

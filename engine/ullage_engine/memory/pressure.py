@@ -20,7 +20,7 @@ def headroom_share(state: WorkerState) -> float:
 
 def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:
     """The configured levels, mildest first; the first one is level 1."""
-    return tuple(sorted(section.levels, key=lambda level: level.below, reverse=True))
+    return tuple(sorted(section.pressure_levels, key=lambda level: level.below, reverse=True))
 
 
 def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:

@@ -127,6 +127,8 @@ RENAMES: tuple[Rename, ...] = (
     *(Rename(old, new, _seconds) for old, new in _DURATIONS.items()),
     *(Rename(f"pools.*.{old}", new) for old, new in _OF_PODS.items()),
     *(Rename(f"router.{old}", new) for old, new in _OF_PODS.items() if "[engine]" not in new),
+    # After its items: stored ones lack fields that are required now, and have fractions.
+    Rename("degrade.levels", "pressureLevels"),
     Rename("prompts.compress.method", "method", _method),
     Rename("prompts.compress.timeout", ""),
 )

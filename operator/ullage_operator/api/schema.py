@@ -32,6 +32,19 @@ CRD_FILE = "llmservices.serving.ullage.dev.yaml"
 # `metadata` belongs to Kubernetes; the CRD says no more of it than what a name is.
 _TOP_LEVEL = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
 _LISTED = 6
+_DECIMALS = {
+    r"^[0-9]{1,9}(\.[0-9]{1,6})?$": "a number",
+    r"^(100(\.0{1,6})?|[1-9][0-9]?(\.[0-9]{1,6})?|0\.0[1-9][0-9]{0,4}|0\.[1-9][0-9]{0,5})$": (
+        "a number from 0.01 to 100"
+    ),
+    r"^([1-9][0-9]{0,8}(\.[0-9]{1,6})?|0\.[1-9][0-9]{0,5})$": "a number of at least 0.1",
+    r"^([0-9]{1,5}(\.[0-9]{1,6})?|100000(\.0{1,6})?)$": "a number of at most 100000",
+}
+"""Patterns of decimals, in words.
+
+Bounds are in the pattern where 0.1.0 stored fractions under the same name: a rule that reads one
+cannot be evaluated, and the API server then refuses every write to the object.
+"""
 _OPEN = "x-kubernetes-preserve-unknown-fields"
 
 
@@ -169,7 +182,7 @@ def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
             form = expected_form(schema) or f"of type {kind}"
             yield Problem(path, f"must be {form}, not {_short(value)}")
             return
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and not is_decimal(schema):
             yield from _out_of_bounds(schema, value, path)
         pattern = schema.get("pattern", "")
         if isinstance(value, str) and not re.search(pattern, value):
@@ -241,6 +254,8 @@ def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
             text = f"must be one of {', '.join(map(str, limit))}, not {value!r}"
             if (word := api_word(str(value))) in limit:
                 text += f"; write {word}"
+        case "minimum" | "maximum" if is_decimal(schema):
+            text = f"must be {expected_form(schema)}, not {value!r}"
         case "type" | "pattern" if form := expected_form(schema):
             text = f"must be {form}, not {value!r}"
         case "type":
@@ -263,7 +278,7 @@ def expected_form(schema: Schema) -> str:
     if schema.get("pattern", "").endswith("%$"):
         return "a number such as 2 or a percentage such as 25%"
     if is_decimal(schema):
-        return 'a number such as 2 or, in quotes, "0.5"'
+        return f'{_DECIMALS[schema["pattern"]]} such as 2 or, in quotes, "0.5"'
     if schema.get("x-kubernetes-int-or-string"):
         return (
             "a quantity above 0 such as 512Mi or 2Gi"
@@ -275,7 +290,7 @@ def expected_form(schema: Schema) -> str:
 
 def is_decimal(schema: Schema) -> bool:
     """Whether a field takes decimal fractions, which the API writes as text."""
-    return bool(schema.get("pattern", "").startswith("^[0-9]{1,9}("))
+    return schema.get("pattern") in _DECIMALS
 
 
 def is_positive(schema: Schema) -> bool:

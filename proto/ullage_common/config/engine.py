@@ -459,7 +459,7 @@ class DegradeSection(Strict, frozen=True, kw_only=True):
     change_sampling: bool = True
     """Levels may lower temperature and top_p."""
     hysteresis_percent: Percent = 5.0
-    levels: tuple[DegradeLevel, ...] = ()
+    pressure_levels: tuple[DegradeLevel, ...] = ()
     """Levels in any order; of those whose `below_percent` exceeds the headroom the smallest
     holds."""
     throttling: ThrottlingSection = ThrottlingSection()

@@ -17,12 +17,12 @@ LEVELS = (
     DegradeLevel(below_percent=30, max_output_tokens=2048),
     DegradeLevel(below_percent=15, batch_percent=75),
 )
-SECTION = DegradeSection(levels=LEVELS, hysteresis_percent=5)
+SECTION = DegradeSection(pressure_levels=LEVELS, hysteresis_percent=5)
 
 bounds = st.lists(st.floats(0, 100), max_size=8, unique=True)
 sections = st.builds(
     lambda belows, hysteresis: DegradeSection(
-        levels=tuple(DegradeLevel(below_percent=below) for below in belows),
+        pressure_levels=tuple(DegradeLevel(below_percent=below) for below in belows),
         hysteresis_percent=hysteresis,
     ),
     bounds,
@@ -76,7 +76,7 @@ def test_a_full_pool_is_always_without_pressure(
 ) -> None:
     pressure = PressureController(section)
     for headroom in history:
-        assert 0 <= pressure.update(headroom) <= len(section.levels)
+        assert 0 <= pressure.update(headroom) <= len(section.pressure_levels)
     assert pressure.update(1.0) == 0
 
 
@@ -95,8 +95,10 @@ def test_less_headroom_never_means_a_milder_level(
 @settings(max_examples=100, deadline=None)
 @given(st.floats(0, 90), st.floats(1, 50), st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_no_flapping_inside_the_band(bound: float, band: float, places: list[float]) -> None:
-    section = DegradeSection(levels=(DegradeLevel(below_percent=bound),), hysteresis_percent=band)
-    below = section.levels[0].below
+    section = DegradeSection(
+        pressure_levels=(DegradeLevel(below_percent=bound),), hysteresis_percent=band
+    )
+    below = section.pressure_levels[0].below
     top = min(1.0, below + section.hysteresis)
     inside_or_above = [below + place * (top - below) for place in places]
     for start in (0.0, 1.0):
@@ -114,7 +116,7 @@ def test_the_smallest_level_above_the_headroom_holds_or_a_stricter_one(
     pressure = PressureController(section)
     for headroom in history:
         number = pressure.update(headroom)
-        entered = [level for level in section.levels if headroom < level.below]
+        entered = [level for level in section.pressure_levels if headroom < level.below]
         held = level_at(section, number)
         if entered:
             assert held is not None

@@ -22,7 +22,7 @@ Serve = Callable[..., AbstractAsyncContextManager[Any]]
 LEVEL = DegradeLevel(below_percent=5, max_output_tokens=512, max_temperature=0.5, max_top_p=0.7)
 DEGRADE = DegradeSection(
     hysteresis_percent=5,
-    levels=(
+    pressure_levels=(
         DegradeLevel(below_percent=95, max_output_tokens=150, max_top_p=0.9),
         DegradeLevel(below_percent=89, max_output_tokens=12, max_temperature=0.0, max_top_p=0.7),
     ),

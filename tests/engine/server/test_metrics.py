@@ -241,7 +241,7 @@ def test_degraded_requests_are_counted_by_what_was_lowered(
 ) -> None:
     """Any request at all is pressure here."""
     level = DegradeLevel(below_percent=100, max_output_tokens=5, max_temperature=0.0)
-    degrade = DegradeSection(levels=(level,))
+    degrade = DegradeSection(pressure_levels=(level,))
     port = free_port()
     server = msgspec.structs.replace(config.server, metrics_port=port)
     pressed = msgspec.structs.replace(config, server=server, degrade=degrade)

@@ -71,7 +71,7 @@ def put(node: dict[str, Any], steps: list[str], value: Any) -> None:
         node[steps[-1]] = value
 
 
-LEVELS = "degrade.levels"
+LEVELS = "degrade.pressureLevels"
 MILD, STRICT = {"belowPercent": 50}, {"belowPercent": 10}
 TENANTS = {"secretName": "keys"}
 STEP = {"service": "small"}
@@ -217,7 +217,9 @@ FORMS = [
         "spec.router.podTemplate.spec.containers[0].env[0].name",
         "required field is missing",
     ),
-    Wrong({LEVELS: [{}]}, "spec.degrade.levels[0].belowPercent", "required field is missing"),
+    Wrong(
+        {LEVELS: [{}]}, "spec.degrade.pressureLevels[0].belowPercent", "required field is missing"
+    ),
     Wrong(
         {SINGLE + "podTemplate.spec.volumes": [{"emptyDir": {}}]},
         "spec.pools.single.podTemplate.spec.volumes[0].name",
@@ -486,7 +488,7 @@ RULES = [
     rule("limits.totalTimeout", "totalTimeout must be at most 24h", value="24h1s"),
     rule("limits.stepDeadline", "stepDeadline must be at least 1s", value="10ms"),
     rule("streaming.coalesceWindow", "coalesceWindow must be at most 1s", value="2s"),
-    rule(LEVELS, "levels must differ in belowPercent", value=[MILD, MILD]),
+    rule(LEVELS, "pressureLevels must differ in belowPercent", value=[MILD, MILD]),
     rule(
         LEVELS,
         "must not allow longer outputs",
@@ -543,15 +545,15 @@ RULES = [
         {"tenants": TENANTS | {"named": [{"name": "a", "priority": 5, "maxPriority": 1}]}},
     ),
     rule("tickets.ttl", "ttl must be from 100ms", {"tickets": {"secretName": "t", "ttl": "2m"}}),
-    rule("degrade.levels[0].maxTopP", "from 0.01 to 1", {LEVELS: [MILD | {"maxTopP": 0}]}),
+    rule("degrade.pressureLevels[0].maxTopP", "from 0.01 to 1", {LEVELS: [MILD | {"maxTopP": 0}]}),
     rule(
-        "degrade.levels[0].maxTemperature",
+        "degrade.pressureLevels[0].maxTemperature",
         "at most 2",
         {LEVELS: [MILD | {"maxTemperature": "2.5"}]},
     ),
-    rule("tenants.defaults.weight", "from 0.01 to 100", HEAVY),
-    rule("tenants.defaults.tokensPerSecond", "must be at least 0.1", PACE),
-    rule("streaming.tokensPerSecond", "at most 100000", value="100000.5"),
+    Wrong(HEAVY, "spec.tenants.defaults.weight", "a number from 0.01 to 100"),
+    Wrong(PACE, "spec.tenants.defaults.tokensPerSecond", "a number of at least 0.1"),
+    form("streaming.tokensPerSecond", "100000.5", "a number of at most 100000"),
     rule("slo.errorPercent", "errorPercent must be at most 100", value=101),
     rule("rollout.thresholds.errorPercent", "errorPercent must be at most 100", value="100.1"),
     rule(

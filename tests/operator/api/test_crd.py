@@ -1,7 +1,9 @@
 """The CRD is one that a real API server takes, and says the same as the operator's own types."""
 
+import re
 import typing
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import kubernetes_validate
 import msgspec
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ullage_common.process.config_file import Strict
 from ullage_operator.api import schema, spec
@@ -58,6 +62,33 @@ def test_no_field_of_0_1_0_has_another_type_under_its_name() -> None:
         if path in now and now[path] not in (kind, "int-or-string")
     }
     assert changed == {}
+
+
+def test_no_rule_reads_a_fraction_that_0_1_0_stored_under_its_name() -> None:
+    """The API server cannot evaluate it, and then refuses every write to the object."""
+    fractions = [path for path, kind in STORED_TYPES.items() if kind == "number"]
+    now = {path.removeprefix("."): node for path, node in NODES.items()}
+    ruled = [path for path in fractions if "x-kubernetes-validations" in now.get(path, {})]
+    assert ruled == []
+
+
+DECIMALS = {
+    "spec.tenants.defaults.weight": (Decimal("0.01"), Decimal(100)),
+    "spec.tenants.defaults.tokensPerSecond": (Decimal("0.1"), Decimal("999999999.999999")),
+    "spec.streaming.tokensPerSecond": (Decimal(0), Decimal(100000)),
+}
+
+
+@pytest.mark.parametrize("path", DECIMALS)
+@given(
+    st.decimals(0, 200_000, places=6)
+    | st.decimals(0, 2, places=3)
+    | st.sampled_from([*map(Decimal, ("0.01", "0.1", "100", "100.0", "100000", "0.009999"))])
+)
+def test_patterns_of_decimals_are_their_bounds(path: str, value: Decimal) -> None:
+    low, high = DECIMALS[path]
+    pattern = NODES[f".{path}"]["pattern"]
+    assert bool(re.search(pattern, f"{value:f}")) is (low <= value <= high)
 
 
 def type_of(node: dict[str, Any]) -> str:

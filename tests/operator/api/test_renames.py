@@ -114,7 +114,7 @@ NEW: dict[str, Any] = {
     "degrade": {
         "hysteresisPercent": 10,
         "throttling": {"batchStepPercent": 50, "minBatchPercent": 30},
-        "levels": [
+        "pressureLevels": [
             {"belowPercent": 20, "batchPercent": 75, "maxTemperature": "0.7", "maxTopP": "0.9"}
         ],
     },
@@ -137,12 +137,13 @@ def test_every_field_of_0_1_0_has_its_form_of_today(manifest: Make) -> None:
 
 
 def test_the_definition_has_what_the_table_names_and_nothing_that_it_replaces() -> None:
+    lists = {"levels": "pressureLevels"}
     for rename in RENAMES:
         *above, name = rename.old.split(".")
         section: dict[str, Any] = DEFINITION
         for step in above:
             key = {"*": "additionalProperties", "[]": "items"}.get(step)
-            section = section[key] if key else section["properties"][step]
+            section = section[key] if key else section["properties"][lists.get(step, step)]
         first = rename.new.partition(".")[0]
         assert not first or first in section["properties"], rename
         assert name == first or name not in section["properties"], rename
@@ -159,7 +160,7 @@ def test_the_definition_has_what_the_table_names_and_nothing_that_it_replaces() 
         ),
         (
             {"degrade": {"levels": [{"below": 0.5}]}},
-            "spec.degrade.levels[0].below: unknown field; write belowPercent: 50 instead",
+            "spec.degrade.levels: unknown field; write pressureLevels instead",
         ),
         (
             {"router": {"nodeSelector": {"a": "b"}}},

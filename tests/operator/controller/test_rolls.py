@@ -105,7 +105,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"allowFaultInjection": True}, ENGINES),
     ({"batching": {"decodeWindow": "1ms"}}, ENGINES),
     ({"batching": {"maxSequences": 8}}, ENGINES),
-    ({"degrade": {"levels": []}}, ENGINES),
+    ({"degrade": {"pressureLevels": []}}, ENGINES),
     ({"limits": {"stepDeadline": "20s"}}, ENGINES),
     ({"memory": {"maxKV": "1Gi"}}, ENGINES),
     ({"memory": {"sessionKVLimit": "1Gi"}}, ENGINES),

@@ -411,6 +411,7 @@ def test_a_release_that_was_kept_in_the_form_of_0_1_0_is_no_change() -> None:
             memory["adapterShare"] = memory.pop("adapterPercent") / 100
         degrade = release["degrade"]
         degrade["hysteresis"] = degrade.pop("hysteresisPercent") / 100
+        degrade["levels"] = degrade.pop("pressureLevels")
         for level in degrade["levels"]:
             level["below"] = level.pop("belowPercent") / 100
             percent = level.pop("batchPercent")

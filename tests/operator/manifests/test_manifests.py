@@ -129,11 +129,11 @@ def test_engines_read_the_levels_of_degrading(make_plan: MakePlan) -> None:
     ]
     heat = {"enabled": False, "powerCap": True, "after": "1m", "minBatchPercent": 50}
     wanted = {"changeSampling": False, "hysteresisPercent": 10, "throttling": heat}
-    plan = make_plan(degrade=wanted | {"levels": levels})
+    plan = make_plan(degrade=wanted | {"pressureLevels": levels})
     assert engine_config(plan).degrade == DegradeSection(
         change_sampling=False,
         hysteresis_percent=10,
-        levels=(
+        pressure_levels=(
             DegradeLevel(below_percent=40, max_output_tokens=99),
             DegradeLevel(below_percent=0, max_temperature=0, max_top_p=0.5, batch_percent=100),
         ),
@@ -153,18 +153,21 @@ def test_degrading_is_on_by_default_and_can_be_turned_off(make_plan: MakePlan) -
         assert said == sorted(said, reverse=True)
         assert None not in values[len(values) - len(said) :], "a stricter level forgets it"
     assert min(level.max_output_tokens or 0 for level in ordered) >= 512
-    assert engine_config(make_plan(degrade={"levels": []})).degrade.levels == ()
+    assert engine_config(make_plan(degrade={"pressureLevels": []})).degrade.pressure_levels == ()
 
 
 @pytest.mark.parametrize(
     ("degrade", "words"),
     [
-        ({"levels": [{"belowPercent": 20}, {"belowPercent": 20}]}, "levels must differ in below"),
-        ({"levels": [{"belowPercent": 150}]}, "below"),
-        ({"levels": [{"belowPercent": 50, "batchPercent": 0}]}, "batchPercent"),
-        ({"levels": [{"maxTopP": "0.5"}]}, "belowPercent"),
+        (
+            {"pressureLevels": [{"belowPercent": 20}, {"belowPercent": 20}]},
+            "pressureLevels must differ in below",
+        ),
+        ({"pressureLevels": [{"belowPercent": 150}]}, "below"),
+        ({"pressureLevels": [{"belowPercent": 50, "batchPercent": 0}]}, "batchPercent"),
+        ({"pressureLevels": [{"maxTopP": "0.5"}]}, "belowPercent"),
         ({"hysteresisPercent": 90}, "hysteresis"),
-        ({"levels": [{"belowPercent": 50, "temperature": 0}]}, "temperature"),
+        ({"pressureLevels": [{"belowPercent": 50, "temperature": 0}]}, "temperature"),
     ],
 )
 def test_wrong_levels_are_refused(make_plan: MakePlan, degrade: dict[str, Any], words: str) -> None:

@@ -17,7 +17,10 @@ def test_a_pressure_event(
     worker = start_worker(
         model={"dtype": "bfloat16", "max_model_len": 256},
         memory={"max_kv": 64 * BLOCK_BYTES},
-        degrade={"hysteresis_percent": 10, "levels": [{"below_percent": 70, "batch_percent": 25}]},
+        degrade={
+            "hysteresis_percent": 10,
+            "pressure_levels": [{"below_percent": 70, "batch_percent": 25}],
+        },
     )
     assert worker.state.pressure_level == 0
     for i in range(6):
