@@ -17,6 +17,7 @@ from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import (
     NO_DECISIONS,
+    SCALED_OBJECT,
     ScalingDecisions,
     canary_places,
     left_to_others,
@@ -88,11 +89,13 @@ from ullage_operator.healing import (
 from ullage_operator.manifests.exposure import exposure_objects, route_condition
 from ullage_operator.manifests.fetch_job import fetch_job, fetch_policy
 from ullage_operator.manifests.manifests import (
+    KEDA_PAUSED,
     engine_objects,
     followers,
     pool_objects,
     router_objects,
     scaler_objects,
+    with_pause,
     without_replicas,
 )
 from ullage_operator.manifests.monitoring import monitoring_objects
@@ -269,7 +272,10 @@ def plan_sizes(service: Service, observed: Observed, settings: Settings) -> Serv
     rollout = RolloutPlan(state, service, service, tuple(tried), weight, is_known=False)
     healing = restart_decision(service, observed)
     status = status_of(service, rollout, observed, healing)
-    sizes = resized_engines(service, service.spec.pools, observed)
+    sizes = [
+        *resized_engines(service, service.spec.pools, observed),
+        *paused_scalers(service, observed),
+    ]
     recheck_s = min(_recheck_times_s(service, healing, observed), default=None)
     return ServicePlan(tuple(sizes), (), status, rollout, healing, recheck_s)
 
@@ -350,6 +356,7 @@ def wanted_objects(
     else:
         objects = engine_objects(service, settings)
         objects += resized_engines(service, service.spec.pools, observed)
+        objects += paused_scalers(service, observed)
     objects += left_to_router_scaler(service, routers.objects, observed)
     objects += exposure_objects(service, observed.serves)
     objects += fetch_objects(service, observed, settings)
@@ -473,6 +480,20 @@ def resized_engines(
             if present != (size, missing, is_stopped):
                 resized_sets.append(resized(live, size, missing, is_stopped))
     return resized_sets
+
+
+def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
+    """Return KEDA's objects as they are, where only a stop is to begin or to end."""
+    scalers = []
+    for name in service.spec.pools:
+        key = ObjectKey(SCALED_OBJECT, naming.pool_name(service.name, name))
+        live = observed.objects.get(key)
+        if live is None:
+            continue
+        annotations = live["metadata"].get("annotations") or {}
+        if (KEDA_PAUSED in annotations) is not service.spec.stop:
+            scalers.append(with_pause(live, service.spec.stop))
+    return scalers
 
 
 def outdated_followers(

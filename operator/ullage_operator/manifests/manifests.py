@@ -424,6 +424,17 @@ def scaler_objects(
     return []
 
 
+def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
+    """Return what to apply to a live ScaledObject of which only the pause is to change."""
+    kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
+    meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
+    annotations = dict(meta.get("annotations") or {})
+    annotations.pop(KEDA_PAUSED, None)
+    if is_stopped:
+        annotations[KEDA_PAUSED] = "0"
+    return {**live, "metadata": meta | {"annotations": annotations}}
+
+
 def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
     """Return the manifests, those of one kind without the number of pods, which somebody else
     sets."""

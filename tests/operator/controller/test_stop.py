@@ -155,6 +155,21 @@ def test_an_invalid_edit_starts_nothing_that_was_stopped(manifest: Make) -> None
     assert plan_standing(stands, observed, Settings()).apply == ()
 
 
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_keda_is_paused_where_nothing_else_is_known(manifest: Make, is_stopped: bool) -> None:
+    live = as_live(planned(manifest(pools=POOLS, stop=not is_stopped), []))
+    for item in live:
+        item.setdefault("data", {}).pop("spec.json", None)
+    wrong = manifest(pools=POOLS, stop=is_stopped)
+    wrong["spec"]["limits"] = {"requestTimeout": "never"}
+    observed = Observed(now=NOW, objects={key_of(item): item for item in live})
+    stands = standing(wrong, read(wrong, Settings()), observed, Settings())
+    assert stands is not None and stands.is_partial
+    applied = plan_standing(stands, observed, Settings()).apply
+    [scaler] = [item for item in applied if item["kind"] == "ScaledObject"]
+    assert (scaler["metadata"]["annotations"] == PAUSED) is is_stopped
+
+
 def test_a_local_run_names_the_field(manifest: Make) -> None:
     with pytest.raises(LocalFailure, match=r"spec\.stop: the service is stopped; set it to false"):
         check_service(parse(manifest(stop=True)), has_vllm=True)
