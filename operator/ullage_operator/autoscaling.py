@@ -1,12 +1,12 @@
-"""Decides how many engines a pool should have, and words the decision for a service's objects and
+"""Decides the number of engines of each pool, and words the decision for a service's objects and
 status. Pure.
 
     decide_replicas(policy, history, load, current, now) -> ScalingDecision, ScalingHistory
 
-The need is the memory that predictions claim, in use or waited for, divided by what an engine
-offers at the target utilisation. Where requests wait too long, or first tokens come too late, at a
-utilisation below the target, that lower utilisation is the target for a while. Spares are added,
-and the bounds are applied last.
+The need is the memory that predictions claim, in use or waited for, divided by the memory that an
+engine offers at the target utilisation. Where requests wait too long, or first tokens come too
+late, at a utilisation below the target, that lower utilisation is the target for a while. Spares
+are added, and the bounds are applied last.
 
 A pool is scaled up at once and down after a window: the highest number that was suggested within
 the window holds, as in the HorizontalPodAutoscaler. A pool that may sleep is scaled to zero after a
@@ -244,7 +244,7 @@ def _window(
 def _stabilised(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """The suggestion as far as the whole window agrees with its direction."""
+    """Return the desired number, limited to the change on which the whole window agrees."""
     if desired > current:
         return max(current, min(m.replicas for m in history.lows))
     return min(current, max(m.replicas for m in history.highs))
@@ -253,7 +253,7 @@ def _stabilised(
 def _limited(
     policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
 ) -> int:
-    """Limits the number to one step away from that at the beginning of the period."""
+    """Return the desired number, limited to one step from that at the start of the period."""
     pace = policy.scale_up if desired > current else policy.scale_down
     sign = 1 if desired > current else -1
     done = sum(m.replicas for m in history.changes if m.at > now - pace.period)
@@ -265,7 +265,7 @@ def _limited(
 
 
 def _bounded(policy: AutoscalingSpec, replicas: int) -> int:
-    """Applies the bounds, which hold whatever else does; only an idle pool has no engine."""
+    """Return the number within the bounds of the pool; only an idle pool has no engine."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas), 1)
     return min(policy.max_replicas, max(least, replicas))
 
@@ -391,13 +391,13 @@ def may_sleep(pool: PoolSpec) -> bool:
 
 
 def live_replicas(live: Object | None) -> int | None:
-    """Return how many engines a StatefulSet's pool has, those included that a canary has the place
-    of; None where there is no StatefulSet."""
+    """Return a pool's number of engines, including those that a canary replaces; None without a
+    StatefulSet."""
     return None if live is None else int(live["spec"].get("replicas", 1)) + canary_places(live)
 
 
 def canary_places(live: Object) -> int:
-    """Return how many of a pool's engines are missing because a canary has their place."""
+    """Return the number of a pool's engines that a canary replaces."""
     annotations = live.get("metadata", {}).get("annotations") or {}
     return int(annotations.get(naming.CANARY_PLACES, 0))
 
@@ -419,15 +419,15 @@ def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None)
 def with_replicas(
     service: Service, objects: Mapping[Any, Object], decided: ScalingDecisions
 ) -> Service:
-    """Return the service with the numbers of engines and routers of this moment.
+    """Return the service with the current numbers of engines and routers.
 
     Args:
-        objects: live ones by (kind, name).
+        objects: live objects by (kind, name).
     """
     pools = {}
     for name, pool in service.spec.pools.items():
         present = objects.get(("StatefulSet", naming.pool_name(service.name, name)))
-        # A pool that comes back from a stop begins as a new one.
+        # A pool that starts again after a stop is sized like a new one.
         live = None if was_stopped(present) else live_replicas(present)
         number = 0 if service.spec.stop else replicas(pool, decided.pools.get(name), live)
         pools[name] = msgspec.structs.replace(pool, replicas=number)
@@ -440,8 +440,10 @@ def with_replicas(
 
 
 def router_replicas(router: RouterSpec, live: Object | None) -> int:
-    """Return how many routers there are to be now: as many as there are, within the bounds, where
-    a HorizontalPodAutoscaler decides."""
+    """Return the desired number of routers.
+
+    Under a HorizontalPodAutoscaler it is the live number, within the bounds.
+    """
     scaling = router.autoscaling
     if scaling is None:
         return router.replicas
@@ -450,10 +452,10 @@ def router_replicas(router: RouterSpec, live: Object | None) -> int:
 
 
 def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False) -> dict[str, Any]:
-    """Return what to apply to a workload of which only the number of pods is to change.
+    """Return the manifest that changes only the number of pods of a live workload.
 
     Args:
-        places: how many of that number a canary has the place of.
+        places: how many of these pods a canary replaces.
         is_stopped: whether the number is 0 because its service is stopped.
     """
     kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
@@ -467,24 +469,26 @@ def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False
 
 
 def places_annotation(places: int) -> dict[str, str]:
-    """Return the annotation by which `live_replicas` finds how many engines a canary replaces."""
+    """Return the annotation from which `live_replicas` reads how many engines a canary replaces."""
     return {naming.CANARY_PLACES: str(places)} if places else {}
 
 
 def stop_annotation(is_stopped: bool) -> dict[str, str]:
-    """Return the annotation by which `was_stopped` knows a StatefulSet."""
+    """Return the annotation by which `was_stopped` recognises a StatefulSet."""
     return {naming.STOPPED: "true"} if is_stopped else {}
 
 
 def was_stopped(live: Object | None) -> bool:
-    """Whether a StatefulSet has no pods because its service was stopped when it was applied."""
+    """Return whether a StatefulSet was scaled to zero because its service was stopped."""
     annotations = (live or {}).get("metadata", {}).get("annotations") or {}
     return naming.STOPPED in annotations
 
 
 def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False) -> bool:
-    """Whether somebody else writes the StatefulSet's replicas: once it exists, and neither is
-    stopped nor comes back from that."""
+    """Return whether another controller sets the StatefulSet's replicas.
+
+    KEDA does once the StatefulSet exists, unless the service is stopped or was until now.
+    """
     is_held = is_stopped or was_stopped(live)
     return provider_of(pool) == KEDA and live is not None and not is_held
 
@@ -514,7 +518,7 @@ def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -
 def scaling_condition(
     service: Service, decided: ScalingDecisions, serves: Collection[str]
 ) -> list[Condition]:
-    """The condition ScalingActive, of services that scale by themselves."""
+    """Return the condition ScalingActive; none for a service that does not scale itself."""
     providers = {name: provider_of(pool) for name, pool in service.spec.pools.items()}
     by = {each for each in providers.values() if each}
     if not by or service.spec.stop:
@@ -538,7 +542,7 @@ def scaling_condition(
 
 
 def own_policies(service: Service) -> dict[str, AutoscalingSpec]:
-    """The pools that the operator itself scales; none of a service that is stopped."""
+    """Return the policies of pools that the operator itself scales; none of a stopped service."""
     if service.spec.stop:
         return {}
     scaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}

@@ -2,8 +2,8 @@
 restarts for the status, conditions and Events. Pure.
 
 The engine's own supervisor restarts workers, and the kubelet restarts containers that end or fail
-their liveness probe. What neither covers is a pod that started, no longer serves, and stays like
-that: it is deleted, so that its StatefulSet creates another. Restarts are bounded: by a budget an
+their liveness probe. Neither helps a pod that started, no longer serves, and stays like that: the
+operator deletes it, so that its StatefulSet creates another. Restarts are bounded: by a budget an
 hour, by a backoff that doubles, by one pod of a pool at a time, and the last pod that serves is
 never deleted.
 
@@ -49,7 +49,7 @@ FORCE_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePod:
-    """An engine's pod, as healing sees it."""
+    """An engine pod with the fields that healing reads."""
 
     name: str
     uid: str
@@ -93,7 +93,7 @@ class Restart:
     by_force: bool = False
     """Kubernetes forgets it without its node's word; costs no budget."""
     grace_s: int | None = None
-    """Seconds that the pod has to end; None: as many as it drains in."""
+    """Grace period of the deletion in seconds; None: the time that the pod drains in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def _decide_for_pool(
 
 
 def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
-    """Returns the restart that a pod needs; None while it starts, ends or serves."""
+    """Return the restart that a pod needs; None while it starts, ends or serves."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
@@ -204,7 +204,7 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
 
 
 def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
-    """Seconds until a pod that does not serve may be due for a restart; None if it serves."""
+    """Return the seconds until a pod may be due for a restart; None if it serves."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
@@ -265,7 +265,7 @@ def _soonest(waits: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """Reports of one engine, with ages in seconds that the operator itself was running."""
+    """Reports of one engine, with ages in seconds of the operator's own running time."""
 
     pool: str
     report: headroom_pb2.Headroom | None = None
@@ -372,7 +372,7 @@ _UNKNOWN = EngineHealth(pool="")
 
 
 def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTarget]:
-    """Engines whose headroom to follow, by uid: those that have started and do not end."""
+    """Return the started engines whose headroom to follow, by uid."""
     return {
         pod["metadata"]["uid"]: EngineTarget(
             pool_of(pod),
@@ -459,7 +459,7 @@ def node_wait_s(pod: Pod, now: datetime) -> float | None:
 def _doubtful_in_s(pod: Pod, now: datetime) -> float | None:
     if ends := parse_time(pod["metadata"].get("deletionTimestamp")):
         return max(0.0, (ends - now).total_seconds())
-    # A follower is not ready while its group loads, which says nothing of its node.
+    # A follower is not ready while its group loads, which is no sign of a bad node.
     if has_started(pod) and not is_ready(pod) and not is_follower(pod):
         return max(0.0, DOUBT_AFTER_S - _since(ready_since(pod), now))
     return None

@@ -121,11 +121,11 @@ def controller_options(options: argparse.Namespace, defaults: Options) -> Option
 
 
 def main(arguments: Sequence[str] | None = None, defaults: Options | None = None) -> int:
-    """Runs the operator until it is told to end.
+    """Run the operator until a signal ends it.
 
     Args:
         arguments: the command line; by default the process's own.
-        defaults: what no argument sets.
+        defaults: values of options that no argument sets.
     """
     options = arguments_parser().parse_args(arguments)
     settings = Settings.from_env(os.environ)

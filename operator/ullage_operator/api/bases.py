@@ -1,8 +1,8 @@
-"""What services share: the spec of an LLMServiceBase, laid under a service's own. Pure.
+"""LLMServiceBases: specs that several services share, laid under their own. Pure.
 
-An API server has filled in a service's defaults before anybody reads it, so what a service leaves
-out looks like what it sets to the default. Both count as not said: there a base decides. Bases have
-no defaults, so among them the last that says a field decides, whatever it says.
+An API server fills in a service's defaults before the operator reads it, so a field that was left
+out looks like one that was set to its default. Both count as unset, and there a base decides. Bases
+have no defaults: the last base that sets a field decides, whatever the value.
 """
 
 import copy
@@ -31,29 +31,29 @@ class Bases:
     specs: Mapping[str, Spec] = field(default_factory=dict)
     """Specs by the names of the bases."""
     remedy: str = "create it, or leave it out"
-    """What to do about a base that is not among them."""
+    """Remedy for a base that is missing."""
 
 
 NO_BASES = Bases()
 
 
 def base_names(spec: Any) -> list[str]:
-    """Return the names of the bases of a spec, as far as they can be read."""
+    """Return the readable names of the bases that a spec refers to."""
     refs = spec.get(FIELD) if isinstance(spec, Mapping) else None
     names = [ref.get("name") for ref in refs or () if isinstance(ref, Mapping)]
     return [name for name in names if isinstance(name, str)]
 
 
 def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
-    """Return a spec over its bases, with all defaults.
+    """Return a spec merged over its bases, with all defaults filled in.
 
     Args:
-        definition: of the whole LLMService.
-        name: of the service.
-        spec: the service's own, with its defaults.
+        definition: the schema of a whole LLMService.
+        name: the name of the service.
+        spec: the service's own spec, with its defaults.
 
     Raises:
-        InvalidManifest: a base is not there, or what comes of them is no valid spec.
+        InvalidManifest: a base is missing, or the merged spec is invalid.
     """
     names = base_names(spec)
     if missing := [*_missing(names, bases)]:
@@ -66,7 +66,7 @@ def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
     whole: Spec = copy.deepcopy(merged(section, spec, shared, has_defaults=True))
     schema.fill(section, whole)
 
-    # No API server has seen what comes of them, so all is asked that one would ask.
+    # No API server has validated the merged spec, so every check of one runs here.
     manifest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": whole}
     if problems := schema.problems_of(definition, manifest):
         raise InvalidManifest([_with_origin(each, names, bases) for each in problems])
@@ -74,11 +74,10 @@ def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
 
 
 def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str]:
-    """Return the fields that a manifest sets to their default though one of its bases sets them to
-    something else, which decides.
+    """Return the paths of fields that a manifest sets to their default and a base overrides.
 
     Args:
-        spec: as it was written, without defaults.
+        spec: the spec as written, without defaults.
     """
     section = definition["properties"]["spec"]
     shared: Spec = {}
@@ -88,13 +87,16 @@ def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str
 
 
 _ITS_OWN = frozenset({FIELD, "replicas", "stop"})
-"""Fields that are a service's alone: `kubectl scale` and `stop` would be undone by a base, since a
-default counts as not said."""
+"""Fields that a base cannot set: it would undo `kubectl scale` and `stop`, since a default counts
+as unset."""
 
 
 def base_schema(definition: Schema) -> Schema:
-    """Return the schema of a base's spec: a service's without defaults, without what is required
-    of a whole one, and without rules about several fields."""
+    """Return the schema of a base's spec.
+
+    It is the schema of a service's spec without defaults, required fields and rules on several
+    fields.
+    """
     section = dict(definition["properties"]["spec"])
     fields = {name: each for name, each in section["properties"].items() if name not in _ITS_OWN}
     optional = _optional(section | {"properties": fields})
@@ -105,7 +107,7 @@ def _optional(node: Schema, is_item: bool = False) -> dict[str, Any]:
     kept = {name: value for name, value in node.items() if name != "default"}
     if "properties" in node or node.get("type") in ("object", "array"):
         kept.pop(_RULES, None)
-    if not is_item:  # of a list's items the keys stay, by which they are told apart
+    if not is_item:  # items of lists keep their keys, which distinguish them
         kept.pop("required", None)
     kept.pop("minProperties", None)
     if "properties" in node:
@@ -118,7 +120,7 @@ def _optional(node: Schema, is_item: bool = False) -> dict[str, Any]:
 
 
 def base_problems(definition: Schema, manifest: Any) -> list[Problem]:
-    """Return what an API server would refuse of a base."""
+    """Return the problems for which an API server would refuse a base."""
     if problems := [*schema.identity(manifest, BASE.name)]:
         return problems
     whole = {
@@ -139,7 +141,7 @@ def _missing(names: Sequence[str], bases: Bases) -> Iterator[Problem]:
 
 
 def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Problem:
-    """Return a problem that names the base which says something of that section."""
+    """Return a problem with the names of the bases that set a field of its section."""
     section = problem.path.removeprefix("spec.").partition(".")[0].partition("[")[0]
     saying = [name for name in names if section in bases.specs[name]]
     if not saying:
@@ -149,16 +151,16 @@ def _with_origin(problem: Problem, names: Sequence[str], bases: Bases) -> Proble
 
 
 def merged(node: Schema, over: Any, under: Any, *, has_defaults: bool) -> Any:
-    """Return a value laid over another.
+    """Return a value merged over another.
 
     Args:
-        has_defaults: whether `over` may have defaults that nobody has said.
+        has_defaults: whether `over` may have defaults that the API server filled in.
     """
     if isinstance(over, Mapping) and isinstance(under, Mapping):
-        known = schema.fields(node, {**under, **over})
+        fields = schema.fields(node, {**under, **over})
         result = dict(over)
         for name, value in under.items():
-            each = known.get(name, {})
+            each = fields.get(name, {})
             if name not in over or (has_defaults and is_default(each, over[name])):
                 result[name] = value
             else:
@@ -172,7 +174,8 @@ def _merged_field(name: str, node: Schema, over: Any, under: Any, has_defaults: 
     if not keys or not isinstance(over, list) or not isinstance(under, list):
         return merged(node, over, under, has_defaults=has_defaults)
 
-    key, item = keys[0], node.get("items", {})
+    key = keys[0]
+    item = node.get("items", {})
     below = {each.get(key): each for each in under}
     items = [
         merged(item, each, below[each.get(key)], has_defaults=has_defaults)
@@ -185,7 +188,7 @@ def _merged_field(name: str, node: Schema, over: Any, under: Any, has_defaults: 
 
 
 def is_default(node: Schema, value: Any) -> bool:
-    """Whether a value is what an API server fills in where nothing is said."""
+    """Return whether a value is the schema's default."""
     if "default" not in node:
         return False
     default = copy.deepcopy(node["default"])

@@ -69,7 +69,7 @@ CLAIM_ROOT = "/models"
 
 ENGINE_CONFIG = "engine.yaml"
 ADAPTERS_FILE = "adapters.yaml"
-"""Of all engines of a service; read again whenever it changes."""
+"""File with the LoRA adapters, which all engines read again whenever it changes."""
 ROUTER_CONFIG = "router.yaml"
 ROLLOUT_FILE = "rollout.yaml"
 """Beside the router's configuration; read again whenever it changes."""
@@ -103,10 +103,11 @@ def pool_name(service: str, pool: str) -> str:
 
 
 def canary_pool(pool: str) -> str:
-    """What a pool's canary is called wherever a pool is.
+    """Return the name of a pool's canary, which takes the pool's place in names and labels.
 
-    No pool's name has a dash, and none is `next`: pool `next` of service `chat-single` would have
-    the objects of the canary of pool `single` of `chat`.
+    The name is unambiguous because no pool has a dash in its name or is called `next`. Otherwise
+    pool `next` of service `chat-single` would share object names with the canary of pool `single`
+    of `chat`.
     """
     return f"{pool}{_CANARY}"
 
@@ -137,28 +138,31 @@ def rollout_name(service: str) -> str:
 
 
 def engine_name(service: str) -> str:
-    """What all engine pods share: ServiceAccount, NetworkPolicy, PodMonitor, and the ConfigMap with
-    their LoRA adapters."""
+    """Return the name of the objects that all engine pods share.
+
+    They are the ServiceAccount, the NetworkPolicy, the PodMonitor, and the ConfigMap with the LoRA
+    adapters.
+    """
     return f"{service}-engine"
 
 
 def fetcher_name(service: str) -> str:
-    """The NetworkPolicy of the pods that fetch models into shared claims."""
+    """Return the name of the NetworkPolicy for pods that fetch models into shared claims."""
     return f"{service}-fetcher"
 
 
 def fetch_name(service: str, digest: str) -> str:
-    """A Job that fetches a model into a shared claim."""
+    """Return the name of a Job that fetches a model into a shared claim."""
     return f"{service}-fetch-{digest}"
 
 
 def service_selector(service: str) -> dict[str, str]:
-    """Labels that select the pods of a service; they never change."""
+    """Return the labels that select the pods of a service; they never change."""
     return {"app.kubernetes.io/name": "ullage", "app.kubernetes.io/instance": service}
 
 
 def selector(service: str, component: str, pool: str | None = None) -> dict[str, str]:
-    """Labels that select the pods of a component; they never change."""
+    """Return the labels that select the pods of a component; they never change."""
     labels = service_selector(service) | {"app.kubernetes.io/component": component}
     return labels | ({POOL_LABEL: pool} if pool else {})
 
@@ -173,7 +177,7 @@ def labels(service: str, component: str, version: str, pool: str | None = None) 
 
 
 def operator_selector() -> dict[str, str]:
-    """Labels of the operator's own pods, as the chart sets them, whatever they are called."""
+    """Return the labels of the operator's own pods, which its chart sets."""
     return {
         "app.kubernetes.io/part-of": "ullage",
         "app.kubernetes.io/component": OPERATOR,
@@ -186,7 +190,7 @@ def owned_selector() -> str:
 
 
 def pod_selector() -> str:
-    """Label selector of the pods of all services."""
+    """Return the label selector of the pods of all services."""
     components = ",".join((ENGINE, FETCHER, FOLLOWER, ROUTER))
     return f"app.kubernetes.io/name=ullage,app.kubernetes.io/component in ({components})"
 

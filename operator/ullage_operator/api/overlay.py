@@ -1,5 +1,5 @@
-"""Lays what the operator sets of a pod, and what an older spec says beside its pod template, over
-that template, by the keys that server-side apply merges lists by.
+"""Merges the operator's fields, and those of older specs, into pod templates by the list keys of
+server-side apply.
 """
 
 import posixpath
@@ -13,12 +13,12 @@ Manifest = dict[str, Any]
 
 
 def over_template(given: Mapping[str, Any], own: Manifest) -> Manifest:
-    """Returns the operator's pod template with what else a spec gives to the pods."""
+    """Return the operator's pod template merged over the one of the spec."""
     return laid_over(with_canonical_amounts(given), own)
 
 
 def laid_over(given: Mapping[str, Any], own: Manifest) -> Manifest:
-    """Returns a pod template with what `own` has of it in the place of what it says itself."""
+    """Return a pod template in which the fields of `own` replace those of `given`."""
     return cast(Manifest, _over(given, own))
 
 
@@ -150,8 +150,10 @@ def merge_key(desired: list[Any], live: list[Any]) -> str | None:
 
 
 def with_canonical_amounts(value: Any, name: str = "") -> Any:
-    """Returns a pod template with its quantities as the API server stores them; what is no quantity
-    is left for it to refuse."""
+    """Return a pod template with its quantities as the API server stores them.
+
+    The API server itself refuses text that is no quantity.
+    """
     if isinstance(value, Mapping):
         return {key: with_canonical_amounts(item, key) for key, item in value.items()} | {
             key: {each: _canonical(amount) for each, amount in value[key].items()}

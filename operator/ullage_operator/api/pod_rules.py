@@ -1,8 +1,8 @@
-"""What a pod template of a service may say: an allow-list of what pods are made of, so that a
-field that Kubernetes learns gives nobody more than was meant.
+"""Checks the pod templates of services against an allow-list of pod fields, so that a field that
+Kubernetes adds later is refused until it is listed here.
 
-Pods keep to Pod Security's restricted profile, and have no token of a service account. What the
-profile leaves open, such as images, nodes, Secrets and claims, people may choose.
+Pods keep to Pod Security's restricted profile and get no ServiceAccount token. Users may choose the
+fields that the profile leaves open, such as images, nodes, Secrets and claims.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,7 +111,7 @@ _SYSCTLS = frozenset(
         "net.ipv4.tcp_wmem",
     }
 )
-"""Those that Kubernetes calls safe: no other pod of the node notices them."""
+"""Sysctls that Kubernetes calls safe: they do not affect other pods of the node."""
 _APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 _PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
 _HOOKS = ("postStart", "preStop")
@@ -166,7 +166,7 @@ _POD_SECURITY: Mapping[str, Callable[[Any], bool]] = {
     "supplementalGroupsPolicy": _is_any,
     "sysctls": _is_safe,
 }
-"""What a pod's securityContext may say, by its fields."""
+"""Checks of the values in a pod's securityContext, by field."""
 _CONTAINER_SECURITY: Mapping[str, Callable[[Any], bool]] = {
     **_SAME_FOR_BOTH,
     "allowPrivilegeEscalation": _is(False),
@@ -175,7 +175,7 @@ _CONTAINER_SECURITY: Mapping[str, Callable[[Any], bool]] = {
     "procMount": _is("Default"),
     "readOnlyRootFilesystem": _is_any,
 }
-"""What a container's securityContext may say."""
+"""Checks of the values in a container's securityContext, by field."""
 _POD_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "hostIPC": _is(False),
     "hostNetwork": _is(False),
@@ -194,24 +194,26 @@ _LISTS = {
     "imagePullSecrets": "name",
     "sources": "",
 }
-"""Lists of objects that are looked into, with the field by which they are told apart."""
+"""Lists of objects that are checked, with the field that distinguishes their items."""
 
 
 def template_problems(template: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Yield what a pod template may not say, or says in a form that cannot be read.
+    """Yield the fields of a pod template that are not allowed or cannot be read.
 
     Args:
-        path: where the template stands.
+        path: the path of the template in the manifest.
     """
     metadata = template.get("metadata", {})
     yield from _annotations(metadata.get("annotations", {}), f"{path}.metadata.annotations")
-    spec, at = template.get("spec", {}), f"{path}.spec"
+    spec = template.get("spec", {})
+    at = f"{path}.spec"
     for name, value in spec.items():
         where = f"{at}.{name}"
         if name not in _POD_FIELDS:
             yield Problem(where, f"is no field that pods of a service may have; {_LEAVE_OUT}")
         elif name in _POD_VALUES and not _POD_VALUES[name](value):
             yield _too_much(where, value)
+
     yield from _security(spec, _POD_SECURITY, at)
     yield from _objects(spec, "topologySpreadConstraints", at)[1]
     yield from _objects(spec, "imagePullSecrets", at)[1]
@@ -220,6 +222,7 @@ def template_problems(template: Mapping[str, Any], path: str) -> Iterator[Proble
         yield from problems
         for container in containers:
             yield from _container(container, f"{at}.{kind}[{container['name']}]")
+
     volumes, problems = _objects(spec, "volumes", at)
     yield from problems
     for volume in volumes:
@@ -239,12 +242,14 @@ def _container(container: Mapping[str, Any], path: str) -> Iterator[Problem]:
     yield from _security(container, _CONTAINER_SECURITY, path)
     for kind in ("env", "envFrom", "volumeMounts"):
         yield from _objects(container, kind, path)[1]
+
     ports, problems = _objects(container, "ports", path)
     yield from problems
     for index, port in enumerate(ports):
         for name in port.keys() - _PORT_FIELDS:
             if port[name]:
                 yield _too_much(f"{path}.ports[{index}].{name}", port[name])
+
     hooks = container.get("lifecycle")
     of_hooks = hooks if isinstance(hooks, Mapping) else {}
     handlers = {name: container.get(name) for name in _PROBES}
@@ -262,6 +267,7 @@ def _volume(volume: Mapping[str, Any], path: str) -> Iterator[Problem]:
         if kind == "hostPath":
             remedy += ", or say modelCache.hostPath or memory.tiers.file.hostPath"
         yield Problem(f"{path}.{kind}", f"is no volume that pods of a service may have; {remedy}")
+
     projected = volume.get("projected")
     sources, problems = _objects(projected or {}, "sources", f"{path}.projected")
     yield from problems
@@ -273,7 +279,8 @@ def _volume(volume: Mapping[str, Any], path: str) -> Iterator[Problem]:
 def _security(
     section: Mapping[str, Any], allowed: Mapping[str, Callable[[Any], bool]], path: str
 ) -> Iterator[Problem]:
-    context, path = section.get("securityContext", {}), f"{path}.securityContext"
+    context = section.get("securityContext", {})
+    path = f"{path}.securityContext"
     if not isinstance(context, Mapping):
         yield Problem(path, f"must be an object, not {context!r}")
         return
@@ -283,7 +290,7 @@ def _security(
 
 
 def _objects(section: Any, name: str, path: str) -> tuple[list[Mapping[str, Any]], list[Problem]]:
-    """Return a list of objects that are told apart by a field, and why it is none."""
+    """Return the objects of a list, or the problem that its items have no distinct keys."""
     key = _LISTS[name]
     items = section.get(name, []) if isinstance(section, Mapping) else None
     if isinstance(items, list) and all(isinstance(item, Mapping) for item in items):

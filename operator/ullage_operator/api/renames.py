@@ -1,7 +1,7 @@
-"""Fields of 0.1.0 that have other names or forms now, and documents of 0.1.0 in today's. Pure.
+"""Fields of 0.1.0 with another name or form today, and the conversion of documents of 0.1.0. Pure.
 
 Manifests, the specs that operators keep and the releases that engines run all have the form of a
-spec, so one table reads them all.
+spec, so one table converts all of them.
 """
 
 import copy
@@ -18,7 +18,7 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def _percent(value: Any) -> Any:
-    """Return 85 for 0.85; a share of another form is left to the checks."""
+    """Return 85 for 0.85; leave a share of another form to the checks."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     percent = Decimal(str(value)) * 100
@@ -26,7 +26,7 @@ def _percent(value: Any) -> Any:
 
 
 def _decimal(value: Any) -> Any:
-    """Return "0.5" for 0.5, and whole numbers as they are."""
+    """Return "0.5" for 0.5, and whole numbers unchanged."""
     if isinstance(value, bool) or not isinstance(value, float):
         return value
     return int(value) if value.is_integer() else f"{Decimal(str(value)):f}"
@@ -42,7 +42,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _method(value: Any) -> Any:
-    """Return the way in which turns are summarised: no model writes summaries any more."""
+    """Return the method of summaries that replaces the models of 0.1.0."""
     return "Extractive" if value in ("model", "Model") else value
 
 
@@ -52,7 +52,7 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """One field of 0.1.0."""
+    """A field of 0.1.0, with its name and form of today."""
 
     old: str
     """Path below spec; `*` is any key of a map, `[]` any item of a list."""
@@ -127,7 +127,8 @@ RENAMES: tuple[Rename, ...] = (
     *(Rename(old, new, _seconds) for old, new in _DURATIONS.items()),
     *(Rename(f"pools.*.{old}", new) for old, new in _OF_PODS.items()),
     *(Rename(f"router.{old}", new) for old, new in _OF_PODS.items() if "[engine]" not in new),
-    # After its items: stored ones lack fields that are required now, and have fractions.
+    # The list comes after its items, since stored items lack fields that are required now and
+    # have fractions.
     Rename("degrade.levels", "pressureLevels"),
     Rename("prompts.compress.method", "method", _method),
     Rename("prompts.compress.timeout", ""),
@@ -139,10 +140,10 @@ _MOVED = frozenset(rename for rename in RENAMES if rename.new.startswith("podTem
 
 
 def remedy(path: str, value: Any) -> str:
-    """Return what to write instead of a field of 0.1.0; empty for all others.
+    """Return the replacement for a field of 0.1.0; empty for all other fields.
 
     Args:
-        path: of the field, from `spec` on.
+        path: the path of the field, from `spec` on.
     """
     rename = next((each for each in RENAMES if _matches(each, path)), None)
     if rename is None:
@@ -163,14 +164,14 @@ def _matches(rename: Rename, path: str) -> bool:
 
 
 def _is_kept(rename: Rename) -> bool:
-    """Whether a field has its name still, and only another form."""
+    """Return whether a field keeps its name and only changes its form."""
     return rename.new == rename.old.rpartition(".")[2]
 
 
 def upgraded(
     spec: Mapping[str, Any], definition: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a spec of 0.1.0 in today's names and forms; one of today is returned as it is.
+    """Return a spec of 0.1.0 with today's names and forms; return a spec of today unchanged.
 
     Args:
         definition: of a spec, for words and decimals of the API; None: they stay those of the
@@ -192,7 +193,7 @@ def upgraded(
 def _sections(
     value: Any, steps: Sequence[str], path: str = "spec"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects at a path of a spec, with where each of them is."""
+    """Yield the objects at a path of a spec, each with its own path."""
     if not steps:
         if isinstance(value, dict):
             yield path, value
@@ -215,11 +216,13 @@ def _move(section: dict[str, Any], rename: Rename) -> None:
     is_empty = value is None or value in ([], {})
     if not rename.new or (is_empty and rename in _MOVED):
         return
+
     *above, last = rename.new.replace("containers[engine]", "containers.engine").split(".")
     target = section
     for step in above:
         target = _below(target, step)
-    # Fields that a template has already were there before.
+
+    # Fields that the template already has stay.
     if isinstance(value, dict) and isinstance(target.get(last), dict):
         target[last] |= value
     elif isinstance(value, list) and isinstance(target.get(last), list):
@@ -229,14 +232,14 @@ def _move(section: dict[str, Any], rename: Rename) -> None:
 
 
 def _is_among(item: Any, items: Sequence[Any]) -> bool:
-    """Whether a list has an item of that name, or mounted at that place."""
+    """Return whether a list has an item with the same name or mount path."""
     keys = [key for key in ("name", "mountPath") if isinstance(item, dict) and key in item]
     key = keys[-1] if keys else ""
     return any(isinstance(each, dict) and key and each.get(key) == item[key] for each in items)
 
 
 def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
-    """Return the object at a step, made where it is missing."""
+    """Return the object at a step of a path; create a missing one."""
     containers = section.get("containers") if step == "engine" else None
     if step == "containers":
         section.setdefault("containers", [])
@@ -245,9 +248,9 @@ def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
         for container in containers:
             if isinstance(container, dict) and container.get("name") == step:
                 return container
-        containers.append({"name": step})
-        made: dict[str, Any] = containers[-1]
-        return made
+        added: dict[str, Any] = {"name": step}
+        containers.append(added)
+        return added
     if not isinstance(section.get(step), dict):
         section[step] = {}
     inner: dict[str, Any] = section[step]
@@ -255,7 +258,7 @@ def _below(section: dict[str, Any], step: str) -> dict[str, Any]:
 
 
 def _give_roles(pools: dict[str, Any]) -> None:
-    """Give pools the roles that their names said in 0.1.0, where none has one."""
+    """Give pools the roles that 0.1.0 derived from their names, unless a pool has a role."""
     objects = {name: pool for name, pool in pools.items() if isinstance(pool, dict)}
     if any("role" in pool for pool in objects.values()) or not {"single", "large"} & set(objects):
         return
@@ -273,6 +276,7 @@ def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
         items = [(name, properties.get(name, every)) for name in value]
     elif isinstance(value, list):
         items = [(place, schema.get("items")) for place in range(len(value))]
+
     for key, field in items:
         if not isinstance(field, Mapping):
             continue
@@ -285,12 +289,13 @@ def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
 
 
 def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of 0.1.0 that somebody declared and the API server dropped, by their paths,
-    with their values where these are known.
+    """Return the fields of 0.1.0 that a client declared and the API server dropped.
 
-    An API server drops what its definition does not know, when it reads a stored object, too. What
-    was declared is still in the annotation of `kubectl apply`, or, without the values, in the
-    record of who declares which field by server-side apply.
+    The result maps paths to values, which are None where only the path is known.
+
+    An API server drops fields that its definition does not have, also when it reads a stored
+    object. The annotation of `kubectl apply` still has them; for server-side apply, managedFields
+    has their paths without values.
     """
     metadata = manifest["metadata"]
     text = (metadata.get("annotations") or {}).get(LAST_APPLIED)
@@ -302,16 +307,18 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
             declared = None
         spec = declared.get("spec") if isinstance(declared, dict) else None
         fields |= _old_fields(spec)
+
     for entry in metadata.get("managedFields") or ():
         if entry.get("operation") == "Apply" and not entry.get("subresource"):
             tree = (entry.get("fieldsV1") or {}).get("f:spec")
             fields |= dict.fromkeys(dict(_old_fields(_plain(tree))))
+
     present = dict(_old_fields(manifest.get("spec")))
     return {path: value for path, value in fields.items() if path not in present}
 
 
 def _plain(tree: Any) -> Any:
-    """Return the fields of a record of field ownership, without their values."""
+    """Return the nested field names of a fieldsV1 tree, without its `f:` prefixes."""
     if not isinstance(tree, Mapping):
         return {}
     return {

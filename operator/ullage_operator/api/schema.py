@@ -1,8 +1,8 @@
-"""The CRD is the one source of the API: this module applies it as the API server does, for `ullage
-plan` and `ullage up`, which have no API server.
+"""Applies the CRD as an API server does, for `ullage plan` and `ullage up`, which have none. The
+CRD is the one source of the API.
 
-Order of things: unknown fields are refused (as `kubectl apply` does), nulls are dropped, defaults
-are filled in, the structural schema is checked, and then the CEL rules.
+The steps run in this order: refuse unknown fields (as `kubectl apply` does), drop nulls, fill in
+defaults, check the structural schema, and then check the CEL rules.
 """
 
 import copy
@@ -65,7 +65,7 @@ def load_schema() -> Schema:
 
 
 def complete(schema: Schema, manifest: Any) -> tuple[dict[str, Any], list[Problem]]:
-    """The manifest as the API server would store it, and everything wrong with it."""
+    """Return the manifest as the API server would store it, and all problems with it."""
     problems = [*identity(manifest)]
     if problems:
         return {}, problems
@@ -76,14 +76,14 @@ def complete(schema: Schema, manifest: Any) -> tuple[dict[str, Any], list[Proble
 
 
 def problems_of(schema: Schema, stored: Any) -> list[Problem]:
-    """Return what the schema and its rules refuse of a manifest with its defaults."""
+    """Return the violations of the schema and its rules in a manifest with defaults."""
     broken = [*structure(schema, stored)]
     # Rules may read any field, so they only hold for values that the structure allows.
     return broken or [*rules(schema, stored, "")]
 
 
 def identity(manifest: Any, kind: str = KIND) -> Iterator[Problem]:
-    """Whether this is an object of the kind at all."""
+    """Yield the problems with an object's apiVersion, kind and name."""
     if not isinstance(manifest, dict):
         yield Problem("", f"is not an object but {type(manifest).__name__}; write an {kind}")
         return
@@ -96,7 +96,7 @@ def identity(manifest: Any, kind: str = KIND) -> Iterator[Problem]:
 
 
 def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
-    """Fields that the schema does not know, with the nearest that it does."""
+    """Yield the fields that the schema does not have, each with the nearest known name."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from unknown_fields(schema.get("items", {}), item, f"{path}[{index}]")
@@ -168,15 +168,16 @@ _TYPES: Mapping[str, type] = {
 
 
 def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
-    """Yield the values that are of another type than the schema's, or outside its bounds.
+    """Yield the values of a wrong type or outside the bounds of the schema.
 
-    An API server checks this and more. A definition that was stored before this operator's may
-    have let other values in, which must not stop what the operator does with the rest.
+    An API server checks this and more. An older definition may have accepted other values, which
+    must not stop the operator from carrying out the rest of the spec.
     """
     kind = schema.get("type", "")
     is_amount = bool(schema.get("x-kubernetes-int-or-string"))
     wanted = (int, str) if is_amount else _TYPES.get(kind, object)
     is_bool = isinstance(value, bool) and kind != "boolean"  # which Python takes for a number
+
     if kind or is_amount:
         if is_bool or not isinstance(value, wanted):
             form = expected_form(schema) or f"of type {kind}"
@@ -184,13 +185,16 @@ def misfits(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
             return
         if isinstance(value, int | float) and not is_decimal(schema):
             yield from _out_of_bounds(schema, value, path)
+
         pattern = schema.get("pattern", "")
         if isinstance(value, str) and not re.search(pattern, value):
             form = expected_form(schema) or f"like {pattern}"
             yield Problem(path, f"must be {form}, not {_short(value)}")
+
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from misfits(schema.get("items", {}), item, f"{path}[{index}]")
+
     if isinstance(value, dict):
         for name, field in fields(schema, value).items():
             if name in value:
@@ -241,7 +245,7 @@ def standard(schema: Schema) -> dict[str, Any]:
 
 
 def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
-    """Explains a violation in one sentence: what, the value, what to do."""
+    """Explain a violation in one sentence: the field, its value and the remedy."""
     schema = error.schema if isinstance(error.schema, dict) else {}
     value: Any = error.instance
     limit: Any = error.validator_value
@@ -274,7 +278,7 @@ def explain(error: "jsonschema.ValidationError", path: str) -> Problem:
 
 
 def expected_form(schema: Schema) -> str:
-    """Returns how percentages, quantities and durations are written."""
+    """Return the notation that a schema of percentages, quantities or durations expects."""
     if schema.get("pattern", "").endswith("%$"):
         return "a number such as 2 or a percentage such as 25%"
     if is_decimal(schema):
@@ -289,7 +293,7 @@ def expected_form(schema: Schema) -> str:
 
 
 def is_decimal(schema: Schema) -> bool:
-    """Whether a field takes decimal fractions, which the API writes as text."""
+    """Return whether a field takes decimal fractions, which the API writes as text."""
     return schema.get("pattern") in _DECIMALS
 
 
@@ -298,7 +302,7 @@ def is_positive(schema: Schema) -> bool:
 
 
 def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
-    """What the CEL rules refuse."""
+    """Yield the violations of CEL rules."""
     # A rule about changes is for the API server, which alone sees them.
     checked = [r for r in schema.get("x-kubernetes-validations", ()) if "oldSelf" not in r["rule"]]
     text = json.dumps(value) if checked else ""

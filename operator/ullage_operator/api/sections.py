@@ -1,5 +1,5 @@
-"""The sections of a spec that only the operator reads, and the conversion of Kubernetes quantities
-and Go durations to bytes and seconds.
+"""Sections of a spec that only the operator reads, and the conversion of Kubernetes quantities and
+Go durations to bytes and seconds.
 
 Sections that routers and engines read too are in `ullage_common.config`.
 """
@@ -54,7 +54,7 @@ def scale(suffix: str) -> int:
 
 
 def parse_decimal(value: int | str) -> float:
-    """Return the number of 2 or `0.5`, which the API writes as text: it has no fractions.
+    """Return the number that the API writes as an integer or as text, such as 2 or `0.5`.
 
     Raises:
         ValueError: the text is not such a number.
@@ -65,11 +65,11 @@ def parse_decimal(value: int | str) -> float:
 
 
 _MAX_SECONDS = 100 * 365 * 86400
-"""What longer durations are read as: the definition takes any, and times are computed with them."""
+"""Longest duration; longer ones, which the definition accepts, are read as this one."""
 
 
 def parse_seconds(value: int | str) -> float:
-    """Return the seconds of `10s`, `6ms` or `1m30s`.
+    """Return the seconds of a Go duration such as `10s`, `6ms` or `1m30s`.
 
     Raises:
         ValueError: the text is not such a duration.
@@ -86,7 +86,7 @@ _POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
 
 
 def amount(value: int | str) -> Decimal:
-    """What a quantity of anything says, such as 0.5 of `500m`.
+    """Return the value of a quantity, such as 0.5 for `500m`.
 
     Raises:
         ValueError: the text is not a quantity, `m` for thousandths included.
@@ -100,7 +100,7 @@ def amount(value: int | str) -> Decimal:
 
 
 def canonical(value: int | str) -> str:
-    """A quantity as the API server stores it, so that what is applied equals what is read.
+    """Return a quantity as the API server stores it, so that applied and stored objects are equal.
 
     Raises:
         ValueError: the text is not a quantity.
@@ -175,7 +175,7 @@ def section_reader(section: type[Strict]) -> Reader:
 
 
 def _reader(kind: inspect.Type) -> Reader | None:
-    """None where the API's values are those of `kind`."""
+    """Return the converter of API values to `kind`; None where they need no conversion."""
     match kind:
         case inspect.Metadata(extra={"unit": unit}):
             return partial(_read_quantity, _UNITS[unit])
@@ -205,8 +205,10 @@ def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
 
 
 def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
-    """Returns what configuration files call `value`; their own words are taken as they are, for
-    they stand in releases and in kept specs."""
+    """Return the word of configuration files for an API word.
+
+    Words of configuration files pass unchanged, since releases and kept specs contain them.
+    """
     return words.get(value, value) if isinstance(value, str) else value
 
 
@@ -319,8 +321,10 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
     max_unavailable: int | str = "25%"
 
     def most_unavailable(self, replicas: int) -> int:
-        """Return how many engines of a pool of that size a rollout may take away at once: the
-        number, or the percentage rounded down and at least one."""
+        """Return the number of engines of a pool that a rollout may take away at once.
+
+        A percentage is rounded down, and at least one engine may go.
+        """
         if isinstance(self.max_unavailable, int):
             return min(self.max_unavailable, replicas)
         percent = int(self.max_unavailable.removesuffix("%"))
@@ -328,7 +332,7 @@ class RolloutSpec(Strict, frozen=True, kw_only=True):
 
 
 class ClaimTemplate(Strict, frozen=True, kw_only=True):
-    """A disk of each pod's own."""
+    """A persistent volume claim that each pod gets for itself."""
 
     size: int | str
     storage_class_name: str | None = None
@@ -347,14 +351,14 @@ Retention = Literal["retain", "delete"]
 
 
 class ClaimRetention(Strict, frozen=True, kw_only=True):
-    """What becomes of the disks of a claim template."""
+    """The retention policy of a claim template's volumes."""
 
     when_deleted: Retention
     when_scaled: Retention
 
 
 class ResourceClaim(Strict, frozen=True, kw_only=True):
-    """Devices of each pod's own, by dynamic resource allocation."""
+    """Devices that each pod claims by dynamic resource allocation."""
 
     name: str
     resource_claim_template_name: str
@@ -427,7 +431,7 @@ class AuthenticationRef(Strict, frozen=True, kw_only=True):
 
 
 class KEDATrigger(Strict, frozen=True, kw_only=True):
-    """A trigger of a ScaledObject, in KEDA's own words."""
+    """A trigger of a ScaledObject, with KEDA's own field names."""
 
     type: str
     metadata: dict[str, str]
@@ -468,7 +472,7 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
     """Pods that an engine spans."""
     gpu_resource_name: str
     resource_claims: tuple[ResourceClaim, ...] = ()
-    """What gives the pods their GPUs in the place of `gpu_resource_name`."""
+    """Device claims that give the pods their GPUs instead of `gpu_resource_name`."""
     parallelism: RankGrid
     micro_batches: int
     standby_worker: bool = False
@@ -486,7 +490,7 @@ class PoolSpec(PodSection, frozen=True, kw_only=True):
 
 
 class RouterServiceSpec(Strict, frozen=True, kw_only=True):
-    """The routers' Service, in Kubernetes' own words."""
+    """The routers' Service, with Kubernetes' own field names."""
 
     type: str = "ClusterIP"
     annotations: dict[str, str] = field(default_factory=dict)
@@ -516,7 +520,7 @@ class RouterAutoscaling(Strict, frozen=True, kw_only=True):
 
 class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
-    """Router pods; where they follow their load, the number of this moment."""
+    """Router pods; the present number where a HorizontalPodAutoscaler scales them."""
     processes: int
     public_stats: bool = False
     cors: CORSSection | None = None
@@ -526,13 +530,13 @@ class RouterSpec(PodSection, frozen=True, kw_only=True):
 
     @property
     def most_replicas(self) -> int:
-        """The most router pods that there may be."""
+        """Return the highest number of router pods."""
         return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
 
 class ServiceAccount(Strict, frozen=True, kw_only=True):
     name: str | None = None
-    """Account that is there already; None: the operator's own ones."""
+    """Name of an existing ServiceAccount; None: the operator's own ones."""
     annotations: dict[str, str] = field(default_factory=dict)
 
 
@@ -541,7 +545,7 @@ USER = 65532
 
 
 class SecurityContext(Strict, frozen=True, kw_only=True):
-    """User and groups of all pods; what is None, the cluster or the image chooses."""
+    """User and groups of all pods; the cluster or the image chooses those that are None."""
 
     run_as_user: int | None = None
     run_as_group: int | None = None

@@ -1,5 +1,5 @@
 """An LLMService as frozen values, with bytes and seconds instead of quantities and durations, and
-the settings of the operator itself, which come from its environment.
+the operator's own settings, which come from its environment.
 
 Every default comes from the CRD (`ullage_operator.api.schema`), so none is spelled here.
 """
@@ -94,7 +94,7 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
         return self.address or ""
 
     def server_name(self, namespace: str) -> str:
-        """Returns the name in the certificate of its router."""
+        """Return the name in the certificate of the step's router."""
         if self.tls and self.tls.server_name:
             return self.tls.server_name
         if self.service:
@@ -223,7 +223,7 @@ class Spec(Strict, frozen=True, kw_only=True):
     security_context: SecurityContext
     image_pull_secrets: tuple[PullSecret, ...] = ()
     model_pull_policy: str | None = None
-    """When nodes pull the model's image; None: as Kubernetes does by its tag."""
+    """Pull policy of the model's image; None: Kubernetes chooses by its tag."""
     router: RouterSpec
     replicas: int
     """Engine pods of the first pool, unless it says how many it has."""
@@ -247,7 +247,7 @@ class Spec(Strict, frozen=True, kw_only=True):
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether engines have room for LoRA adapters, whether there are any now or not."""
+        """Return whether engines have slots for LoRA adapters, even while the spec lists none."""
         return any(pool.memory.max_loras for pool in self.pools.values())
 
 
@@ -269,7 +269,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_BASES) -> Service:
-    """The service that a manifest describes.
+    """Return the service that a manifest describes.
 
     Raises:
         InvalidManifest: the API server would refuse it, an unknown field was written, or a base
@@ -288,17 +288,17 @@ def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_B
 def _over_bases(
     definition: schema.Schema, manifest: Mapping[str, Any], spec: Any, bases: Bases
 ) -> Any:
-    """Return a spec with its defaults over its bases, if it has any."""
+    """Return a spec merged over its bases; return a spec without bases unchanged."""
     if not base_names(spec):
         return spec
     return with_bases(definition, manifest["metadata"]["name"], spec, bases)
 
 
 def parse_stored(manifest: Mapping[str, Any]) -> Service:
-    """Return the service that an API server stored, which it has checked and completed.
+    """Return a service that an API server has validated and stored with its defaults.
 
-    What is unknown here comes from a definition newer than this operator, as while both are
-    upgraded: it is left to the next one.
+    Unknown fields belong to a definition newer than this operator, as during an upgrade of both.
+    They are left to the next operator.
 
     Raises:
         InvalidManifest: a value cannot be read, or contradicts another.
@@ -309,8 +309,8 @@ def parse_stored(manifest: Mapping[str, Any]) -> Service:
 def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[Service, list[str]]:
     """Return a stored service, and the paths of the fields that got their default here.
 
-    An API server fills in what its own definition of LLMService knows; one that is older than this
-    operator's leaves fields out.
+    An API server fills in the defaults of its own definition of LLMService. A definition older than
+    this operator leaves newer fields without defaults.
 
     Raises:
         InvalidManifest: a value cannot be read, or contradicts another.
@@ -318,7 +318,7 @@ def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[
     whole = schema.load_schema()
     definition = whole["properties"]["spec"]
     spec: Any = manifest.get("spec")
-    # An API server whose definition is older hands out the names of that one.
+    # An API server with an older definition returns the field names of that definition.
     spec = upgraded(spec, definition) if isinstance(spec, Mapping) else spec
     filled = schema.fill(definition, spec, "spec")
     if problems := [*schema.misfits(definition, spec, "spec")]:
@@ -331,7 +331,7 @@ def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[
 
 
 def to_spec(stored: Mapping[str, Any]) -> Spec:
-    """Return the values of a spec whose defaults are filled in.
+    """Return the frozen values of a spec whose defaults are filled in.
 
     Raises:
         InvalidManifest: a value is missing or cannot be read.
@@ -346,10 +346,10 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
 
 
 def _with_time_to_start(spec: Spec) -> Spec:
-    """Return a spec in which a canary has the time that a pool says its pods take to start.
+    """Return a spec whose rollout deadline covers the start time that its pools declare.
 
-    A pool that says no more than the default leaves the deadline to the rollout, which may want
-    to give up sooner.
+    A pool with the default start time leaves the deadline to the rollout, which may want to give up
+    sooner.
     """
     pools = schema.load_schema()["properties"]["spec"]["properties"]["pools"]
     usual = pools["additionalProperties"]["properties"]["startTimeout"]["default"]
@@ -361,11 +361,10 @@ def _with_time_to_start(spec: Spec) -> Spec:
 
 
 def _with_room_for_adapters(spec: Spec) -> Spec:
-    """Return a spec that says how many adapters engines have slots for and which claims they
-    mount: with what its adapters need where nobody asked for more.
+    """Return a spec with adapter slots and mounted claims for its adapters, unless it sets them.
 
-    Both are of engines' releases and the adapters are not, so that only an edit that engines have
-    no room for is a rollout.
+    Slots and claims belong to engines' releases while adapters do not, so only an edit that exceeds
+    them starts a rollout.
     """
     replaced = msgspec.structs.replace
     has_adapters = bool(spec.adapters)
@@ -385,21 +384,21 @@ def _with_room_for_adapters(spec: Spec) -> Spec:
 
 
 def image_of(source: str) -> str:
-    """Return the reference of the image that a source is in; empty: it is in none."""
+    """Return the image reference of an `oci://` source; empty for other sources."""
     scheme, _, reference = source.partition("://")
     return reference.partition("#")[0] if scheme == "oci" else ""
 
 
 def claim_of(source: str) -> str:
-    """Return the claim that a source is on; empty: it is on none."""
+    """Return the claim of a `pvc://` source; empty for other sources."""
     scheme, _, path = source.partition("://")
     return path.partition("/")[0] if scheme == "pvc" else ""
 
 
 def in_api_names(text: str) -> str:
-    """Returns a message with the fields of configuration files called as in the API.
+    """Return a message with API field names instead of those of configuration files.
 
-    Arguments of vLLM and what is quoted keep their names: people gave them.
+    Arguments of vLLM and quoted text keep their names, since users wrote them.
     """
     return _NAMES.sub(lambda match: _API_NAMES.get(match[0], match[0]), text)
 
@@ -411,7 +410,7 @@ def _refusal(error: msgspec.ValidationError, stored: Mapping[str, Any]) -> Inval
     text, _, where = str(error).partition(" - at `$")
     text = in_api_names(text)
     path = "spec" + in_api_names(where.rstrip("`"))
-    # Pools are read with the service's memory below their own.
+    # A pool inherits the service's memory, so its path may name a field that only the service has.
     inherited = _OF_A_POOL.match(path)
     if inherited and inherited[2] not in stored["pools"][inherited[1]].get("memory", {}):
         path = path.replace(f"pools.{inherited[1]}.", "", 1)
@@ -440,27 +439,28 @@ MAX_BYTES = 2**46
 
 
 def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
-    """Values of a complete spec that fit the definition and cannot hold together."""
+    """Return the contradictions between fields of a complete spec that the definition allows."""
     if unreadable := [*unreadable_amounts(spec), *shared_roles(spec)]:
         return unreadable
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
     in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
     sliced = (each for name, pool in pools for each in _slices(spec, name, pool))
-    # Several pools may share a field.
+    # Pools that inherit the same field report it once.
     return [*excesses(spec), *sliced, *_adapters(spec), *dict.fromkeys(in_memory)]
 
 
 _MIG_SLICE = "/mig-"
-"""Part of the names by which NVIDIA's device plugin calls slices of GPUs."""
+"""Part of the resource names of MIG slices in NVIDIA's device plugin."""
 
 
 def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Engines of several slices of GPUs: two of one GPU cannot talk to one another.
+    """Yield pools whose engines would span several MIG slices, which NCCL cannot connect.
 
-    The definition has no rule for them: the number of GPUs has no default there.
+    The definition has no rule for this: the number of GPUs has no default there.
     """
-    resource, gpus = pool["gpuResourceName"], pool["gpus"]
+    resource = pool["gpuResourceName"]
+    gpus = pool["gpus"]
     if _MIG_SLICE in resource and gpus > 1 and _device(spec) != "cpu":
         yield Problem(
             f"spec.pools.{name}.gpus",
@@ -470,9 +470,12 @@ def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
 
 
 def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Adapters that engines have no room for, whatever they are."""
-    memory, adapters = spec["memory"], spec.get("adapters", ())
-    slots, rank = memory.get("maxLoras"), memory["maxLoraRank"]
+    """Yield the adapters that exceed the slots, ranks or mounted claims of engines."""
+    memory = spec["memory"]
+    adapters = spec.get("adapters", ())
+    slots = memory.get("maxLoras")
+    rank = memory["maxLoraRank"]
+
     if slots == 0 and adapters:
         yield Problem(
             "spec.memory.maxLoras",
@@ -484,6 +487,7 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
             f"{slots} is for LoRA adapters, which the native engine serves none of; set engine to "
             "VLLM, or leave it out",
         )
+
     mounted = spec.get("adapterClaims")
     for index, adapter in enumerate(adapters):
         if adapter["rank"] > rank:
@@ -505,9 +509,9 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield why the roles of pools do not say which pool a request is for.
+    """Yield the roles that leave open which pool serves a request.
 
-    The definition has rules for it; objects that were stored before it had may break them.
+    The definition has rules for this, which objects stored under an older one may break.
     """
     names = ordered_pools(spec)
     for role in ("standard", "large"):
@@ -524,11 +528,11 @@ def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Amounts of memory that no machine has, or with which no engine of a pool could start.
+    """Yield amounts of memory that no machine has or with which no engine of a pool starts.
 
     Args:
-        spec: as it was written.
-        pool: with its defaults.
+        spec: the spec as written.
+        pool: the pool with its defaults.
     """
     memory = pool["memory"]
     limit = pool.get("resources", {}).get("limits", {}).get("memory", MAX_BYTES)
@@ -566,7 +570,8 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
             f"resources.limits.memory {limit}; lower one of them, or raise the limit",
         )
     if "deviceBytes" in asked and _device(spec) != "cuda":
-        percent, reserve = memory["thresholdPercent"], memory["safetyReserve"]
+        percent = memory["thresholdPercent"]
+        reserve = memory["safetyReserve"]
         if asked["deviceBytes"] * percent // 100 - parse_bytes(reserve) < MIN_BYTES:
             yield Problem(
                 path("deviceBytes"),
@@ -577,7 +582,7 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
 
 
 def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the quantities that go into pods as they are written, and are none."""
+    """Yield the quantities that would go into pods unchanged and cannot be parsed."""
     places = {"spec.router": spec["router"]}
     places |= {f"spec.pools.{name}": pool for name, pool in spec["pools"].items()}
     for place, section in places.items():
@@ -641,7 +646,7 @@ def excesses(spec: Mapping[str, Any]) -> list[Problem]:
 
 
 def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec with every pool's size, memory and GPUs complete, pools in order of preference."""
+    """Return the spec with every pool's size, memory and GPUs, pools in order of preference."""
     memory = spec.get("memory", {})
     names = ordered_pools(spec)
     complete = {}
@@ -663,8 +668,7 @@ _ROLES: tuple[PoolRole, ...] = get_args(PoolRole)
 
 
 def ordered_pools(spec: Mapping[str, Any]) -> list[str]:
-    """Return the names of a spec's pools in order of preference: the first takes what is asked for
-    ordinarily."""
+    """Return the names of a spec's pools in order of preference; the first is the default pool."""
     pools = spec.get("pools", {})
     return sorted(pools, key=lambda name: (_ROLES.index(role_of(pools[name])), name))
 
@@ -676,8 +680,10 @@ def role_of(pool: Mapping[str, Any]) -> PoolRole:
 
 
 def with_pod_template(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A pool or router whose pod template has no empty parts, so that every spelling of a template
-    is the same release."""
+    """Return a pool or router without the empty parts of its pod template.
+
+    So every spelling of a template is the same release.
+    """
     given = section.get("podTemplate")
     if not given:
         return dict(section)
@@ -728,7 +734,7 @@ CUDA_ENGINE_IMAGE = f"{IMAGES}/engine-cuda:{VERSION}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the operator's own Deployment decides, the same for every service."""
+    """Settings of the operator's own Deployment, which hold for every service."""
 
     engine_image: str = ENGINE_IMAGE
     """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""

@@ -103,7 +103,7 @@ def add_plan_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 def run_plan(options: argparse.Namespace) -> int:
     service = read_service(options.file, options.base)
-    # Kinds that are made only where a manifest asks for them are printed in any case.
+    # Objects of optional kinds are printed as if the cluster served their kinds.
     serves = frozenset((HTTP_ROUTE, ROUTER_SCALER, *(MONITORING if options.pod_monitors else ())))
     observed = Observed(now=datetime.now(UTC), serves=serves)
     settings = Settings.from_env(os.environ)

@@ -1,7 +1,7 @@
 """Reads a manifest as `kubectl apply` does: YAML that becomes JSON, with no key twice.
 
-Dates are text, keys are text, and what JSON cannot say is refused. Text, depth and what anchors
-expand to are bounded: a file of a kilobyte can stand for a document of terabytes.
+Dates and keys become text, and values without a form in JSON are refused. Length, depth and the
+expansion of anchors are bounded: a file of a kilobyte can stand for a document of terabytes.
 """
 
 import json
@@ -36,7 +36,7 @@ _MAX_NUMBER = 64
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads what JSON can say, and refuses a key that an object has twice."""
+    """A YAML loader that accepts only JSON values and refuses duplicate keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth: int = getattr(self, "depth", 0) + 1
@@ -52,7 +52,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_scalar(self, node: yaml.ScalarNode) -> None:
-        """Refuse a tag that its text is none of, such as `!!bool x`, and numbers without end."""
+        """Refuse a tag whose type the text does not have, such as `!!bool x`, and infinite
+        numbers."""
         if node.tag in (_INT, _FLOAT) and len(node.value) > _MAX_NUMBER:
             text = f"a number of {len(node.value)} characters; write text in quotes"
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
@@ -73,12 +74,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check_size(self, node: yaml.Node, sizes: dict[int, int], within: set[int]) -> int:
-        """Return how many values a node stands for, and refuse one that holds itself."""
+        """Return the number of values in an expanded node, and refuse a node that contains
+        itself."""
         if id(node) in sizes:
             return sizes[id(node)]
         if id(node) in within:
             text = "an anchor holds itself"
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
+
         within.add(id(node))
         children: list[yaml.Node] = []
         if isinstance(node, yaml.SequenceNode):
@@ -86,16 +89,18 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):
             self._check_keys(node)
             children = [part for pair in node.value for part in pair]
+
         total = 1 + sum(self._check_size(child, sizes, within) for child in children)
         if total > MAX_NODES:
             text = f"with its aliases it has more than {MAX_NODES} values"
             raise yaml.composer.ComposerError(None, None, text, node.start_mark)
+
         within.remove(id(node))
         sizes[id(node)] = total
         return total
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
-        """Make the keys text, and refuse those that are there twice."""
+        """Convert keys to text, and refuse duplicate keys."""
         seen: dict[str, yaml.Mark] = {}
         for index, (key, value) in enumerate(node.value):
             if key.tag == _MERGE:
@@ -113,7 +118,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _plain(tag: str, form: re.Pattern[str]) -> re.Pattern[str]:
-    """Return the form of what is read as of a tag: numbers to the base 60 are text to kubectl."""
+    """Return the pattern of a plain scalar, without YAML 1.1's numbers to the base 60."""
     if tag not in (_INT, _FLOAT):
         return form
     return re.compile(rf"(?!.*:)(?:{form.pattern})", form.flags)
@@ -129,7 +134,7 @@ def read_service(path: Path, base_paths: Sequence[Path] = ()) -> Service:
     """Return the service of a manifest.
 
     Args:
-        base_paths: manifests of the LLMServiceBases that it may name.
+        base_paths: files of the LLMServiceBases that the service may name.
 
     Raises:
         LocalFailure: one line for each problem, each starting with the file's name.
@@ -142,7 +147,7 @@ def read_service(path: Path, base_paths: Sequence[Path] = ()) -> Service:
 
 
 def overruled(path: Path, base_paths: Sequence[Path]) -> list[str]:
-    """Return the fields that a manifest sets to their default, and one of its bases otherwise."""
+    """Return the paths of fields that a manifest sets to their default and a base overrides."""
     if not base_paths:
         return []
     spec = _read_object(path, "LLMService")["spec"]
@@ -150,7 +155,7 @@ def overruled(path: Path, base_paths: Sequence[Path]) -> list[str]:
 
 
 def read_bases(paths: Sequence[Path]) -> Bases:
-    """Return the LLMServiceBases of manifests.
+    """Return the LLMServiceBases of several manifests.
 
     Raises:
         LocalFailure: as `read_service`.
@@ -169,41 +174,47 @@ def read_bases(paths: Sequence[Path]) -> Bases:
 
 def _read_object(path: Path, kind: str) -> Any:
     """Return the only object of a file."""
-    found = [document for document in _read_documents(path) if document is not None]
-    if len(found) != 1:
+    documents = [document for document in _read_documents(path) if document is not None]
+    if len(documents) != 1:
         raise LocalFailure(
-            f"{path}: {len(found)} documents; give one {kind} a file, such as examples/smollm2.yaml"
+            f"{path}: {len(documents)} documents; give one {kind} a file, such as "
+            "examples/smollm2.yaml"
         )
-    if problems := [*_not_json(found[0], "")]:
+    if problems := [*_not_json(documents[0], "")]:
         raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
-    # What aliases share is written in one place and filled in at each.
-    return json.loads(json.dumps(found[0]))
+    # A copy through JSON gives each alias its own object, since defaults are filled in at each.
+    return json.loads(json.dumps(documents[0]))
 
 
 def upgraded_manifest(path: Path) -> str:
-    """Return a manifest of 0.1.0 in today's form; what is no LLMService stays as it is.
+    """Return a manifest of 0.1.0 with today's names and forms; objects of other kinds pass
+    unchanged.
 
     Raises:
-        LocalFailure: no LLMService is in it; or one line for each thing that has no form of today.
+        LocalFailure: the file has no LLMService; or one line for each field without a form of
+            today.
     """
     documents = [document for document in _read_documents(path) if document is not None]
+
     definition = load_schema()["properties"]["spec"]
     problems: list[Problem] = []
     written = json.loads(json.dumps(documents))
     services = [*_services(written)]
     if not services:
         raise LocalFailure(f"{path}: holds no LLMService; -f takes manifests of them, or a List")
+
     for service in services:
         if isinstance(service.get("spec"), dict):
             service["spec"] = upgraded(service["spec"], definition)
         problems += complete(load_schema(), service)[1]
     if problems:
         raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
+
     return str(yaml.safe_dump_all(written, sort_keys=False, width=100))
 
 
 def _services(documents: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the LLMServices of documents, those in a List as `kubectl get` prints it included."""
+    """Yield the LLMServices of documents, including those in a List."""
     for document in documents:
         if not isinstance(document, dict):
             continue
@@ -227,7 +238,7 @@ def _read_documents(path: Path) -> list[Any]:
     except yaml.YAMLError as error:
         raise LocalFailure(f"{path}: not YAML: {_one_line(error)}") from error
     except (ArithmeticError, ValueError, RecursionError) as error:
-        # PyYAML converts numbers by Python's own rules, which know limits that YAML does not.
+        # PyYAML converts numbers by Python's rules, which have limits that YAML has not.
         raise LocalFailure(f"{path}: cannot be read: {_one_line(error)}") from error
 
 
@@ -239,7 +250,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _not_json(value: Any, path: str) -> Iterator[Problem]:
-    """Yield what no API server could be sent."""
+    """Yield the values that JSON cannot represent."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _not_json(name, path)

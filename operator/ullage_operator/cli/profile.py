@@ -127,7 +127,7 @@ def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yields the address of the engine's gRPC, and its name.
+    """Yield the gRPC address and the name of the engine.
 
     Raises:
         LocalFailure: there is no such engine.
@@ -145,7 +145,7 @@ def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _first_pool(namespace: str, service: str) -> str:
-    """Return the pool that takes ordinary requests, whose label is in the service's status.
+    """Return the default pool, which the service's status names.
 
     Raises:
         LocalFailure: kubectl is not here, or the service has no status.

@@ -286,7 +286,7 @@ def announce(
 
 
 def service_state(plan: LocalPlan, processes: list[PodProcess], run_dir: Path) -> dict[str, Any]:
-    """What scripts need to know of a running service."""
+    """Return the addresses and process ids of a running service, for scripts."""
     router = next(p for p in processes if "http" in p.pod.ports)
     engines = [p for p in processes if p is not router]
     scheme = "https" if "probe" in router.pod.ports else "http"
@@ -315,7 +315,7 @@ def address(scheme: str, ports: Mapping[str, int], name: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that whoever waits for it never reads half of it."""
+    """Write a file in one step, so that a process that polls for it never reads half of it."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -1,6 +1,7 @@
-"""The condition AdaptersReady and status.adapters: which LoRA adapters engines serve. Pure.
+"""The condition AdaptersReady and status.adapters: the LoRA adapters that engines serve. Pure.
 
-An adapter that cannot be served makes nothing unready: the model and all other adapters go on.
+An adapter that fails to load leaves the service ready: engines serve the model and all other
+adapters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +11,14 @@ from ullage.headroom.v1 import headroom_pb2
 from ullage_operator.conditions.conditions import ADAPTERS_READY, Condition
 
 Reports = Mapping[str, Sequence[headroom_pb2.AdapterState]]
-"""What ready engines say of their adapters, by the names of their pods."""
+"""Adapter states of ready engines, by pod name."""
 
 _LONGEST = 512
-"""Characters of what one engine says of an adapter."""
+"""Most characters of an engine's message about an adapter."""
 
 
 def adapters_status(names: Iterable[str], reports: Reports) -> list[dict[str, Any]]:
-    """Return status.adapters: on how many engines each wanted adapter is, and why not on all."""
+    """Return status.adapters: the number of engines with each wanted adapter, and its errors."""
     return [_status(name, reports) for name in names]
 
 
@@ -33,7 +34,7 @@ def _status(name: str, reports: Reports) -> dict[str, Any]:
 
 
 def adapters_condition(names: Sequence[str], reports: Reports) -> list[Condition]:
-    """Return the condition; none of a service without adapters, or whose engines sleep."""
+    """Return the condition AdaptersReady; none without adapters, or while all engines sleep."""
     if not names or not reports:
         return []
     failed: list[str] = []
@@ -67,7 +68,7 @@ def _is_served(state: headroom_pb2.AdapterState) -> bool:
 
 
 def _message(states: Mapping[str, headroom_pb2.AdapterState]) -> str:
-    """Return why an adapter is not on all engines: an error, and which pods say so."""
+    """Return the error that keeps an adapter off some engines, with the names of their pods."""
     errors = {pod: state.error[:_LONGEST] for pod, state in sorted(states.items()) if state.error}
     if not errors:
         return ""

@@ -3,10 +3,10 @@
 Ready        every pool serves through a router, and nothing but a canary crash-loops
 Available    at least one router and one engine serve
 Progressing  a change is being rolled out, or replicas are on their way; true until they were ready
-Degraded     something is wrong that waiting alone may not mend
+Degraded     something is wrong that waiting alone may not fix
 
-A service that serves stays Ready while it rolls, scales or lacks one replica of several: that is
-what Progressing and Degraded say.
+A service that serves stays Ready while it rolls, scales or lacks one replica of several;
+Progressing and Degraded report these.
 
 One more says whether all engines give the same answers (`consistency`), once one has reported:
 
@@ -20,7 +20,8 @@ One says whether Jobs have filled the shared caches (`model_caches`), where a sp
 
 ModelCacheWarm       every claim that is to be warmed has its model
 
-Four more say what the cluster gives the operator; the first three are there only while they hold.
+Four more report the cluster's kinds, rights and definition; the first three exist only while they
+hold.
 
 DefinitionOutdated   the cluster's definition of LLMService is older than the operator
 MissingPermission    a right that the operator lacks, by name
@@ -97,14 +98,14 @@ def service_conditions(
     *,
     is_stopped: bool = False,
 ) -> list[Condition]:
-    """The four conditions of a service whose spec is valid.
+    """Return the four conditions of a service whose spec is valid.
 
     Args:
-        troubles: of its pods, what blocks first.
-        trying: of a canary's pods, which block nothing.
-        change: how far a rollout is that is not over, as Progressing says.
-        was_progressing: what Progressing said last; True for a new service.
-        is_stopped: whether it has no engine on purpose.
+        troubles: problems of its pods, those that block first.
+        trying: problems of a canary's pods, which do not block the service.
+        change: the progress of a rollout that is not over, for Progressing.
+        was_progressing: the last status of Progressing; True for a new service.
+        is_stopped: whether the service has no engine on purpose.
     """
     available = STOPPED if is_stopped else available_condition(router, pools)
     progressing = progressing_condition([router, *pools], change, was_progressing)
@@ -158,7 +159,7 @@ def ready_condition(
     available: Condition,
     troubles: Sequence[PodProblem],
 ) -> Condition:
-    """Ready if all pools serve and nothing blocks; otherwise the reason that helps most."""
+    """Return the condition Ready, with the most helpful reason where it is false."""
     if available is STOPPED:
         return Condition(READY, False, available.reason, available.message)
     blocked = [trouble for trouble in troubles if trouble.blocks]
@@ -273,7 +274,7 @@ def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
 
 
 def contested(challenger: str) -> list[Condition]:
-    """Return the condition that names another operator which watches the service, too."""
+    """Return the condition that names a second operator watching the service."""
     if not challenger:
         return []
     message = (

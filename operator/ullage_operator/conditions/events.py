@@ -1,4 +1,4 @@
-"""What of a service's life is worth a Kubernetes Event: changes of its conditions. Pure.
+"""Kubernetes Events for changes of a service's conditions. Pure.
 
 An Event is written at a transition and never for a state that lasts, so that `kubectl describe`
 lists what happened and not how often the operator looked.

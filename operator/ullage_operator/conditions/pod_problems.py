@@ -1,9 +1,9 @@
-"""Why a pod does not serve or was never created, and what to do about it: pure, from what the API
-says of the pod and of its StatefulSet or Deployment.
+"""Diagnoses of pods that do not serve or were never created, each with its remedy. Pure: they
+depend on the pod, and on its StatefulSet or Deployment.
 
-A message names what was asked, what Kubernetes answered, and the remedy, so that nobody need look
-for the pod, its events and its log one after another. Pods that are missing, such as where a quota
-refuses them, are problems too.
+A message names the request, the answer of Kubernetes, and the remedy, so that users need not look
+up the pod, its events and its log one after another. Missing pods, such as those that a quota
+refuses, are problems too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,17 +54,17 @@ class PodProblem:
     """A problem of one pod."""
 
     pod: str
-    """Empty for what is wrong with no pod."""
+    """Name of the pod; empty for a problem without a pod."""
     reason: str
     message: str
-    """What is wrong and what to do."""
+    """The problem and its remedy."""
     blocks: bool
     """It crash-loops: the service is not Ready, even if other pods serve. What else is wrong with
     one pod is no reason to call a service that serves not Ready."""
 
     @property
     def is_stuck(self) -> bool:
-        """Whether waiting helps nothing: somebody has to change the spec or what it names."""
+        """Return whether only a change of the spec, or of an object that it names, can help."""
         return self.reason in _STUCK
 
     def __str__(self) -> str:
@@ -90,11 +90,11 @@ def diagnose(
     lost_nodes: frozenset[str] = frozenset(),
     warnings: Warnings = MappingProxyType({}),
 ) -> list[PodProblem]:
-    """What is wrong, what blocks first, then by pod name.
+    """Return the problems of pods, those that block the service first, then by pod name.
 
     Args:
-        now: in UTC.
-        lost_nodes: that are known not to answer.
+        now: the present time in UTC.
+        lost_nodes: names of nodes that do not answer.
         warnings: Events about pods that do not start.
     """
     ordered = sorted(filter(is_counted, pods), key=lambda pod: str(pod["metadata"]["name"]))
@@ -202,8 +202,10 @@ def _unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def roomless_s(pod: Pod, now: datetime) -> float | None:
-    """Return the seconds for which no node has had room for a pod; None where one has, or where
-    something other than room is missing."""
+    """Return the seconds for which no node has had room for a pod.
+
+    Return None once a node has, or while something other than room is missing.
+    """
     placed = _condition(pod, "PodScheduled")
     if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
         return None
@@ -215,23 +217,23 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
 
 
 def fits_place_of(pod: Pod, other: Pod) -> bool:
-    """Whether a pod asks for nothing of which another leaves less when it ends.
+    """Return whether the resources that another pod frees when it ends are enough for a pod.
 
-    Room on a node's disk counts where it is what is missing: engines of an earlier operator do not
-    request any.
+    Ephemeral storage counts only where the scheduler reports it as insufficient: engines of an
+    earlier operator do not request any.
     """
     try:
         asked = _requests(pod)
-        left = _requests(other)
-    except ValueError:  # a quantity in a form that nobody here writes, such as 1e3
+        freed = _requests(other)
+    except ValueError:  # a quantity in a form that the operator never writes, such as 1e3
         return False
     if f"Insufficient {_DISK}" not in _condition(pod, "PodScheduled").get("message", ""):
         asked.pop(_DISK, None)
-    return all(size <= left.get(name, 0) for name, size in asked.items())
+    return all(size <= freed.get(name, 0) for name, size in asked.items())
 
 
 def _requests(pod: Pod) -> dict[str, Decimal]:
-    """Return the resources that the scheduler finds a node by."""
+    """Return the sums of resources and device claims by which the scheduler picks a node."""
     sums: dict[str, Decimal] = {}
     for container in pod.get("spec", {}).get("containers", ()):
         resources = container.get("resources", {})
@@ -245,13 +247,13 @@ def _requests(pod: Pod) -> dict[str, Decimal]:
 
 
 def _claim_templates(pod: Pod) -> list[str]:
-    """Return the templates of the claims by which a pod has its devices."""
+    """Return the ResourceClaimTemplates of a pod's device claims."""
     claims = pod.get("spec", {}).get("resourceClaims", ())
     return [str(each[_TEMPLATE]) for each in claims if _TEMPLATE in each]
 
 
 def _asks(pod: Pod) -> str:
-    """Its GPUs and the like, as `4 nvidia.com/gpu`, or the templates of its claims."""
+    """Return a pod's extended resources, as `4 nvidia.com/gpu`, or the templates of its claims."""
     limits = _limits(pod)
     asked = [f"{size} {name}" for name, size in sorted(limits.items())]
     return ", ".join([*asked, *(f"a claim of {each}" for each in _claim_templates(pod))])
@@ -274,6 +276,7 @@ def _placing_remedy(pod: Pod, message: str) -> str:
             return f"add a node with that many free {name}, free some, or lower {pool}.gpus"
     if "Insufficient memory" in message:
         return _memory_remedy(pod, pool)
+
     remedies = (
         (
             _UNALLOCATED,
@@ -290,6 +293,7 @@ def _placing_remedy(pod: Pod, message: str) -> str:
         ("unbound immediate PersistentVolumeClaims", "bind the claim that the pod names"),
         ("Insufficient", f"lower {pool}.resources or add a node"),
     )
+
     return next(
         (remedy for words, remedy in remedies if words in message), f"see {pool}'s placement"
     )
@@ -348,7 +352,8 @@ def _image_message(container: Mapping[str, Any], reason: str, message: str) -> s
 
 
 def _looping(pod: Pod, now: datetime) -> PodProblem | None:
-    """Between two crashes a container runs, and may even be ready for a moment."""
+    """Return the crash loop of a container, also between two crashes, when it runs and may be
+    ready."""
     since = ready_since(pod)
     is_stable = is_ready(pod) and since and (now - since).total_seconds() >= STABLE_S
     for container in _containers(pod):
@@ -359,7 +364,8 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def _refused(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return what an engine or router said that no start can help, from its first end on."""
+    """Return an engine's or router's own error that a restart cannot fix, from its first exit
+    on."""
     if is_ready(pod):
         return None
     for container in _containers(pod):
@@ -415,7 +421,10 @@ def _last_words(ended: Mapping[str, Any]) -> str:
 
 
 def _failed(pod: Pod, now: datetime) -> PodProblem | None:
-    """Evicted, or refused by the kubelet; the StatefulSet makes another."""
+    """Return the failure of a pod that was evicted or that the kubelet refused.
+
+    The StatefulSet creates its replacement.
+    """
     status = pod.get("status", {})
     if status.get("phase") != "Failed":
         return None

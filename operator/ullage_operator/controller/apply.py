@@ -1,8 +1,7 @@
-"""Carries out plans: applies what is missing or has drifted, and deletes what is no longer part of
-the plan.
+"""Carries out plans: applies missing or drifted objects, and deletes those that left the plan.
 
-It also gathers from the cache all that a service's plan depends on, and words the status of a
-service that cannot be served as it is declared.
+It also gathers from the cache all observations that a service's plan depends on, and words the
+status of a service that cannot be served as it is declared.
 """
 
 import hashlib
@@ -47,7 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 def observe(cache: Cache, service: Object) -> Observed:
-    """Gathers everything that the plan of `service` depends on."""
+    """Gather the observations that the plan of `service` depends on."""
     key = ServiceKey(service["metadata"]["namespace"], service["metadata"]["name"])
     owned = [obj for obj in cache.owned(key) if belongs(obj, service)]
     optional = [kind for kind in OWNED if kind.optional]
@@ -81,14 +80,14 @@ def belongs(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
 def is_of_workload(
     pod: Mapping[str, Any], owned: Iterable[Mapping[str, Any]], service: str
 ) -> bool:
-    """Whether a workload of a service made a pod with the service's labels.
+    """Return whether a workload of the service created a pod that has the service's labels.
 
-    Copies of pods and other workloads' pods may carry the labels, too. They are nobody's to count,
-    to ask for their health or to delete.
+    Copies of pods and pods of other workloads may have the labels, too. The operator neither counts
+    nor deletes those, and does not ask for their health.
 
     Args:
-        owned: objects of the service.
-        service: its name.
+        owned: the objects of the service.
+        service: the name of the service.
     """
     meta = pod["metadata"]
     controllers = (each for each in meta.get("ownerReferences") or () if each.get("controller"))
@@ -98,14 +97,14 @@ def is_of_workload(
             sets = (obj["metadata"] for obj in owned if obj["kind"] == "StatefulSet")
             return any(each.get("uid") == uid for each in sets)
         case {"kind": "ReplicaSet", "name": name}:
-            # The operator may not see ReplicaSets, whose names their Deployment gives.
+            # The operator may not list ReplicaSets, so it compares the name from their Deployment.
             template_hash = (meta.get("labels") or {}).get("pod-template-hash", "")
             return bool(name == f"{naming.router_name(service)}-{template_hash}")
     return False
 
 
 def is_of_job(pod: Mapping[str, Any], owned: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a Job of the service made a pod."""
+    """Return whether a Job of the service created a pod."""
     jobs = {obj["metadata"].get("uid") for obj in owned if obj["kind"] == "Job"}
     owners = pod["metadata"].get("ownerReferences") or ()
     return any(owner.get("controller") and owner.get("uid") in jobs for owner in owners)
@@ -119,7 +118,7 @@ def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
 
 
 def failed_status(manifest: Object, observed: Observed, problems: Iterable[Problem]) -> Object:
-    """Return the status of a service that never was what is declared; measures stay."""
+    """Return the status of a service that has never been carried out as declared; measures stay."""
     generation = manifest["metadata"]["generation"]
     message = "; ".join(map(str, problems))
     findings = [
@@ -254,7 +253,7 @@ class ApplyResult:
     delayed: list[str] = field(default_factory=list)
     """Problems that a later try may solve."""
     delay_s: float = 0.0
-    """Seconds until what is delayed may be tried again."""
+    """Seconds until delayed objects may be tried again."""
     _unwritten_config_maps: set[str] = field(default_factory=set)
 
     @property
@@ -324,7 +323,7 @@ class ApplyResult:
 
 
 class Applier:
-    """Carries out plans, and writes what a service's status and Events say of them."""
+    """Carries out plans, and writes services' status and Events."""
 
     def __init__(self, cluster: Cluster, cache: Cache, recorder: EventRecorder) -> None:
         self._cluster = cluster
@@ -350,7 +349,7 @@ class Applier:
     async def apply(
         self, key: ServiceKey, manifest: Object, plan: ServicePlan, observed: Observed
     ) -> ApplyResult:
-        """Applies and deletes as many of the plan's objects as possible.
+        """Apply and delete as many of the plan's objects as possible.
 
         Raises:
             Replaced: the service is no longer the one that was planned for.
@@ -455,7 +454,7 @@ def _remedy(obj: Object) -> str:
 
 
 def _is_awaited(config_map: Object, live: Object | None) -> bool:
-    """Whether pods must wait until a ConfigMap is written: its spec is kept for later edits."""
+    """Return whether pods must wait for a ConfigMap, because it keeps the spec for later edits."""
     if live is None:
         return True
     before = live.get("data") or {}
@@ -470,5 +469,5 @@ def _config_hash(obj: Object) -> Any:
 
 
 def leaves_replicas(obj: Object) -> bool:
-    """Whether somebody else sets how many pods the object has."""
+    """Return whether another controller sets the number of pods of the object."""
     return obj["kind"] in ("StatefulSet", "Deployment") and "replicas" not in obj["spec"]

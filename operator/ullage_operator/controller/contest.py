@@ -1,9 +1,9 @@
-"""Which of several operators serves a service that more than one of them watches: pure.
+"""Decides which of several operators serves a service that more than one of them watches. Pure.
 
-Each release of the chart elects its leader by a lease of its own, so two releases with the same
-namespaces would both act. The operator that serves a service has its name in the service's status.
-Another one asks there whether that operator lives, which takes the question away when it does. The
-one that asked then leaves the service alone; where nobody answers, it takes over.
+Each release of the chart elects its leader by its own lease, so two releases with the same
+namespaces would both act. The service's status names the operator that serves it. Another operator
+writes a question to the status, and the serving operator removes the question. If it does, the
+other one leaves the service alone; without an answer the other one takes over.
 """
 
 from collections.abc import Mapping
@@ -20,34 +20,34 @@ Status = Mapping[str, Any]
 
 
 class Turn(StrEnum):
-    """What an operator does about a service."""
+    """The decision of an operator about a service."""
 
     SERVE = "serve"
     ASK = "ask"
-    """Ask the operator that serves it whether it lives."""
+    """Ask the serving operator whether it lives."""
     WAIT = "wait"
     """Wait for the answer."""
     YIELD = "yield"
-    """Leave it to the operator that answered."""
+    """Leave the service to the operator that answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What an operator asked about a service."""
+    """The question that an operator put to the holder of a service."""
 
     holder: str
     """Name of the operator that was asked."""
     asked_s: float
-    """When it was asked, on this process's clock."""
+    """Time of the question, on this process's clock."""
     is_answered: bool = False
     """Whether its answer was logged."""
 
 
 def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> Turn:
-    """Return what the operator of a name does about a service.
+    """Return the decision of the operator with the name `own` about a service.
 
     Args:
-        question: what it asked last; None before the first question.
+        question: the operator's last question; None before the first one.
     """
     holder = holder_of(status)
     if holder in ("", own):
@@ -66,15 +66,15 @@ def holder_of(status: Status) -> str:
 
 
 def challenger_of(status: Status) -> str:
-    """Return the name of another operator that asked last and has no answer; empty: none has."""
+    """Return the name of the operator whose question is still open; empty without one."""
     return str((status.get("operator") or {}).get("challenger", ""))
 
 
 def asked(own: str, status: Status) -> dict[str, Any]:
-    """Return a status with the question of an operator."""
+    """Return a status that contains an operator's question."""
     return {**status, "operator": {"name": holder_of(status), "challenger": own}}
 
 
 def held(own: str, status: Status) -> dict[str, Any]:
-    """Return a status that names the operator which serves, and answers whoever asked."""
+    """Return a status that names `own` as the serving operator and answers an open question."""
     return {**status, "operator": {"name": own}}

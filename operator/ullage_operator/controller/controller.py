@@ -124,7 +124,7 @@ class OperatorMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve; empty for all."""
@@ -139,9 +139,10 @@ class Options:
 
 
 class Controller:
-    """Everything that runs between the operator's start and its end.
+    """The operator's informers, queue and workers, from its start to its end.
 
-    An operator that does not lead watches, so that it can take over at once, and writes nothing.
+    An operator that is not the leader watches, so that it can take over at once, but writes
+    nothing.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 One headroom stream goes to each engine pod that has started, at a low rate, to the port that probes
 use too: it serves health and headroom in plaintext and takes no requests. So the operator needs no
-certificate, no ticket and no way to the port that serves. What to do about a pod is decided in
-`ullage_operator.healing`.
+certificate, no ticket and no way to the port that serves. `ullage_operator.healing` decides which
+pods to restart.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ class Healer:
         restarts: Iterable[Restart],
         now: datetime,
     ) -> None:
-        """Deletes pods; the status that counts them has been written."""
+        """Delete pods, after the status that counts them has been written."""
         for restart in restarts:
             if not restart.by_force:
                 whole_s = now.replace(microsecond=0)  # as the status has it
@@ -232,7 +232,7 @@ class HeadroomStreams(Generic[Key]):
         )
 
     async def _keep(self, key: Key, uid: str, target: EngineTarget) -> None:
-        """Follows one engine through every loss of its stream."""
+        """Follow one engine through every loss of its stream."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
@@ -258,18 +258,24 @@ class HeadroomStreams(Generic[Key]):
         stream = self._streams[key][uid]
         before = stream.report
         has_new_restart = before is not None and before.worker_restarts < report.worker_restarts
-        stream.reported_at, stream.report, stream.trouble = self._clock_s, report, ""
+        stream.reported_at = self._clock_s
+        stream.report = report
+        stream.trouble = ""
+
         has_boost_changed = bool(before and before.throttle_reasons) != bool(
             report.throttle_reasons
         )
         has_new_numerics = (before.fingerprint if before else "") != report.fingerprint
-        was_ill, was_silent = stream.unhealthy_at is not None, stream.is_silent
+
+        was_ill = stream.unhealthy_at is not None
+        was_silent = stream.is_silent
         is_ill = report.health < stream.target.min_health
         if not is_ill:
             stream.unhealthy_at = None
         elif not was_ill:
             stream.unhealthy_at = self._clock_s
         stream.is_silent = False
+
         have_adapters_changed = before is not None and (
             list(before.adapters) != list(report.adapters) or before.ready != report.ready
         )

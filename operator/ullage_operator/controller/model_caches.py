@@ -1,8 +1,8 @@
-"""How far the shared model caches of a service are warmed, and what waits for them. Pure.
+"""Tracks the warming of a service's shared model caches, and the pools that wait for it. Pure.
 
-A Job fetches the model into a claim. Engines that are to be made for the first time, and canaries,
-wait for the Job; where the Job fails or cannot be made, they start as ever and fetch for
-themselves. The status remembers a claim that was filled, because Kubernetes removes the Job later.
+A Job fetches the model into a claim. New engines and canaries wait for the Job; if the Job fails or
+cannot be created, they start without it and fetch the model themselves. The status records a filled
+claim, because Kubernetes removes the Job later.
 """
 
 import json
@@ -21,39 +21,42 @@ LiveObject = dict[str, Any]
 
 MODEL_CACHE_WARM = "ModelCacheWarm"
 """The type of the condition that says whether every claim has its model."""
-PENDING, FETCHING, FETCHED, FAILED = "Pending", "Fetching", "Fetched", "Failed"
+PENDING = "Pending"
+FETCHING = "Fetching"
+FETCHED = "Fetched"
+FAILED = "Failed"
 RECHECK_S = 10.0
-"""Time after which a Job that runs is asked again how far it is."""
+"""Time after which the operator asks a running Job for its progress again."""
 _LONGEST = 512
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class FetchObservation:
-    """What is seen of the Jobs that fetch models, beside the Jobs themselves."""
+    """Observations of fetching pods that the Jobs themselves do not contain."""
 
     sees_jobs: bool = False
-    """Whether Jobs can be seen at all; what cannot be seen is not waited for."""
+    """Whether the operator can list Jobs; without that, engines wait for none."""
     pods: Sequence[LiveObject] = ()
     """Pods of these Jobs."""
     progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What running pods answer, by the name of their Job."""
+    """Progress that running pods report, by the name of their Job."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """How far one claim is warmed."""
+    """The warming of one claim."""
 
     cache: SharedCache
     phase: str
     job: str = ""
-    """Name of the Job that there is; empty for none."""
+    """Name of the existing Job; empty without one."""
     bytes: int = 0
     total_bytes: int = 0
     message: str = ""
-    """Why it failed, or why its pod does not start."""
+    """Reason why the Job failed, or why its pod does not start."""
     is_awaited: bool = False
-    """Whether engines that have not begun wait."""
+    """Whether engines that have not begun wait for the Job."""
 
     @property
     def is_unfinished(self) -> bool:
@@ -61,7 +64,7 @@ class CacheState:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there should be a Job; what was filled needs none."""
+        """Return whether there should be a Job; a filled claim needs none."""
         return self.phase != FETCHED
 
     def __str__(self) -> str:
@@ -83,7 +86,7 @@ def cache_states(
     """Return the state of each claim that the spec asks to warm.
 
     Args:
-        objects: live ones of the service.
+        objects: the live objects of the service.
         status: the service's present status.
     """
     states = []
@@ -100,7 +103,7 @@ def cache_states(
 
 
 def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
-    """Return why engines of pools that have not begun wait, by pool."""
+    """Return the pools whose first engines wait for a Job, with the reasons."""
     return {
         pool: f"waits until its model is fetched: {state}"
         for state in states
@@ -110,7 +113,7 @@ def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
 
 
 def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
-    """Return the condition; none of a service that asks to warm no claim."""
+    """Return the condition ModelCacheWarm; none for a service without claims to warm."""
     if not states:
         return []
     failed = [state for state in states if state.phase == FAILED]
@@ -130,7 +133,7 @@ def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
 
 
 def cache_status(pool: str, states: Iterable[CacheState]) -> dict[str, Any]:
-    """Return status.pools.NAME.modelCache as a section; nothing where the pool asks for none."""
+    """Return the section with a pool's `modelCache` status; empty for a pool without one."""
     for state in states:
         if pool in state.cache.pools:
             return {
@@ -149,10 +152,10 @@ def cache_status(pool: str, states: Iterable[CacheState]) -> dict[str, Any]:
 def _without_job(
     cache: SharedCache, before: Mapping[str, Any], fetches: FetchObservation
 ) -> CacheState:
-    """Return the state while there is no Job.
+    """Return the state of a claim that has no Job.
 
-    Where the status says for a second time that the Job is still to be made, nobody can make it,
-    and nothing waits. A Job that failed and was removed is made again, and nothing waits either.
+    If the status already reported a missing Job, the Job cannot be created and engines do not wait.
+    They do not wait either while a failed Job that was removed is created again.
     """
     phase = before.get("phase")
     message = "its Job is not there; Degraded or MissingPermission says why"
@@ -200,7 +203,7 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what the status says of a claim; empty where it is of another one or model."""
+    """Return the recorded status of a claim; empty if it is about another claim or model."""
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
@@ -242,7 +245,7 @@ def _reason(job: LiveObject) -> str:
 
 
 def _terminated(pods: Iterable[LiveObject]) -> list[str]:
-    """Return the last words of containers that ended, the newest pod's last."""
+    """Return the termination messages of the containers of pods, the newest pod's last."""
     return [
         str(status["state"]["terminated"].get("message", ""))
         for pod in pods
@@ -252,7 +255,7 @@ def _terminated(pods: Iterable[LiveObject]) -> list[str]:
 
 
 def _report(pods: Iterable[LiveObject]) -> dict[str, Any]:
-    """Return what the newest pod that ended says of its download."""
+    """Return the download report of the newest pod that ended."""
     for text in reversed(_terminated(pods)):
         if report := parse_progress(text):
             return report
@@ -265,7 +268,7 @@ def _ended_with(pods: Iterable[LiveObject]) -> str:
 
 
 def parse_progress(text: str | bytes) -> dict[str, Any]:
-    """Read how far a download is; nothing where the text is no such thing."""
+    """Return the progress of a download from JSON text; empty for any other text."""
     try:
         report = json.loads(text)
     except ValueError:
@@ -274,7 +277,7 @@ def parse_progress(text: str | bytes) -> dict[str, Any]:
 
 
 def _count(report: Mapping[str, Any], name: str, before: Mapping[str, Any], said: str = "") -> int:
-    """Return a number of bytes that was reported now, or else before."""
+    """Return the number of bytes that was reported now; otherwise the number from before."""
     value = report.get(name, before.get(said or name, 0))
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and value >= 0 else 0

@@ -1,4 +1,4 @@
-"""Plans what must be done from the declared service and the objects that exist. Pure.
+"""Plans the actions for a declared service from the objects that exist. Pure.
 
 The operator applies a plan to the cluster; `ullage up` runs the same pods as processes.
 """
@@ -181,11 +181,11 @@ class Observed:
     refused: tuple[Problem, ...] = ()
     """Why the declared spec is not carried out, so that an earlier one still is."""
     undefined: tuple[str, ...] = ()
-    """Fields that the cluster's definition of LLMService has no default of."""
+    """Fields without a default in the cluster's definition of LLMService."""
     challenger: str = ""
     """Another operator that watches the service, too, and leaves it to this one."""
     fetches: FetchObservation = field(default_factory=FetchObservation)
-    """What is seen of the Jobs that fetch models into shared claims."""
+    """Observations of the Jobs that fetch models into shared claims."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """The service's present status."""
     is_rollout_readable: bool = True
@@ -217,11 +217,11 @@ class ServicePlan:
 
 
 def plan(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
-    """Returns the objects that should exist, those that should no longer, and the status.
+    """Return the objects to apply, the objects to delete, and the status.
 
     Raises:
-        InvalidManifest: a pod template says what the operator says itself. Those of releases that
-            engines run are not asked: the operator's fields win there.
+        InvalidManifest: a pod template sets a field that the operator itself sets. Templates of
+            releases that engines run are not checked: the operator's fields win there.
     """
     if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
@@ -237,10 +237,11 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     rollout = replace(rollout, router_waits=routers.is_waiting, router_rolls=routers.is_rolling)
     desired = wanted_objects(service, rollout, routers, observed, settings)
     keys = {key_of(item) for item in [*desired, *routers.held]} | held_keys(service, rollout)
-    # A Job that filled its claim is Kubernetes' to remove.
+    # Kubernetes itself removes a Job that filled its claim.
     keys |= {ObjectKey("Job", state.job) for state in caches if not state.is_wanted}
-    # What lost its owner, or copies another's labels, is taken over where it is wanted, and else
-    # is nobody's to delete.
+
+    # An object without an owner, or with copied labels, is adopted if it is wanted, and never
+    # deleted.
     obsolete = [
         item
         for key, item in observed.objects.items()
@@ -249,6 +250,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     obsolete = obsolete if rollout.is_known else []
     obsolete += outdated_followers(service, desired, observed.pods)
     obsolete += outdated_engines(service, rollout, desired, observed)
+
     healing = restart_decision(service, observed)
     status = status_of(service, rollout, observed, healing)
     waits = _recheck_times_s(service, healing, observed)
@@ -261,8 +263,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
 
 
 def plan_sizes(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
-    """Return the plan of a service of which only the sizes of its pools are known: all else stays
-    as it is."""
+    """Return the plan of a service that changes only the sizes of its pools."""
     service = with_replicas(service, observed.objects, observed.scaling)
     target = release_of(service, settings)
     seen = observe_rollout(observed)
@@ -321,14 +322,15 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
 
 
 def is_edited(service: Service, observed: Observed) -> bool:
-    """Whether somebody has edited the service since its status was last written."""
+    """Return whether the service was edited since its status was last written."""
     return bool(observed.status.get("observedGeneration") != service.generation)
 
 
 def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
-    """Returns the router's objects, in which a template of the operator waits for its turn."""
+    """Return the router's objects; a template that the operator itself changed waits for its
+    turn."""
     is_mixed = rollout.has_mixed_engines
     file = _router_file(service, rollout, observed)
     routers = observed.objects.get(ObjectKey("Deployment", naming.router_name(service.name)))
@@ -349,8 +351,11 @@ def wanted_objects(
     observed: Observed,
     settings: Settings,
 ) -> list[Manifest]:
-    """Returns the rollout's state first, for nothing may happen that it lacks; then engines, so
-    that a router finds its targets' names when it starts."""
+    """Return the objects of a service in the order to apply.
+
+    The rollout's state comes first, since every later step relies on it; then engines, so that a
+    router can resolve its targets when it starts.
+    """
     if rollout.is_known:
         objects = all_engines(service, rollout, observed, settings)
     else:
@@ -370,8 +375,7 @@ def states_of_caches(service: Service, observed: Observed) -> list[CacheState]:
 
 
 def fetch_objects(service: Service, observed: Observed, settings: Settings) -> list[Manifest]:
-    """Return the Jobs that fetch models into shared claims, and who may ask them how far they
-    are."""
+    """Return the Jobs that fetch models into shared claims, and their NetworkPolicy."""
     caches = states_of_caches(service, observed) if settings.on_kubernetes else []
     if not caches:
         return []
@@ -380,7 +384,7 @@ def fetch_objects(service: Service, observed: Observed, settings: Settings) -> l
 
 
 def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) -> dict[str, str]:
-    """Return the pools whose engines are not made before their model is fetched, and why."""
+    """Return the pools whose first engines wait for their model, with the reasons."""
     if rollout.stable.spec.model.source != service.spec.model.source:
         return {}
     waiting = waiting_pools(states_of_caches(service, observed))
@@ -393,8 +397,7 @@ def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) ->
 def left_to_router_scaler(
     service: Service, objects: Iterable[Manifest], observed: Observed
 ) -> list[Manifest]:
-    """Return the router's objects, without the number of pods once it is the
-    HorizontalPodAutoscaler's."""
+    """Return the router's objects; the HorizontalPodAutoscaler keeps the number of pods."""
     key = ObjectKey("Deployment", naming.router_name(service.name))
     live = live_replicas(observed.objects.get(key))
     is_left = service.spec.router.autoscaling is not None and live == service.spec.router.replicas
@@ -404,21 +407,24 @@ def left_to_router_scaler(
 def all_engines(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> list[Manifest]:
-    """Returns the rollout's state, the canary's engines and the stable ones."""
+    """Return the rollout's state, the canary's engines and the stable ones."""
     objects = rollout_objects(service, rollout, settings)
-    # Pods that run keep their mounts until they are replaced.
+    # Running pods keep their mounts until they are replaced.
     had_adapters = rollout.stable.spec.serves_adapters
     objects += engine_objects(service, settings, with_adapters=had_adapters)
+
     unbegun = unbegun_pools(service, rollout, observed)
     for name, pool in rollout.stable.spec.pools.items():
         manifests = pool_objects(rollout.stable, name, pool, settings)
         if name in unbegun:
             objects += [item for item in manifests if item["kind"] != "StatefulSet"]
             continue
+
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
         if left_to_others(pool, observed.objects.get(key), service.spec.stop):
             manifests = without_replicas(manifests)
         manifests = with_revision(service, manifests, rollout.progress.stable)
+
         places = rollout.places.get(name, 0)
         manifests = [without_places(item, pool, places) for item in manifests]
         if service.spec.stop:
@@ -427,13 +433,14 @@ def all_engines(
             held = held_keys(service, rollout) & observed.objects.keys()
             manifests = [item for item in manifests if key_of(item) not in held]
             manifests += resized_engines(service, (name,), observed, places)
+
         objects += manifests
         objects += scaler_objects(service, name, pool, observed.serves)
     return objects
 
 
 def with_stop(item: Manifest) -> Manifest:
-    """Return an object of a pool that says that its service is stopped, where it has pods."""
+    """Return an object of a pool, with the stop annotation if it is a StatefulSet."""
     if item["kind"] != "StatefulSet":
         return item
     annotations = item["metadata"].get("annotations", {}) | stop_annotation(True)
@@ -441,7 +448,7 @@ def with_stop(item: Manifest) -> Manifest:
 
 
 def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
-    """Return an object of a pool without the engines whose place a canary has."""
+    """Return an object of a pool without the engines that a canary replaces."""
     if not places or item["kind"] != "StatefulSet":
         return item
     missing = places * (pool.nodes - 1) if is_follower(item) else places
@@ -458,10 +465,10 @@ def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
 def resized_engines(
     service: Service, pools: Iterable[str], observed: Observed, places: int = 0
 ) -> list[Manifest]:
-    """Returns StatefulSets as they are, where only the number of their pods may change.
+    """Return live StatefulSets in which only the number of pods may change.
 
     Args:
-        places: how many engines of each pool a canary has the place of.
+        places: how many engines of each pool a canary replaces.
     """
     resized_sets = []
     for name in pools:
@@ -499,8 +506,10 @@ def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
 def outdated_followers(
     service: Service, desired: Iterable[Manifest], pods: Sequence[LiveObject]
 ) -> list[LiveObject]:
-    """Returns the followers that cannot join their leader, which is of the wanted revision already:
-    their StatefulSet leaves it to the operator when they are made anew."""
+    """Return the followers that cannot join their leader, which already has the wanted revision.
+
+    Their StatefulSet has the update strategy OnDelete, so the operator deletes them.
+    """
     wanted = {
         item["metadata"]["name"]: group_revision(item["spec"]["template"])
         for item in desired
@@ -517,7 +526,7 @@ def outdated_followers(
         pool = service.spec.pools.get(naming.stable_pool(pool_of(pod)))
         if pool is None or pool.nodes == 1 or pod["metadata"]["name"] not in revisions:
             continue
-        if not index.isdecimal():  # a pod made by hand, with labels of a follower
+        if not index.isdecimal():  # a pod created by hand, with labels of a follower
             continue
         group, _ = follower_place(int(index), pool.nodes)
         leader = f"{naming.leaders_name(workload)}-{group}"
@@ -530,14 +539,16 @@ def outdated_followers(
 def outdated_engines(
     service: Service, rollout: RolloutPlan, desired: Iterable[Manifest], observed: Observed
 ) -> list[LiveObject]:
-    """Returns the engines of an older template that a rollout replaces now, beside the one that
-    Kubernetes replaces by itself."""
+    """Return the engines of an older template that a rollout replaces now.
+
+    The one that Kubernetes replaces by itself is not among them.
+    """
     wanted = {key_of(item): item for item in desired}
     outdated: list[LiveObject] = []
     for name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
         live = observed.objects.get(key)
-        # What is to be applied yet has no revision that pods could be of.
+        # No pod can have the revision of a template that is still to be applied.
         if live is None or _template_of(wanted.get(key, live)) != _template_of(live):
             continue
         pods = [pod for pod in observed.pods if pool_of(pod) == name and not is_follower(pod)]
@@ -563,7 +574,7 @@ def group_revision(pod: Manifest) -> str:
 
 
 def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> str:
-    """Returns the rollout file of routers: the live one, where its new content is not known."""
+    """Return the rollout file of routers: the live one while its new content is unknown."""
     key = ObjectKey("ConfigMap", naming.router_name(service.name))
     live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)
     if rollout.is_known or live_file is None:
@@ -572,7 +583,7 @@ def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> 
 
 
 def observe_rollout(observed: Observed) -> RolloutObservation:
-    """Returns what the plan of a rollout depends on."""
+    """Return the observations that the plan of a rollout depends on."""
     kept = next((obj for key, obj in observed.objects.items() if _is_rollout_state(key)), {})
     pods = canary_pods(observed)
     wrong = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
@@ -601,8 +612,8 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
 
 
 def roomless_pools(observed: Observed) -> dict[str, float]:
-    """Return the seconds for which a canary's pods found no room that an engine of their pool would
-    leave to them, by pool."""
+    """Return, by pool, the seconds for which a canary's pods had no room though an engine of their
+    pool would free enough."""
     waits: dict[str, float] = {}
     for pod in canary_pods(observed):
         wait_s = roomless_s(pod, observed.now)
@@ -617,7 +628,7 @@ def roomless_pools(observed: Observed) -> dict[str, float]:
 
 
 def engine_reports(observed: Observed) -> list[EngineReport]:
-    """Returns what engines and their containers say of their falls."""
+    """Return the restarts and worker losses of engine pods."""
     engines = [pod for pod in observed.pods if pool_of(pod)]
     present = [pod for pod in engines if "deletionTimestamp" not in pod["metadata"]]
     return [_engine_report(pod, observed) for pod in present]
@@ -695,9 +706,11 @@ def status_of(
         was_progressing(observed.status),
         is_stopped=service.spec.stop,
     )
+
     conditions.append(rollout_condition(rollout))
     conditions += consistency_condition(engine_numerics(observed))
-    adapters, reports = [each.name for each in service.spec.adapters], adapter_reports(observed)
+    adapters = [each.name for each in service.spec.adapters]
+    reports = adapter_reports(observed)
     conditions += adapters_condition(adapters, reports)
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
@@ -732,7 +745,7 @@ def status_of(
 
 
 def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
-    """Return what is wrong with a declared spec in whose place an earlier one is carried out."""
+    """Return the problems of a declared spec while an earlier one is carried out."""
     if not problems:
         return []
     message = "; ".join(map(str, problems))
@@ -740,7 +753,7 @@ def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
 
 
 def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]:
-    """Return what is wrong with pools whose claims of devices the API server did not keep."""
+    """Return a problem for each pool whose device claims the API server dropped."""
     stable = rollout.stable
     problems = []
     for name, pool in stable.spec.pools.items():
@@ -780,7 +793,7 @@ def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
 
 
 def adapter_reports(observed: Observed) -> Reports:
-    """Return what engines that are ready say of their adapters, by the names of their pods."""
+    """Return the adapter states of ready engines, by pod name."""
     reports = {}
     for pod in observed.pods:
         health = observed.engine_health.get(pod["metadata"].get("uid", ""))
@@ -822,8 +835,8 @@ def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:
 
 
 def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
-    """Returns how far a rollout is while engines are not, or not all, of the revision that the spec
-    asks for."""
+    """Return the condition Progressing of a rollout; None while all engines have the spec's
+    revision."""
     progress = rollout.progress
     if progress.renewal:
         moves = progress.renewal != PAUSED
@@ -842,7 +855,7 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
 def fetching_condition(
     service: Service, rollout: RolloutPlan, observed: Observed
 ) -> Condition | None:
-    """Return that engines are not made yet, because their model is being fetched."""
+    """Return the condition that engines wait for their model to be fetched; None otherwise."""
     unbegun = unbegun_pools(service, rollout, observed)
     messages = [f"pool {name} {why}" for name, why in unbegun.items()]
     return Condition(PROGRESSING, True, MODEL_FETCHING, "; ".join(messages)) if messages else None
@@ -870,7 +883,7 @@ def with_canary_engines(
 
 
 def scale_status(service: Service, pools: Mapping[str, Workload]) -> Manifest:
-    """Return what the scale subresource shows: the pool that takes ordinary requests."""
+    """Return the fields of the scale subresource, which shows the default pool."""
     first = next(iter(service.spec.pools))
     match = naming.selector(service.name, naming.ENGINE, first)
     return {"replicas": pools[first].exist, "selector": naming.selector_text(match)}

@@ -66,7 +66,7 @@ _MAX_COUNTED_TRIES = 7
 
 
 def _generation(obj: Object) -> tuple[str, int]:
-    """Return what changes with an object's spec."""
+    """Return the parts of an object's metadata that change with its spec."""
     return obj["metadata"]["uid"], obj["metadata"]["generation"]
 
 
@@ -89,11 +89,11 @@ class ReconcileTimes:
     resync_s: float = 300.0
     """Bound after which every service is reconciled though nothing has changed."""
     retry_s: float = 1.0
-    """First delay of what is to be tried again; it doubles up to 64 times as much."""
+    """First delay of a retry; it doubles up to 64 times as much."""
 
 
 class Reconciler:
-    """Makes the cluster what services declare, one service at a time."""
+    """Makes the cluster match declared services, one service at a time."""
 
     def __init__(
         self,
@@ -158,7 +158,8 @@ class Reconciler:
         return max(least_s, delay_s * random.uniform(0.8, 1.0))
 
     def drop(self) -> None:
-        """Forgets all services: another operator leads, and its work is not seen here."""
+        """Forget all services, since another operator leads and this one no longer sees its
+        work."""
         self._read.clear()
         self._failures.clear()
         self._questions.clear()
@@ -169,7 +170,7 @@ class Reconciler:
         self._rollout_queue.drop()
 
     def _forget(self, key: ServiceKey) -> None:
-        """Forgets a service that is gone."""
+        """Forget a deleted service."""
         self._questions.pop(key, None)
         self._challengers.pop(key, None)
         self._stop_serving(key)
@@ -183,10 +184,11 @@ class Reconciler:
         self._rollout_queue.forget(key)
 
     async def _reconcile_once(self, key: ServiceKey) -> tuple[str, float | None]:
-        """Returns the result, and after how many seconds to look again at the latest."""
+        """Return the result, and the seconds after which to reconcile again at the latest."""
         manifest = self._cache.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
             return "gone", None  # what it owned is the garbage collector's
+
         turn = turn_of(
             self._name, manifest.get("status", {}), self._questions.get(key), time.monotonic()
         )
@@ -194,12 +196,14 @@ class Reconciler:
             return await self._leave_to_other(key, manifest, turn)
         if question := self._questions.pop(key, None):
             _logger.warning("%s: takes over: operator %s does not answer", key, question.holder)
+
         observed = self._with_challenger(key, observe(self._cache, manifest))
         observed = await self._with_canary_samples(key, observed)
         try:
             result, status, planned, recheck_s = await self._plan_and_apply(key, manifest, observed)
         except Replaced:
             return "gone", None
+
         status = held(self._name, status)
         if status != observed.status:
             await self._applier.report(key, manifest, status)
@@ -210,7 +214,7 @@ class Reconciler:
     async def _leave_to_other(
         self, key: ServiceKey, manifest: Object, turn: Turn
     ) -> tuple[str, float]:
-        """Leave a service to the operator that its status names, and ask whether that one lives."""
+        """Leave a service to the operator that its status names, and ask whether it lives."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
@@ -235,7 +239,7 @@ class Reconciler:
         return "yielded", ASK_AGAIN_S if turn is Turn.YIELD else ANSWER_S
 
     def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Add the other operator that has asked lately about a service to `observed`."""
+        """Add an operator that lately asked about the service to `observed`."""
         now_s = time.monotonic()
         if name := challenger_of(observed.status):
             if key not in self._challengers:
@@ -248,7 +252,7 @@ class Reconciler:
         return dataclasses.replace(observed, challenger=question.holder if question else "")
 
     async def _with_canary_samples(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Adds the routers' samples of a canary to `observed`, while a canary gets requests."""
+        """Add the routers' samples of a canary to `observed`, while a canary gets requests."""
         if not is_canary_running(observe_rollout(observed).stored_state):
             return observed
         answers = await self._router_client.canary_samples(key, observed.pods)
@@ -267,7 +271,7 @@ class Reconciler:
         return dataclasses.replace(observed, unreachable_pools=unreachable)
 
     async def _with_fetch_progress(self, observed: Observed) -> Observed:
-        """Add how far running Jobs are that fetch models to `observed`."""
+        """Add the progress of running Jobs that fetch models to `observed`."""
         if not observed.fetches.pods:
             return observed
         progress = await self._router_client.fetch_progress(observed.fetches.pods)
@@ -298,12 +302,13 @@ class Reconciler:
     async def _plan_and_apply(
         self, key: ServiceKey, manifest: Object, observed: Observed
     ) -> ReconcileResult:
-        """Plans and applies; returns how that went and the status to report."""
+        """Plan and apply; return the result and the status to report."""
         declared = await self._declared(key, manifest)
         stands = standing(manifest, declared, observed, self._settings)
         if stands is None:
             self._rollout_queue.forget(key)  # nothing goes on before somebody corrects it
             return ReconcileResult("invalid", failed_status(manifest, observed, declared.problems))
+
         service = stands.service
         observed = dataclasses.replace(
             observed, refused=declared.problems, undefined=declared.filled
@@ -313,22 +318,25 @@ class Reconciler:
         observed = await self._with_warnings(key, service, observed)
         observed = await self._with_fetch_progress(observed)
         observed = self._with_replicas(key, service, observed)
+
         planned = self._plan(key, stands, observed)
         applied = await self._applier.apply(key, manifest, planned, observed)
         after = self._with_result(manifest, observed, applied)
         status = planned.status if after == observed else status_after(service, planned, after)
+
         recheck_s = planned.recheck_s
         if applied.delayed:
             wait_s = self._backoff_s(key, applied.delay_s)
             recheck_s = min(wait_s, recheck_s or wait_s)
+
         is_refused = declared.problems and applied.result == "ok"
         return ReconcileResult(
             "invalid" if is_refused else applied.result, status, planned, recheck_s
         )
 
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
-        """Plan, with no other service's plan between what the queue allows and what comes of
-        it."""
+        """Return a plan, and record its rollout in the queue before another service's plan
+        begins."""
         may_begin = self._rollout_queue.may_begin(key, self._statuses)
         observed = dataclasses.replace(observed, may_begin_rollout=may_begin)
         planned = plan_standing(stands, observed, self._settings)
@@ -368,27 +376,26 @@ class Reconciler:
         return dataclasses.replace(observed, scaling=decisions)
 
     async def _declared(self, key: ServiceKey, manifest: Object) -> Declared:
-        """Return how the declared service reads, which is found out once a generation of it and
-        of its bases.
+        """Return the reading of the declared service, once for each generation of it and its bases.
 
-        Whether somebody declared fields that the API server dropped changes without another one.
+        Fields that the API server dropped may change without a new generation.
         """
         names = base_names(manifest.get("spec"))
         present = {name: self._cache.base(key.namespace, name) for name in names}
-        found = {name: base for name, base in present.items() if base is not None}
+        base_manifests = {name: base for name, base in present.items() if base is not None}
         bases = Bases(
-            {name: base.get("spec") or {} for name, base in found.items()},
+            {name: base.get("spec") or {} for name, base in base_manifests.items()},
             self._remedy_for_bases(key.namespace) if names else "",
         )
         version = (
-            *map(_generation, (manifest, *found.values())),
+            *map(_generation, (manifest, *base_manifests.values())),
             bases.remedy,
             *dropped_fields(manifest),
         )
 
         cached = self._read.get(key)
         if cached is None or cached[0] != version:
-            if names:  # rules are asked of what comes of them, which takes a while
+            if names:  # the rules are checked for the merged spec, which takes a while
                 async with self._reading:
                     declared = await asyncio.to_thread(read, manifest, self._settings, bases)
             else:
@@ -400,7 +407,7 @@ class Reconciler:
         return cached[1]
 
     def _remedy_for_bases(self, namespace: str) -> str:
-        """Return what to do about a base that is not found."""
+        """Return the remedy for a missing base."""
         if not self._cache.serves(BASE, namespace):
             return f"the cluster does not know the kind; apply the crds/ of version {VERSION}"
         if not self._cache.sees(BASE, namespace):

@@ -1,8 +1,8 @@
-"""Bounds how many services roll out what the operator, and nobody's edit, asks of them.
+"""Bounds the number of services whose rollouts begin without an edit, because the operator changed.
 
-A new default image is another revision of every service that names none. If all tried it in the
-same moment, each would want GPUs beside the others', and a bad image would reach all of them. The
-same holds for a new router image, which would break the streams of all services at once.
+A new default image is a new revision of every service that names none. If all rolled out at once,
+each would want additional GPUs, and a bad image would reach all of them. The same holds for a new
+router image, which would break the streams of all services at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,9 +23,9 @@ _ROLLING = frozenset(stage.value for stage in (*TRYING, RolloutStage.PROMOTING))
 
 
 class RolloutQueue:
-    """The services whose engines are being changed, and those that wait for their turn, by name.
+    """The services that roll out now, and those that wait for their turn, by name.
 
-    Rollouts that an edit began count too, and wait for nobody.
+    Rollouts that an edit started count too, but do not wait.
 
     Args:
         max_rollouts: services that may be in a rollout when another one begins unasked.
@@ -38,11 +38,11 @@ class RolloutQueue:
         self._rolling: set[ServiceKey] | None = None
         """None until the rollouts that another operator began have been counted."""
         self._only_routers: set[ServiceKey] = set()
-        """Those of them of which only routers are being replaced."""
+        """Rolling services in which only routers are being replaced."""
         self._waiting: set[ServiceKey] = set()
 
     def may_begin(self, key: ServiceKey, statuses: Callable[[], Statuses]) -> bool:
-        """Whether a service may begin a rollout that nobody's edit asks for.
+        """Return whether a service may begin a rollout that no edit asks for.
 
         Args:
             statuses: returns all services with their status; asked for once.
@@ -61,7 +61,8 @@ class RolloutQueue:
         router_waits: bool = False,
         router_rolls: bool = False,
     ) -> None:
-        """Notes how far a service's rollout is; what waits for people or for pods is not in it.
+        """Record the progress of a service's rollout; one that waits for people or pods does not
+        count.
 
         Args:
             router_waits: whether the operator's new routers wait for the service's turn.
@@ -78,12 +79,12 @@ class RolloutQueue:
         self._place(key, is_rolling or router_rolls, is_waiting)
 
     def forget(self, key: ServiceKey) -> None:
-        """The service is gone, or is no service that could be rolled out."""
+        """Remove a service that is gone or can no longer be rolled out."""
         self._only_routers.discard(key)
         self._place(key, is_rolling=False, is_waiting=False)
 
     def drop(self) -> None:
-        """Another operator leads."""
+        """Remove all services, because another operator leads."""
         self._rolling = None
         self._only_routers.clear()
         self._waiting.clear()

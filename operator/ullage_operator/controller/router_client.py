@@ -1,4 +1,4 @@
-"""Asks a service's routers what they count, at a bounded rate."""
+"""Asks a service's routers for their counts, at a bounded rate."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouterSamples:
-    """What the routers of a service counted of a canary."""
+    """The counts of a canary from a service's routers."""
 
     samples: tuple[CanarySample, ...] = ()
     unanswered: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class RouterClient:
         self._samples.clear()
 
     async def canary_samples(self, key: ServiceKey, pods: Iterable[Pod]) -> RouterSamples:
-        """The samples of all routers that answer; asked again only after some seconds."""
+        """Return the samples of all routers that answer; cache them for some seconds."""
         asked_at, answers = self._samples.get(key, (-math.inf, RouterSamples()))
         if time.monotonic() - asked_at < MIN_INTERVAL_S:
             return answers
@@ -72,7 +72,7 @@ class RouterClient:
         return answers
 
     async def fetch_progress(self, pods: Iterable[Pod]) -> dict[str, dict[str, Any]]:
-        """How far the running pods of Jobs are that fetch models, by the name of their Job."""
+        """Return the progress of running pods that fetch models, by the name of their Job."""
         urls = {_job_of(pod): url for pod in running(pods) if (url := _progress_url(pod))}
         pages = await asyncio.gather(*map(self._ask, urls.values()))
         return {job: parse_progress(page) for job, page in zip(urls, pages, strict=True) if page}
@@ -108,12 +108,12 @@ class RouterClient:
         return frozenset(pools) - reached
 
     async def _ask(self, url: str) -> str:
-        """The page, empty if there is none."""
+        """Return the page at a URL; empty if there is none."""
         page, _ = await self._page(url)
         return page
 
     async def _page(self, url: str) -> tuple[str, str]:
-        """The page, and why there is none."""
+        """Return the page at a URL, and the error if there is none."""
         try:
             body = await self._http.get(
                 url, timeout_s=TIMEOUT_S, connect_s=CONNECT_S, max_bytes=MAX_BYTES
@@ -137,7 +137,7 @@ def _runs_s(pod: Pod, now: datetime) -> float:
 
 
 def metrics_url(pod: Pod) -> str:
-    """Returns the URL of a router's pod that has an address; empty for any other."""
+    """Return the metrics URL of a router pod; empty for a pod without an address."""
     address = pod.get("status", {}).get("podIP", "")
     if not address or not is_router(pod):
         return ""
@@ -161,7 +161,7 @@ def _job_of(pod: Pod) -> str:
 
 
 def _progress_url(pod: Pod) -> str:
-    """Return where a pod that fetches a model says how far it is; empty without an address."""
+    """Return the progress URL of a pod that fetches a model; empty without an address."""
     address = pod.get("status", {}).get("podIP", "")
     return f"http://{joined(address, _port(pod, 'probe', naming.PROBE_PORT))}/progress" * bool(
         address

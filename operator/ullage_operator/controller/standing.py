@@ -1,12 +1,13 @@
-"""Which spec a service stands by: the declared one, or the last that could be carried out. Pure.
+"""Chooses the spec that a service stands by: the declared one, or the last that could be carried
+out. Pure.
 
-An edit that cannot be carried out changes nothing: the operator goes on with the spec before it,
-scaling, waking, healing and repairing as ever, and says which fields are wrong. That spec is kept
-in the ConfigMap of the service's rollout, with hashes for the values of environment variables.
+An edit that cannot be carried out changes nothing: the operator keeps scaling, waking and healing
+by the spec before it, and reports the invalid fields. The ConfigMap of the service's rollout keeps
+that spec, with hashes for the values of environment variables.
 
-Where none is kept, as of services that an operator without this memory left behind, the live
-objects are all that is known. They stay as they are, and only the number of pods changes, by what
-can be read of how a pool scales.
+Without a kept spec, as for services of an operator before this feature, only the live objects are
+known. They stay unchanged; only the number of pods changes, by the readable fields of each pool's
+autoscaling.
 """
 
 import contextlib
@@ -54,19 +55,19 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """How a declared service reads."""
+    """The reading of a declared service."""
 
     service: Service | None
-    """None where it cannot be carried out."""
+    """The parsed service; None where it cannot be carried out."""
     problems: tuple[Problem, ...] = ()
-    """Why it cannot be."""
+    """Problems for which the service cannot be carried out."""
     filled: tuple[str, ...] = ()
-    """Fields that the cluster's definition of LLMService knows no default of."""
+    """Fields without a default in the cluster's definition of LLMService."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the operator carries out of a service."""
+    """The spec of a service that the operator carries out."""
 
     service: Service
     is_partial: bool = False
@@ -77,7 +78,7 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
     """Read a declared service, and try whether it can be planned.
 
     Args:
-        bases: those of the service's namespace, as far as it names them.
+        bases: the bases of the service's namespace that the service names.
     """
     if dropped := dropped_fields(manifest):
         return Declared(None, tuple(starmap(_dropped, dropped.items())))
@@ -87,7 +88,7 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
     except InvalidManifest as error:
         return Declared(None, error.problems)
     except Exception as error:
-        # What no check foresees must not stop the operator from serving what it served before.
+        # An unforeseen error must not stop the operator from carrying out the kept spec.
         _logger.exception("a spec that no check refuses cannot be planned")
         text = f"cannot be carried out: {error!r}; correct what was edited last"
         return Declared(None, (Problem("spec", text),))
@@ -102,17 +103,19 @@ def _dropped(path: str, value: Any) -> Problem:
 def standing(
     manifest: Mapping[str, Any], declared: Declared, observed: Observed, settings: Settings
 ) -> Standing | None:
-    """Return what to carry out; None where nothing is declared that can be, and nothing serves."""
+    """Return the spec to carry out; None if the declared one is invalid and nothing serves."""
     if declared.service:
         return Standing(declared.service)
     kept = _kept(manifest, observed)
-    # A kept spec may be refused by an operator that was upgraded since, and the value of a variable
-    # may be gone with the pods that had it.
+
+    # A newer operator may refuse a kept spec, and the value of a variable may be gone with the pods
+    # that had it.
     with contextlib.suppress(InvalidManifest, KeyError):
         spec = to_spec(_unsealed(kept, manifest, observed))
         service = service_of(manifest["metadata"], spec)
         plan(service, Observed(now=_EPOCH), settings)
         return Standing(service)
+
     pools = _live_pools(manifest, observed)
     if not pools:
         return None
@@ -123,14 +126,14 @@ def standing(
 
 
 def plan_standing(stands: Standing, observed: Observed, settings: Settings) -> ServicePlan:
-    """Return the plan of what a service stands by."""
+    """Return the plan for the spec that a service stands by."""
     if stands.is_partial:
         return plan_sizes(stands.service, observed, settings)
     return _with_kept_spec(plan(stands.service, observed, settings), stands.service)
 
 
 def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
-    """Return a plan in which the service's spec is kept beside the state of its rollout."""
+    """Return a plan that keeps the service's spec with the state of its rollout."""
     key = ObjectKey("ConfigMap", naming.rollout_name(service.name))
     kept = {naming.KEPT_SPEC: dump(service.spec)}
     objects = (
@@ -141,10 +144,10 @@ def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
 
 
 def dump(spec: Spec) -> str:
-    """Write a spec as it is kept.
+    """Return the text in which a spec is kept.
 
-    More people may read ConfigMaps than services: of the values of environment variables, which
-    may be secrets, it has hashes.
+    More people may read ConfigMaps than services, so the text has hashes for the values of
+    environment variables, which may be secrets.
     """
     document = to_api(spec)
     document |= {name: sealed_section(document[name]) for name in _SEALED}
@@ -152,7 +155,7 @@ def dump(spec: Spec) -> str:
 
 
 def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
-    """Return the spec that was kept, with what a newer definition adds; empty where none was."""
+    """Return the kept spec with the fields that a newer definition adds; empty without one."""
     name = naming.rollout_name(manifest["metadata"]["name"])
     data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
     definition = schema.load_schema()["properties"]["spec"]
@@ -170,10 +173,10 @@ def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
 def _unsealed(
     kept: Mapping[str, Any], manifest: Mapping[str, Any], observed: Observed
 ) -> dict[str, Any]:
-    """Return a kept spec with the values of its environment variables, which pods still have.
+    """Return a kept spec with the values of its environment variables, taken from live pods.
 
     Raises:
-        KeyError: nobody has a value any more.
+        KeyError: no live pod has a value any more.
     """
     workloads = (
         item for key, item in observed.objects.items() if key.kind in ("Deployment", "StatefulSet")
@@ -183,7 +186,7 @@ def _unsealed(
 
 
 def _live_pools(manifest: Mapping[str, Any], observed: Observed) -> dict[str, LiveObject]:
-    """Return the StatefulSets of stable engines by their pools."""
+    """Return the StatefulSets of stable engines, by pool."""
     service = manifest["metadata"]["name"]
     pools = {}
     for key, item in observed.objects.items():
@@ -194,10 +197,10 @@ def _live_pools(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Li
 
 
 def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kept spec without what people say of pods, which no size depends on.
+    """Return a kept spec without pod templates, on which no size depends.
 
     Raises:
-        KeyError: nothing was kept.
+        KeyError: no spec was kept.
     """
     bare: dict[str, Any] = {"podTemplate": {}}
     pools = {name: pool | bare for name, pool in kept["pools"].items()}
@@ -211,10 +214,10 @@ _READ_ANYHOW = (("stop",), ("tls",), ("healing",), ("router", "replicas"))
 def _salvaged(
     manifest: Mapping[str, Any], pools: Mapping[str, LiveObject], observed: Observed
 ) -> Service:
-    """Put a service together whose live objects stay as they are.
+    """Return a service for the live objects, which leaves them unchanged.
 
-    Its pools are those that live, of the size that they have; how they scale and are healed is as
-    much of what is declared as can be read.
+    Its pools are the live ones with their live sizes. Autoscaling and healing come from the
+    readable fields of the declared spec.
     """
     metadata = manifest["metadata"]
     paths: list[Sequence[str]] = [*_READ_ANYHOW]
@@ -232,8 +235,8 @@ def _salvaged(
 
 
 def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
-    """Return a role for each live pool: the declared one, where it can be read and no other pool
-    has it."""
+    """Return a role for each live pool: the declared one if it is readable and no other pool has
+    it."""
     roles: dict[str, str] = {}
     for pool in pools:
         role = _at(manifest.get("spec"), ("pools", pool, "role"))
@@ -245,7 +248,7 @@ def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, st
 
 
 def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
-    """Return the size of a pool, and of each of its engines, that its StatefulSets have."""
+    """Return a pool's replicas and the size of its engines from its StatefulSets."""
     names = (naming.pool_name(service, each) for each in (pool, naming.group_pool(pool)))
     keys = (ObjectKey("StatefulSet", name) for name in names)
     leaders, followers = (live_replicas(observed.objects.get(key)) or 0 for key in keys)
@@ -265,15 +268,16 @@ def _with_readable(
         return candidate
     except (InvalidManifest, ValueError):
         pass
-    known = _fields_at(path)
+
+    fields = _fields_at(path)
     for name, item in value.items() if isinstance(value, Mapping) else ():
-        if name in known:
+        if name in fields:
             spec = _with_readable(metadata, spec, (*path, name), item)
     return spec
 
 
 def _fields_at(path: Iterable[str]) -> Mapping[str, Any]:
-    """Return the fields that the definition knows at a path of a spec."""
+    """Return the fields of the definition at a path of a spec."""
     section: Mapping[str, Any] = schema.load_schema()["properties"]["spec"]
     for name in path:
         section = schema.fields(section, {name: None}).get(name, {})

@@ -1,10 +1,10 @@
-"""What the cluster holds of the watched kinds, as events and sweeps say. No I/O.
+"""Keeps the objects of the watched kinds, as events and sweeps report them. No I/O.
 
 A reconciliation reads from here and asks the API server for nothing. The cache also knows which
 kinds cannot be seen, and why.
 
-Events of different objects come in any order, and nothing says when all that exists has come, nor
-what was deleted while nobody watched. A sweep, which lists names and versions, says both.
+Events of different objects come in any order. They do not say when all existing objects have come,
+nor which were deleted while nobody watched. A sweep, which lists names and versions, says both.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -100,8 +100,8 @@ class _Collection:
 class Cache:
     """Objects by scope, and by the service that they belong to.
 
-    `wake` is called for every service that a change concerns, once all scopes have been listed
-    or found missing: whoever plans before that would miss what exists.
+    `wake` is called for every service that a change concerns, once all scopes have been listed or
+    found missing: a plan before that would miss existing objects.
     """
 
     def __init__(self, scopes: Iterable[Scope], wake: Callable[[ServiceKey], None]) -> None:
@@ -113,7 +113,7 @@ class Cache:
     # What events and sweeps say.
 
     def changed(self, scope: Scope, obj: Object) -> None:
-        """An object was created or changed, or exists."""
+        """Record an object that was created, changed or listed."""
         collection, name = self._collections[scope], _name_of(obj)
         if not collection.is_outdated(name, version_of(obj)):
             previous = collection.objects.get(name)
@@ -211,7 +211,7 @@ class Cache:
         return self._by_service.get(key, {}).get((SERVICE, key.name))
 
     def base(self, namespace: str, name: str) -> Object | None:
-        """Returns an LLMServiceBase; None where there is none, or none is seen."""
+        """Return an LLMServiceBase; None where none exists or is visible."""
         for collection in self._of(BASE, namespace):
             if obj := collection.objects.get((namespace, name)):
                 return obj
@@ -295,13 +295,13 @@ class Cache:
             del self._by_service[key]
 
     def _notify_of(self, kind: Kind, obj: Object) -> None:
-        """Wakes the services that an object concerns."""
+        """Wake the services that an object concerns."""
         keys = self._referring(*_name_of(obj)) if kind == BASE else [key_of(kind, obj)]
         for key in keys:
             self._notify(key)
 
     def _referring(self, namespace: str, base: str) -> list[ServiceKey]:
-        """Returns the services that name a base."""
+        """Return the services that refer to a base."""
         in_namespace = [key for key in self.services() if key.namespace == namespace]
         specs = {key: (self.service(key) or {}).get("spec") for key in in_namespace}
         return [key for key, spec in specs.items() if base in base_names(spec)]
@@ -339,8 +339,10 @@ class Cache:
 
 
 def key_of(kind: Kind, obj: Object) -> ServiceKey:
-    """The service that an object belongs to: the one that it is, or whose label it carries; none
-    has a base, whose name is empty."""
+    """Return the service that an object is, or whose label it has.
+
+    A base has a key with an empty name.
+    """
     meta = obj["metadata"]
     labels = {} if kind == BASE else meta.get("labels") or {}
     name = meta["name"] if kind == SERVICE else labels.get(_INSTANCE, "")
@@ -348,10 +350,12 @@ def key_of(kind: Kind, obj: Object) -> ServiceKey:
 
 
 def slim(kind: Kind, obj: Object) -> Object:
-    """What is worth keeping of an object: field managers, most of a pod's spec and a status on
-    which nothing depends are not."""
+    """Return the parts of an object that the operator uses.
+
+    Field managers, most of a pod's spec and any unused status are dropped.
+    """
     meta = obj["metadata"]
-    # What was declared in another form says why the spec is not carried out.
+    # Fields declared in a form of 0.1.0 explain why the spec is not carried out.
     if kind != SERVICE or not dropped_fields(obj):
         meta = _slim_metadata(meta)
     kept = {**obj, "apiVersion": kind.api_version, "kind": kind.name, "metadata": meta}

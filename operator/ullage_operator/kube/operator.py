@@ -58,7 +58,7 @@ class Operator:
         return self._running is not None and self._running.cache.complete
 
     async def run(self, host: str | None, probes_port: int) -> None:
-        """Until SIGINT or SIGTERM.
+        """Run until SIGINT or SIGTERM.
 
         Args:
             host: address of the probes; None: every address.
@@ -115,8 +115,11 @@ class Operator:
         await self._connection.close()
 
     async def health(self, _: web.Request) -> web.Response:
-        """Answer whether the watches live, with how many LLMServices the operator knows, whether it
-        has seen all that is there, and whether it acts or stands by."""
+        """Return the health of the watches.
+
+        The body has the number of LLMServices, whether all objects have been seen, and whether this
+        operator leads.
+        """
         running = self._running
         silent_s = running.silent_s if running else 0.0
         is_alive = silent_s <= _SILENT_S

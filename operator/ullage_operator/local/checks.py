@@ -1,4 +1,4 @@
-"""What a service may not ask of one machine: what only a cluster or another environment gives."""
+"""Refuses services that need a cluster or another environment than this machine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from ullage_operator.api.spec import Service, image_of
 
 
 def check_service(service: Service, has_vllm: bool) -> None:
-    """Raises LocalFailure for what this machine cannot give.
+    """Raise LocalFailure for a spec that this machine cannot serve.
 
     Args:
         has_vllm: whether engines here can be vLLM.
@@ -28,7 +28,7 @@ def check_started(service: Service) -> None:
 
 
 def check_vllm(service: Service, has_vllm: bool) -> None:
-    """What only vLLM can do needs it in the environment that engines run in, this one."""
+    """Refuse features of vLLM where this environment does not have it."""
     if has_vllm:
         return
     remedy = "install ullage[vllm] into it (make install-vllm makes one that has it)"
@@ -45,7 +45,7 @@ def check_vllm(service: Service, has_vllm: bool) -> None:
 
 
 def check_model_image(service: Service) -> None:
-    """Images are pulled and mounted by nodes of a cluster."""
+    """Refuse models in images, which only the nodes of a cluster pull and mount."""
     source = service.spec.model.source
     if image_of(source):
         raise LocalFailure(

@@ -290,7 +290,7 @@ def plan_local(
     has_vllm: bool = False,
     kept: contextlib.ExitStack | None = None,
 ) -> LocalPlan:
-    """The processes and files of a service on this machine; port 0 means any free one.
+    """Return the processes and files of a service on this machine; port 0 means any free one.
 
     `log_level` is for services that name none. `secrets` is a folder with one folder for every
     Secret that the service names. `has_vllm` is whether engines here can be vLLM. Until `kept` is
@@ -326,7 +326,7 @@ def plan_local(
 
 
 def adapters_of(service: Service, run_dir: Path) -> File:
-    """Return the file from which all engines read the adapters that they serve."""
+    """Return the file from which all engines read their adapters."""
     return File(run_dir / ADAPTERS / naming.ADAPTERS_FILE, adapters_file(service))
 
 
@@ -519,7 +519,7 @@ def local_engine(
     cores: Document,
     pool: Sequence[str],
 ) -> Document:
-    """Returns an engine's file; engines of one machine share the prepared weights.
+    """Return an engine's file; engines of one machine share the prepared weights.
 
     Args:
         pool: gRPC addresses of the engines of its pool.
@@ -537,12 +537,14 @@ def local_engine(
             "weights_dir": str(run_dir / "weights"),
         }
     )
+
     tiers = dict(document["memory"]["tiers"])
     if "remote" in tiers:
         peers = [address for address in pool if address != f"{LOOPBACK}:{ports['grpc']}"]
         tiers["remote"] = tiers["remote"] | {"peers": peers}
     if has_file_tier(document) and tiers["file"]["path"] == naming.KV_DIR:
         tiers["file"] = tiers["file"] | {"path": str(run_dir / pod_name / "kv")}
+
     local = document | {"server": server, "memory": document["memory"] | {"tiers": tiers}}
     if "adapters_file" in document:
         local["adapters_file"] = str(run_dir / ADAPTERS / naming.ADAPTERS_FILE)

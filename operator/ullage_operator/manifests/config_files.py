@@ -48,7 +48,7 @@ all pods."""
 def engine_config(
     service: Service, pool_name: str, pool: PoolSpec, settings: Settings
 ) -> EngineConfig:
-    """What every engine of a pool reads; its identity comes as an argument."""
+    """Return the configuration of every engine of a pool; its identity comes as an argument."""
     spec = service.spec
     tickets = None
     if spec.tickets:
@@ -92,7 +92,7 @@ def engine_config(
 
 
 def adapters_file(service: Service) -> str:
-    """Return what engines read the adapters from that they serve."""
+    """Return the text of the file from which engines read their adapters."""
     return to_yaml(document(engine.AdaptersFile(adapters=service.spec.adapters)))
 
 
@@ -125,7 +125,7 @@ def device_of(device: engine.Device, settings: Settings) -> engine.Device:
 
 
 def router_config(service: Service, accepts_plaintext: bool = False) -> RouterConfig:
-    """What every router of a service reads; a target's A records are the ready engines.
+    """Return the configuration of every router; a target's A records are the ready engines.
 
     Args:
         accepts_plaintext: whether some engines speak TLS and others plaintext.
@@ -181,7 +181,7 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
 
 
 def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
-    """Returns the paths of the router's certificates."""
+    """Return the paths of the router's certificates."""
     tls = service.spec.tls
     server = engines = None
     if tls.router:

@@ -1,7 +1,7 @@
-"""Which engine computes in a service's pods, and in which image.
+"""Predicts the engine, native or vLLM, of a service's pods, and chooses its image.
 
-The engine itself decides at its start, by the same rule. What is known before that picks the image,
-and is what `ullage plan` and `ullage up` say.
+The engine itself decides at its start, by the same rule. The prediction picks the image, and
+`ullage plan` and `ullage up` print it.
 """
 
 from itertools import product
@@ -15,8 +15,11 @@ _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
 
 
 def engine_image(spec: Spec, settings: Settings) -> str:
-    """Return the image of engine pods: the service's own, else the operator's with vLLM where the
-    pods of a pool are to be vLLM and there is one, else the one for their device."""
+    """Return the image of engine pods.
+
+    It is the service's own; else the operator's image with vLLM if a pool needs vLLM; else the
+    image for the device.
+    """
     if spec.image:
         return spec.image
     has_vllm = bool(settings.vllm_engine_image)
@@ -27,8 +30,10 @@ def engine_image(spec: Spec, settings: Settings) -> str:
 
 
 def is_vllm(spec: Spec, pool: PoolSpec, settings: Settings) -> bool:
-    """Whether vLLM computes in a pool's pods, as far as that is known before they run: of an image
-    that nobody says anything of, only where the native engine cannot."""
+    """Return whether a pool's pods are expected to run vLLM.
+
+    An image of unknown content counts as vLLM only if the native engine cannot serve the pool.
+    """
     has_vllm = image_has_vllm(engine_image(spec, settings), settings)
     return _is_vllm(spec, pool, bool(has_vllm or spec.serves_adapters))
 
@@ -49,7 +54,7 @@ def _refusal_by_vllm(spec: Spec, pool: PoolSpec) -> str:
 
 
 def image_has_vllm(image: str, settings: Settings) -> bool | None:
-    """Returns whether an image has vLLM; None where nobody says so."""
+    """Return whether an image has vLLM; None if its content is unknown."""
     if image == settings.vllm_engine_image:
         return True
     return False if image in (ENGINE_IMAGE, CUDA_ENGINE_IMAGE) else None
@@ -63,7 +68,7 @@ def may_be_vllm(spec: Spec) -> bool:
 def expected_engine(
     spec: Spec, pool: PoolSpec, *, on_cuda: bool | None, has_vllm: bool | None, place: str
 ) -> str:
-    """Returns one line: the engine that will compute in a pool's pods, and why or where.
+    """Return one line with the expected engine of a pool's pods, and the reason or place.
 
     Args:
         on_cuda: whether the device is a CUDA GPU; None is unknown.
@@ -78,6 +83,7 @@ def expected_engine(
     # Of reasons for one engine the last is said, which is the one where vLLM is.
     places = (False, True) if has_vllm is None else (has_vllm,)
     vllm_refusal = _refusal_by_vllm(spec, pool)
+
     choices = dict(
         choose_engine(
             spec.engine,
@@ -88,6 +94,7 @@ def expected_engine(
         )
         for has, cuda, refusal in product(places, devices, refusals)
     )
+
     if len(choices) == 1:
         [(engine, reason)] = choices.items()
         if has_vllm is False:
@@ -96,11 +103,13 @@ def expected_engine(
         if engine == "native" and spec.serves_adapters:
             return f"native, which serves no adapters: {_IMAGE_WITH_VLLM} ({reason})"
         return f"{engine}: {reason}"
+
     if spec.serves_adapters:
         return (
             f"vllm where {place} has vLLM; the native engine serves no adapters: {_IMAGE_WITH_VLLM}"
             " where it has not"
         )
+
     conditions = [f"{place} has vLLM"] if has_vllm is None else []
     if not on_cuda:
         gpu = "a GPU is present or " if on_cuda is None else ""

@@ -1,5 +1,5 @@
-"""How clients outside the cluster reach routers by a Gateway, and how many routers there are: an
-HTTPRoute and a HorizontalPodAutoscaler. Pure.
+"""Exposes routers through Gateways, and scales them: the HTTPRoute and the HorizontalPodAutoscaler.
+Pure.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,8 +19,10 @@ _NO_TIMEOUT = "0s"
 
 
 def exposure_objects(service: Service, serves: Collection[str]) -> list[Manifest]:
-    """Return the HTTPRoute and the HorizontalPodAutoscaler of a service's routers, as far as they
-    are asked for and the cluster serves their kinds."""
+    """Return the HTTPRoute and the HorizontalPodAutoscaler of a service's routers.
+
+    Each is left out unless the spec asks for it and the cluster serves its kind.
+    """
     router = service.spec.router
     objects = []
     if router.gateway and naming.HTTP_ROUTE in serves:
@@ -31,7 +33,7 @@ def exposure_objects(service: Service, serves: Collection[str]) -> list[Manifest
 
 
 def http_route(service: Service) -> Manifest:
-    """Return the route from the Gateways to the routers' HTTP port."""
+    """Return the HTTPRoute from the Gateways to the routers' HTTP port."""
     gateway = service.spec.router.gateway
     assert gateway is not None
     name = naming.router_name(service.name)
@@ -68,7 +70,7 @@ def router_scaler(service: Service, scaling: RouterAutoscaling) -> Manifest:
 def route_condition(
     service: Service, serves: Collection[str], route: Mapping[str, Any] | None
 ) -> list[Condition]:
-    """Return the condition RouteAccepted, of services that Gateways are to reach.
+    """Return the condition RouteAccepted; none for a service without Gateways.
 
     Args:
         route: the live HTTPRoute; None where there is none yet.
@@ -101,7 +103,8 @@ def route_condition(
 
 
 def _refusals(parent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the reasons and messages of what a Gateway's controller refuses."""
+    """Yield the reasons and messages of the conditions in which a Gateway's controller refuses a
+    route."""
     for condition in parent.get("conditions") or ():
         is_asked = condition.get("type") in ("Accepted", "ResolvedRefs")
         if is_asked and condition.get("status") == "False":

@@ -1,6 +1,6 @@
 """The Jobs that fetch models into shared claims before engines need them: pure builders.
 
-A Job is named by all that its pod is made of, because Kubernetes lets no template of a Job change.
+A Job's name has a hash of its pod template, because Kubernetes lets no template of a Job change.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ TRIES_AGAIN = 3
 KEPT_S = 3600
 """Time for which Kubernetes keeps a Job that has ended."""
 MISUSE = 2
-"""Exit status of a source that another try does not fetch either."""
+"""Exit status for a source that no retry can fetch."""
 _OF_PLACEMENT = (
     "affinity",
     "dnsConfig",
@@ -53,7 +53,7 @@ class SharedCache(NamedTuple):
     claim: str
     source: str
     pools: tuple[str, ...]
-    """Pools whose engines have their model from there."""
+    """Pools whose engines read their model from the claim."""
 
 
 def shared_caches(service: Service) -> list[SharedCache]:
@@ -76,6 +76,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
         "metadata": {"labels": match, **_outside_mesh(settings)},
         "spec": _pod_spec(service, pool, cache, settings),
     }
+
     spec = {
         "backoffLimit": TRIES_AGAIN,
         "activeDeadlineSeconds": DEADLINE_S,
@@ -90,7 +91,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
                         "values": [MISUSE],
                     },
                 },
-                # A pod that its node lost or a drain evicted is no try that failed.
+                # A pod that a node failure or a drain ended does not count as a failed try.
                 {
                     "action": "Ignore",
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
@@ -99,6 +100,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
         },
         "template": over_template(_given(pool), own),
     }
+
     name = naming.fetch_name(service.name, _digest([cache.claim, spec]))
     job = Builder(service, naming.FETCHER, pool_name).object("batch/v1", "Job", name, spec)
     job["metadata"]["annotations"] = {
@@ -159,16 +161,18 @@ _NO_SIDECAR = {
 
 
 def _outside_mesh(settings: Settings) -> Manifest:
-    """Return what keeps the pod out of a mesh, whose sidecar would keep a Job from ending.
+    """Return the annotation that keeps a mesh's sidecar out of the pod, which would never end.
 
-    API servers drop an empty map, which would look like drift ever after.
+    API servers drop an empty map, which would then look like drift.
     """
     return {"annotations": dict([_NO_SIDECAR[settings.mesh]])} if settings.mesh else {}
 
 
 def _given(pool: PoolSpec) -> Manifest:
-    """Return what a pool's pod template says of where its pods are and how its engine reaches the
-    hub; no sidecar, which would keep a Job from ending."""
+    """Return the scheduling fields and the engine's environment of a pool's pod template.
+
+    Sidecars are left out, since they would keep a Job from ending.
+    """
     spec = pool.pod_template.get("spec", {})
     containers = [
         _only(each, _OF_CONTAINER)

@@ -1,8 +1,8 @@
-"""Every Kubernetes object of a service but its pods: pure builders of plain data.
+"""Builds every Kubernetes object of a service except its pods, as plain data. Pure.
 
-Where KEDA scales a pool, its ScaledObject is among them: it scales the pool's StatefulSet by the
-share of KV memory that is used of each engine, which engines report as the metric
-ullage_kv_used_ratio and KEDA asks Prometheus for.
+Where KEDA scales a pool, its ScaledObject is among them. It scales the pool's StatefulSet by the
+used share of each engine's KV memory: engines report it as the metric ullage_kv_used_ratio, and
+KEDA asks Prometheus for it.
 """
 
 import json
@@ -41,15 +41,16 @@ MIXED_ENGINE_TLS = f"{naming.GROUP}/mixed-engine-tls"
 def router_objects(
     service: Service, settings: Settings, rollout_file: str, accepts_plaintext: bool = False
 ) -> list[Manifest]:
-    """The router and all that belongs to it, in the order to apply.
+    """Return the router and its accompanying objects, in the order to apply.
 
     Args:
-        rollout_file: what it reads while it runs; a change restarts nothing.
+        rollout_file: the file that routers read while they run; a change restarts nothing.
         accepts_plaintext: whether some engines speak TLS and others plaintext.
     """
     name = naming.router_name(service.name)
     config = to_yaml(document(router_config(service, accepts_plaintext)))
     match = naming.selector(service.name, naming.ROUTER)
+
     deployment = {
         "replicas": service.spec.router.replicas,
         "selector": {"matchLabels": match},
@@ -59,6 +60,7 @@ def router_objects(
         },
         "template": router_template(service, config, settings),
     }
+
     is_secure = service.spec.tls.router is not None
     ports = [
         service_port("http", naming.HTTP_PORT, "https" if is_secure else "http"),
@@ -71,11 +73,13 @@ def router_objects(
             *from_scrapers(service, settings),
         ]
     }
+
     build = Builder(service, naming.ROUTER)
     workload = build.object("apps/v1", "Deployment", name, deployment)
     if accepts_plaintext:
         engines = json.dumps(to_api(service.spec.tls.engines), sort_keys=True)
         workload["metadata"]["annotations"] = {MIXED_ENGINE_TLS: engines}
+
     return [
         build.account(name),
         build.config_map(name, naming.ROUTER_CONFIG, config, {naming.ROLLOUT_FILE: rollout_file}),
@@ -89,7 +93,8 @@ def router_objects(
 def router_service(service: Service, ports: list[Manifest]) -> Manifest:
     """Return the Service by which clients reach the routers.
 
-    What nobody asks for is left out: the API server gives it, and others may set it.
+    Fields that the spec does not set are left out: the API server fills them in, and others may set
+    them.
     """
     given = service.spec.router.service
     asked = as_asked(given)
@@ -101,20 +106,20 @@ def router_service(service: Service, ports: list[Manifest]) -> Manifest:
     name = naming.router_name(service.name)
     match = naming.selector(service.name, naming.ROUTER)
     build = Builder(service, naming.ROUTER)
-    made = build.service(name, {"selector": match, "ports": ports, **asked})
-    meta = made["metadata"] | {"labels": given.labels | made["metadata"]["labels"]}
+    manifest = build.service(name, {"selector": match, "ports": ports, **asked})
+    meta = manifest["metadata"] | {"labels": given.labels | manifest["metadata"]["labels"]}
     if given.annotations:
         meta |= {"annotations": given.annotations}
-    return {**made, "metadata": meta}
+    return {**manifest, "metadata": meta}
 
 
 def engine_objects(
     service: Service, settings: Settings, *, with_adapters: bool = False
 ) -> list[Manifest]:
-    """What the engines of all pools share.
+    """Return the objects that the engines of all pools share.
 
     Args:
-        with_adapters: whether engines that run have room for adapters, though the spec has none.
+        with_adapters: whether running engines have slots for adapters, though the spec has none.
     """
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
@@ -136,11 +141,11 @@ def engine_objects(
 def pool_objects(
     service: Service, pool_name: str, pool: PoolSpec, settings: Settings
 ) -> list[Manifest]:
-    """Builds one pool's objects: configuration, headless Service, disruption budget and
-    StatefulSet."""
+    """Return one pool's ConfigMap, headless Service, PodDisruptionBudget and StatefulSet."""
     name = naming.pool_name(service.name, pool_name)
     config = to_yaml(document(engine_config(service, pool_name, pool, settings)))
     match = naming.selector(service.name, naming.ENGINE, pool_name)
+
     headless = {
         # Only ready pods have addresses: publishNotReadyAddresses stays at its default, false.
         "clusterIP": "None",
@@ -151,6 +156,7 @@ def pool_objects(
             )
         ],
     }
+
     template = engine_template(service, pool_name, pool, config, settings)
     group: list[Manifest] = []
     if pool.nodes > 1:
@@ -158,6 +164,7 @@ def pool_objects(
         revision = digest(json.dumps([template, follower], sort_keys=True))
         template, follower = (of_group(each, revision) for each in (template, follower))
         group = group_objects(service, pool_name, pool, follower)
+
     stateful_set = {
         "serviceName": naming.pool_name(service.name, naming.group_pool(pool_name))
         if group
@@ -169,6 +176,7 @@ def pool_objects(
         "template": template,
         **disks(pool_name, pool),
     }
+
     build = Builder(service, naming.ENGINE, pool_name)
     return [
         build.config_map(name, naming.ENGINE_CONFIG, config),
@@ -182,9 +190,10 @@ def pool_objects(
 
 
 def disks(pool_name: str, pool: PoolSpec) -> Manifest:
-    """Return what a StatefulSet says of its pods' disks; nothing where they have none.
+    """Return the StatefulSet fields of its pods' claim templates; empty without them.
 
-    A canary's are of no use once it ends: those of the engines that follow it are others.
+    A canary's claims are deleted with it, since the engines that follow it have claims of their
+    own.
     """
     templates = volume_claim_templates(pool)
     if not templates:
@@ -202,10 +211,10 @@ def disks(pool_name: str, pool: PoolSpec) -> Manifest:
 
 
 def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
-    """Returns the selector of a pool's disruption budget, which takes in all pods of its engines.
+    """Return the selector of a pool's PodDisruptionBudget, which covers all pods of its engines.
 
-    One pod that is away leaves no member of its group ready. So a budget of one pod protects all
-    other groups, and lets the rest of this one go, since pods that are not ready may be evicted.
+    If one pod of a group is away, none of the group is ready. So a budget of one pod protects all
+    other groups and lets the rest of this group go, since pods that are not ready may be evicted.
     """
     if pool.nodes == 1:
         return {"matchLabels": naming.selector(service.name, naming.ENGINE, pool_name)}
@@ -223,8 +232,10 @@ def of_group(template: Manifest, revision: str) -> Manifest:
 def group_objects(
     service: Service, pool_name: str, pool: PoolSpec, template: Manifest
 ) -> list[Manifest]:
-    """Builds what engines have that span several pods: the followers' StatefulSet, the Service by
-    whose names they find their leaders, which are not ready before, and the leave to talk.
+    """Return the objects of engines that span several pods.
+
+    They are the followers' StatefulSet, the Service by which followers resolve their leaders before
+    these are ready, and the NetworkPolicy that lets them talk.
 
     Args:
         template: of the followers.
@@ -298,7 +309,7 @@ class Builder:
         }
 
     def service(self, name: str, spec: Manifest) -> Manifest:
-        """Builds a Service, which has addresses of IPv4 and IPv6 where the cluster has both."""
+        """Return a Service, dual-stack where the cluster has IPv4 and IPv6."""
         return self.object("v1", "Service", name, {"ipFamilyPolicy": "PreferDualStack", **spec})
 
     def config_map(
@@ -321,8 +332,8 @@ class Builder:
         }
 
     def disruption_budget(self, name: str, selector: Manifest, most: int) -> list[Manifest]:
-        """Keeps drains of nodes from ending several engines or routers at once; nothing where there
-        are none.
+        """Return the PodDisruptionBudget that stops drains from ending several pods at once; none
+        without pods.
 
         Args:
             selector: of their pods.
@@ -399,7 +410,7 @@ def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
 
 KEDA_API = "keda.sh/v1alpha1"
 KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
-"""Annotation by which KEDA scales to that number and then decides nothing until it goes."""
+"""Annotation that makes KEDA scale to its value and then pause until it is removed."""
 METRIC = "ullage_kv_used_ratio"
 POLL_S = 10
 _NEVER = "1000000"
@@ -409,7 +420,7 @@ _NEVER = "1000000"
 def scaler_objects(
     service: Service, pool_name: str, pool: PoolSpec, serves: Collection[str]
 ) -> list[Manifest]:
-    """None where the operator scales the pool, or its spec does."""
+    """Return the ScaledObject of a pool; none unless KEDA scales it."""
     scaling = autoscaling_of(pool)
     if scaling is None:
         return []
@@ -417,10 +428,10 @@ def scaler_objects(
     build = Builder(service, naming.ENGINE, pool_name)
     if scaling.provider == KEDA and SCALED_OBJECT in serves:
         spec = scaled_object(service, pool_name, scaling)
-        made = build.object(KEDA_API, SCALED_OBJECT, name, spec)
+        scaler = build.object(KEDA_API, SCALED_OBJECT, name, spec)
         if service.spec.stop:
-            made["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
-        return [made]
+            scaler["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
+        return [scaler]
     return []
 
 
@@ -436,8 +447,7 @@ def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
 
 
 def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
-    """Return the manifests, those of one kind without the number of pods, which somebody else
-    sets."""
+    """Return the manifests, those of one kind without replicas, which another controller sets."""
     return [
         {**item, "spec": {k: v for k, v in item["spec"].items() if k != "replicas"}}
         if item["kind"] == kind
@@ -483,12 +493,12 @@ def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) ->
 
 
 def own_triggers(scaling: AutoscalingSpec) -> list[Manifest]:
-    """Return the triggers that a spec has beside the operator's."""
+    """Return the additional triggers of a spec, in KEDA's form."""
     return [as_asked(each) for each in scaling.keda.triggers] if scaling.keda else []
 
 
 def as_asked(section: Strict) -> Manifest:
-    """Return a section in Kubernetes' own words, without what nobody asks for."""
+    """Return a section with Kubernetes' own field names, without unset fields."""
     asked = to_api(section).items()
     return {name: value for name, value in asked if value is not None}
 

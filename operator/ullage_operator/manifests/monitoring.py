@@ -1,7 +1,7 @@
-"""The objects by which a Prometheus operator scrapes a service, records how it keeps its
-objectives, and raises alerts: pure builders.
+"""The objects by which a Prometheus operator scrapes a service, records its objectives, and raises
+alerts: pure builders.
 
-docs/runbooks/service.md says what to do about each alert.
+docs/runbooks/service.md has the remedy for each alert.
 """
 
 from bisect import bisect_left
@@ -64,7 +64,7 @@ def monitoring_objects(
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as Prometheus reads it, which takes no fractions."""
+    """Return a duration in Prometheus' notation, which has no fractions."""
     return f"{seconds:.0f}s" if seconds.is_integer() else f"{1000 * seconds:.0f}ms"
 
 
@@ -183,7 +183,7 @@ def late_share(histogram: str, matchers: str, objective_s: float, window: str) -
 
 
 def slo_alerts(service: Service) -> list[Alert]:
-    """Alerts on objectives that are missed now."""
+    """Return the alerts on objectives that are missed now."""
     slo = service.spec.slo
     tail = burn(service, "30m", "e2e_p99|e2e_p999")
     return [

@@ -1,8 +1,8 @@
 """Pod templates of engines and routers, with their volumes and the Secrets they mount: pure
 builders of plain data.
 
-Both run as an ordinary user without privileges on a read-only root file system; what they write
-goes to emptyDir volumes.
+Both run as an ordinary user without privileges on a read-only root file system, and write to
+emptyDir volumes.
 """
 
 import math
@@ -78,7 +78,8 @@ ENGINE_TLS_VOLUME = "tls"
 
 def engine_secrets(service: Service) -> list[MountedSecret]:
     tls = service.spec.tls.engines
-    volume, path = ENGINE_TLS_VOLUME, naming.ENGINE_TLS_DIR
+    volume = ENGINE_TLS_VOLUME
+    path = naming.ENGINE_TLS_DIR
     secrets = [MountedSecret(volume, tls.secret_name, path)] if tls else []
     return [*secrets, *ticket_secrets(service)]
 
@@ -90,7 +91,7 @@ def ticket_secrets(service: Service) -> list[MountedSecret]:
 
 
 def secret_volumes(service: Service, secrets: Iterable[MountedSecret]) -> list[Manifest]:
-    # Readable by the pod's own group, fsGroup, and by nobody else. Without it the files are root's.
+    # With fsGroup only the pod's group may read the files; without it root owns them, so all may.
     mode = 0o444 if service.spec.security_context.fs_group is None else 0o440
     return [
         {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": mode}} for s in secrets
@@ -133,7 +134,8 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
 
 
 def adapter_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
-    """The file with the adapters: mounted as a folder, or the kubelet would not follow edits."""
+    """Return the volume of the adapters file, as a folder, since the kubelet updates no single
+    mounted file."""
     if not pool.memory.max_loras:
         return []
     return [{"name": "adapters", "configMap": {"name": naming.engine_name(service.name)}}]
@@ -149,8 +151,11 @@ CACHE_VOLUME = "cache"
 
 
 def cache_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
-    """Downloads and compiled kernels, which pods share only where the spec names a place for them;
-    nothing where each pod has a disk, which its StatefulSet mounts."""
+    """Return the volumes for downloads and compiled kernels.
+
+    Pods share them only where the spec names a place. Where each pod has its own claim, which its
+    StatefulSet mounts, there are none.
+    """
     cache = pool.model_cache
     if cache.claim_template:
         return []
@@ -161,7 +166,7 @@ def cache_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
 
 
 def volume_claim_templates(pool: PoolSpec) -> list[Manifest]:
-    """Return the disks of each pod of a StatefulSet."""
+    """Return the volumeClaimTemplates of a pool's StatefulSet."""
     template = pool.model_cache.claim_template
     if template is None:
         return []
@@ -191,7 +196,7 @@ KV_VOLUME = "kv"
 
 
 def kv_volumes(pool: PoolSpec) -> list[Manifest]:
-    """The volume of the file tier; none where the pod template mounts one that has its folder."""
+    """Return the volume of the file tier; none where the pod template mounts one at its folder."""
     file = pool.memory.tiers.file
     if file is None or not kv_mounts(pool):
         return []
@@ -220,7 +225,7 @@ def scratch_volume(name: str) -> Manifest:
 
 
 def claims_of(service: Service) -> list[str]:
-    """The claims of the model and of adapters, the model's first; each once."""
+    """Return the claims of the model and of adapters, the model's first; each once."""
     claims = (claim_of(service.spec.model.source), *(service.spec.adapter_claims or ()))
     return list(dict.fromkeys(filter(None, claims)))
 
@@ -248,9 +253,12 @@ MODEL_IMAGE = "model-image"
 
 
 def image_volumes(service: Service) -> list[Manifest]:
-    """The image that the model is in, as a volume of Kubernetes 1.31 and later: nodes pull it as
-    they pull containers' images, with the pod's own pull secrets."""
-    reference, policy = image_of(service.spec.model.source), service.spec.model_pull_policy
+    """Return the image volume of the model, which needs Kubernetes 1.31.
+
+    Nodes pull it like containers' images, with the pod's own pull secrets.
+    """
+    reference = image_of(service.spec.model.source)
+    policy = service.spec.model_pull_policy
     if not reference:
         return []
     image = {"reference": reference, **({"pullPolicy": policy} if policy else {})}
@@ -289,7 +297,7 @@ DEFAULT_SPREAD = {
 
 
 def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem]:
-    """Yield what the pod templates of a spec may not say, or say that the operator says itself."""
+    """Yield the fields of pod templates that are not allowed or that the operator itself sets."""
     router = service.spec.router.pod_template
     places = {"spec.router": router}
     places |= {f"spec.pools.{n}": pool.pod_template for n, pool in service.spec.pools.items()}
@@ -301,6 +309,7 @@ def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem
     if problems:
         yield from problems
         return
+
     if router:
         yield from conflicts(router, own_router(service, "", settings), "spec.router.podTemplate")
     for name, pool in service.spec.pools.items():
@@ -347,8 +356,11 @@ def router_template(service: Service, config: str, settings: Settings) -> Manife
 
 
 def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
-    """Returns a pod template of a spec with the operator's over it, its pods spread over nodes and
-    reachable past the cluster's mesh, unless it says how they are."""
+    """Return a spec's pod template with the operator's fields merged over it.
+
+    Its pods are spread over nodes and reachable past the cluster's mesh, unless the template says
+    otherwise.
+    """
     meta = own["metadata"]
     said = given.get("metadata", {}).get("annotations") or {}
     passing = {name: value for name, value in mesh_annotations(settings) if name not in said}
@@ -368,9 +380,10 @@ _PORTS_PAST_MESH = {
 
 
 def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield what lets the operator, which is in no mesh, reach pods that are in one.
+    """Yield the annotations by which the operator, outside the mesh, reaches pods inside it.
 
-    It asks by the pods' addresses and in plaintext, at the ports where nothing can be changed.
+    The operator connects to pod addresses in plaintext, and only to ports at which nothing can be
+    changed.
     """
     if settings.mesh:
         yield _PORTS_PAST_MESH[settings.mesh], f"{naming.PROBE_PORT},{naming.METRICS_PORT}"
@@ -379,7 +392,7 @@ def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
 def own_engine(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    """Returns what the operator sets of an engine's pod."""
+    """Return the operator's fields of an engine's pod template."""
     spec = {
         "serviceAccountName": account_name(service, naming.engine_name(service.name)),
         **pod_defaults(service, settings, engine_pre_stop_s(settings)),
@@ -392,7 +405,7 @@ def own_engine(
 
 
 def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Manifest:
-    # The kubelet speaks neither TLS nor a mesh's.
+    # The kubelet's probes support neither the service's TLS nor a mesh's.
     is_secure = service.spec.tls.engines is not None or bool(settings.mesh)
     failures = math.ceil(pool.start_timeout / START_PERIOD_S)  # until then it fetches and loads
     return {
@@ -431,7 +444,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
 
 
 def claims_of_pods(pool: PoolSpec) -> Manifest:
-    """Return what pods claim of devices; nothing where they ask for them by limits."""
+    """Return the resourceClaims of a pool's pods; empty where they ask for devices by limits."""
     claims = [
         {"name": each.name, "resourceClaimTemplateName": each.resource_claim_template_name}
         for each in pool.resource_claims
@@ -440,7 +453,7 @@ def claims_of_pods(pool: PoolSpec) -> Manifest:
 
 
 def claims_of_container(pool: PoolSpec) -> Manifest:
-    """Return what an engine's container has of its pod's claims."""
+    """Return the claims of an engine's container among those of its pod."""
     claims = [
         {"name": each.name, **({"request": each.request} if each.request else {})}
         for each in pool.resource_claims
@@ -449,7 +462,8 @@ def claims_of_container(pool: PoolSpec) -> Manifest:
 
 
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
-    """Return a name for a user that the image does not know: torch and Triton put it into paths."""
+    """Return the variable USER for a UID without an account: torch and Triton put the name into
+    paths."""
     is_known = service.spec.security_context.run_as_user == USER or not settings.on_kubernetes
     if is_known or "USER" in given_env(pool):
         return []
@@ -457,7 +471,7 @@ def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
 
 
 def given_env(pool: PoolSpec) -> set[str]:
-    """Return the names of variables that a pod template gives to engines."""
+    """Return the names of environment variables that a pod template gives to engines."""
     containers = pool.pod_template.get("spec", {}).get("containers", ())
     return {
         variable["name"]
@@ -482,18 +496,22 @@ def group_env(pool: PoolSpec) -> list[Manifest]:
 def follower_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
-    """Returns the template of pods that compute a part of an engine with vLLM: the engine's, with
-    the worker that follows in the place of the server, so without its ports, Secrets and the KV
-    in files, and with probes of its own."""
+    """Return the pod template of followers, which compute a part of an engine with vLLM.
+
+    It is the engine's template with the follower's worker in place of the server, with its own
+    probes, and without ports, Secrets and the KV file tier.
+    """
     leader = own_engine(service, pool_name, pool, config, settings)
     [container] = leader["spec"]["containers"]
     of_server = ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
     of_leaders = {KV_VOLUME, *(secret.volume for secret in engine_secrets(service))}
+
     leaders = naming.pool_name(service.name, naming.group_pool(pool_name))
     host = (
         f"{naming.pool_name(service.name, pool_name)}-{{group}}.{leaders}.{service.namespace}.svc"
     )
     index = "metadata.labels['apps.kubernetes.io/pod-index']"
+
     follower = {key: value for key, value in container.items() if key not in of_server} | {
         "command": ["python", "-m", "ullage_engine.vllm_worker"],
         "args": [
@@ -512,6 +530,7 @@ def follower_template(
         "volumeMounts": [m for m in container["volumeMounts"] if m["name"] not in of_leaders],
         **follower_probes(),
     }
+
     match = naming.selector(service.name, naming.FOLLOWER, naming.group_pool(pool_name))
     volumes = [v for v in leader["spec"]["volumes"] if v["name"] not in of_leaders]
     spec = leader["spec"] | {"containers": [follower], "volumes": volumes}
@@ -520,8 +539,10 @@ def follower_template(
 
 
 def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
-    """Returns environment for vLLM, of which a pod template may set any variable otherwise; nothing
-    where `ullage up` runs the engine, whose user has caches of their own."""
+    """Return the environment of vLLM, whose variables a pod template may override.
+
+    It is empty where `ullage up` runs the engine, whose user has their own caches.
+    """
     if not settings.on_kubernetes or not may_be_vllm(service.spec):
         return []
     env = {
@@ -531,7 +552,7 @@ def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
         "VLLM_CACHE_ROOT": f"{naming.CACHE_DIR}/vllm",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    # Adapters that may come may be on the hub.
+    # Later adapters may come from the hub.
     if not pool.memory.max_loras and not service.spec.model.source.startswith("hf://"):
         env["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, so nothing may wait for the hub
     given = given_env(pool)
@@ -547,7 +568,7 @@ def shm_size(service: Service, pool: PoolSpec) -> int | str:
 
 
 def own_router(service: Service, config: str, settings: Settings) -> Manifest:
-    """Returns what the operator sets of a router's pod."""
+    """Return the operator's fields of a router's pod template."""
     secrets = router_secrets(service)
     container = {
         "name": naming.ROUTER,
@@ -594,7 +615,7 @@ def metadata(match: dict[str, str], config: str) -> Manifest:
 
 
 def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manifest:
-    """What pods of both kinds have in common, as Pod Security's restricted profile asks."""
+    """Return the fields that all pods share, as Pod Security's restricted profile asks."""
     secrets = [secret.name for secret in service.spec.image_pull_secrets]
     pulled = [{"name": name} for name in dict.fromkeys([*secrets, *settings.image_pull_secrets])]
     return {
@@ -621,7 +642,7 @@ def pod_security(service: Service) -> Manifest:
     return {
         "runAsNonRoot": True,
         **{name: number for name, number in ids.items() if number is not None},
-        # Or a whole model cache would change hands, file by file, at each start.
+        # Otherwise each start would change the owner of every file in a model cache.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -661,8 +682,7 @@ def probe_ports(is_secure: bool) -> list[Manifest]:
 
 
 def router_probes(is_secure: bool) -> Manifest:
-    """Returns probes over HTTP; with TLS on a port of their own, since clients may need a
-    certificate."""
+    """Return HTTP probes; with TLS on their own port, since clients may need a certificate."""
     if is_secure:
         return {
             "startupProbe": killing(grpc_probe("liveness", 1, 60, is_secure)),
@@ -677,8 +697,10 @@ def router_probes(is_secure: bool) -> Manifest:
 
 
 def follower_probes() -> Manifest:
-    """Returns the port and probes of a pod that computes a part of an engine: it is ready while its
-    group is complete and computes, and is killed when it hangs."""
+    """Return the port and probes of a follower.
+
+    A follower is ready while its group is complete and computes, and is killed when it hangs.
+    """
     failures = math.ceil(FOLLOWER_START_S / START_PERIOD_S)
     return {
         "ports": [port("probe", naming.PROBE_PORT)],
@@ -689,7 +711,7 @@ def follower_probes() -> Manifest:
 
 
 def killing(probe: Manifest) -> Manifest:
-    """Returns a probe whose failure kills a container, which it does soon."""
+    """Return a probe whose failure kills a container, with a short termination grace period."""
     return {**probe, "terminationGracePeriodSeconds": HUNG_GRACE_S}
 
 

@@ -1,9 +1,9 @@
-"""CPU, memory and disk of engine and router containers: what the spec says, over defaults.
+"""CPU, memory and disk of engine and router containers: the spec's amounts over defaults.
 
-A container without requests is the first that a node under pressure evicts and its kernel kills,
-so every container requests CPU and memory, and engines that fetch their model also room on the
-node's disk. Engines get no limits by default: how much host memory a model takes is estimated, and
-an estimate must not kill.
+A node under pressure evicts containers without requests first, and its kernel kills them first. So
+every container requests CPU and memory, and engines that fetch their model also request ephemeral
+storage. Engines get no limits by default: their host memory is an estimate, and an estimate must
+not kill.
 """
 
 import math
@@ -29,7 +29,7 @@ _UNKNOWN_WEIGHTS_BYTES = 8192 * _MIB
 """Weights on each GPU of a model whose size is not known: few models that need one are smaller."""
 _ROUNDING_BYTES = 128 * _MIB
 _COMPILED_BYTES = 2048 * _MIB
-"""Kernels, graphs and files of the tokenizer, which lie beside fetched weights."""
+"""Bytes of kernels, graphs and tokenizer files in a cache, in addition to the weights."""
 CACHE_LIMIT = 4
 """Size limit of a cache that goes with the pod over what it is expected to take: the estimate is of
 a name, a repository may have its weights twice, and its main branch may move on."""
@@ -55,10 +55,11 @@ _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 
 
 def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
-    """The pool's own resources over defaults, and its GPUs unless it computes on the CPU or claims
-    them.
+    """Return the pool's own resources over defaults, with its GPUs.
 
-    GPUs are limits, by which the DCGM exporter, too, tells whose they are.
+    Pools on the CPU and pools with device claims get no GPU limits.
+
+    GPUs are limits, by which the DCGM exporter, too, attributes them to pods.
     """
     size = _engine_bytes(service, pool, vllm=is_vllm(service.spec, pool, settings))
     requests = {"cpu": f"{_WORKER_MILLICPU * pool.gpus_per_pod}m", "memory": f"{size // _MIB}Mi"}
@@ -71,9 +72,12 @@ def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Am
 
 
 def cache_bytes(service: Service, pool: PoolSpec) -> int:
-    """Return what a cache that goes with the pod is expected to take of the node's disk; 0 where
-    nothing is fetched into it, or the size of the model is not known."""
-    cache, model = pool.model_cache, service.spec.model
+    """Return the expected ephemeral storage of a pod's cache.
+
+    It is 0 where nothing is fetched into the cache, or the size of the model is unknown.
+    """
+    cache = pool.model_cache
+    model = service.spec.model
     is_elsewhere = cache.claim_name or cache.host_path or cache.claim_template
     if is_elsewhere or not model.source.startswith("hf://"):
         return 0
@@ -83,16 +87,16 @@ def cache_bytes(service: Service, pool: PoolSpec) -> int:
 
 
 def kv_file_bytes(size: int) -> int:
-    """Return what the file tier may take of its volume: a sixteenth beside its files' bytes, and 64
-    MiB, are the file system's own and what is written while something older is removed.
+    """Return the most bytes that the file tier may take of its volume.
 
-    Beyond it the pod would be evicted.
+    The margin of a sixteenth and 64 MiB covers the file system itself, and files that are written
+    before older ones are removed. A pod that takes more is evicted.
     """
     return size + size // 16 + _KV_MARGIN_BYTES
 
 
 def _kv_folder_bytes(pool: PoolSpec) -> int:
-    """Return the most bytes of a file tier in a folder that goes with the pod."""
+    """Return the most bytes of a file tier in a folder that is deleted with the pod."""
     file = pool.memory.tiers.file
     if file is None or file.claim_name or file.host_path or kv_holders(pool):
         return 0
@@ -100,8 +104,9 @@ def _kv_folder_bytes(pool: PoolSpec) -> int:
 
 
 def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
-    """Returns the mounts of a pool's pod template that hold the folder of its file tier."""
-    file, containers = pool.memory.tiers.file, pool.pod_template.get("spec", {}).get("containers")
+    """Return the mounts of a pool's pod template that contain the folder of its file tier."""
+    file = pool.memory.tiers.file
+    containers = pool.pod_template.get("spec", {}).get("containers")
     return [
         mount
         for container in containers or ()
@@ -167,19 +172,19 @@ def _num_parameters(model: ModelSection) -> float:
 
 
 def _bits(model: ModelSection) -> float:
-    """Bits of a weight in memory, its scales included."""
+    """Return the bits of a weight in memory, its scales included."""
     if model.quantization in _QUANTIZED_BITS:
         return _QUANTIZED_BITS[model.quantization]
     return _named_bits(model) or _dtype_bits(model)
 
 
 def _published_bits(model: ModelSection) -> float:
-    """Bits of a weight in the files of a model; most are published in 16."""
+    """Return the bits of a weight in a model's files; most are published in 16."""
     return _named_bits(model) or 16.0
 
 
 def _named_bits(model: ModelSection) -> float:
-    """Bits of a weight by the format that a model's name or source names; 0 where neither does."""
+    """Return the bits of a weight by the format in a model's name or source; 0 without one."""
     text = f"{model.source} {model.name}".lower()
     if blocks := _BLOCKS.search(text):
         return float(blocks[1]) + 0.5

@@ -67,7 +67,7 @@ ROLLOUT_HEALTHY = "RolloutHealthy"
 LOOK_AGAIN_S = 10.0
 """While a rollout goes on."""
 ROOM_WAIT_S = 60.0
-"""Time for which a canary waits for room beside the stable engines."""
+"""Time for which a canary waits for additional room before it replaces stable engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +105,12 @@ class RolloutObservation:
     fetching: Mapping[str, str] = field(default_factory=dict)
     """Why engines that have not begun wait for their model, by pool."""
     engines: Sequence[EngineReport] = ()
-    """What engines of both sides and their containers say of their falls."""
+    """Restarts and worker losses of the engines of both sides."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """Which engines a service has at one moment of its rollout."""
+    """The engines of a service at one moment of its rollout."""
 
     state: RolloutState
     stable: Service
@@ -150,7 +150,7 @@ class RolloutPlan:
 def plan_rollout(
     service: Service, observation: RolloutObservation, settings: Settings
 ) -> RolloutPlan:
-    """Advances the rollout by one step and says which engines serve."""
+    """Advance the rollout by one step, and return the engines that serve."""
     target = release_of(service, settings)
     state = load(observation.stored_state, target, observation.stateful_sets.values())
     if state is None and (held := _held_progress(service, observation, target)):
@@ -164,6 +164,7 @@ def plan_rollout(
             has_mixed_engines=is_mixed,
             is_known=False,
         )
+
     state = state or initial(target, observation.now)
     state = _with_falls(service, observation, state)
     outdated = outdated_pools(service, observation, state, settings)
@@ -171,6 +172,7 @@ def plan_rollout(
     after = advance(state.progress, facts, service.spec.rollout)
     if after.seen != observation.annotation:
         after = dataclasses.replace(after, seen=observation.annotation)
+
     changed = changed_pools(target, state.release)
     planned = _plan_of(service, state.then(after, target), changed, observation)
     is_due = after.stage is RolloutStage.PROMOTING or after.renewal == ROLLING_OUT
@@ -197,6 +199,7 @@ def _plan_of(
     progress = state.progress
     stable = with_release(service, state.release) if changed else service
     sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
+
     if progress.stage in TRYING:
         pools = tuple(name for name in changed if sizes[name])
     elif (
@@ -207,11 +210,13 @@ def _plan_of(
         )
     else:
         pools = ()
+
     canary = service if progress.stage in TRYING else stable
     places = places_of(service, progress, pools)
     tried = sum(canary_size(service, name, places) for name in pools)
     share = tried / (tried + sum(sizes[n] - places.get(n, 0) for n in pools)) if tried else 0.0
     weight = weight_of(progress, service.spec.rollout.weight_steps, share) if pools else 0
+
     return RolloutPlan(
         state,
         stable,
@@ -226,9 +231,10 @@ def _plan_of(
 def _has_mixed_engines(
     service: Service, stable: Service, observation: RolloutObservation, progress: RolloutProgress
 ) -> bool:
-    """Return whether routers must reach engines with TLS and without.
+    """Return whether some engines speak TLS and others plaintext.
 
-    While stable engines are replaced, all objects may be of one kind and some pods of the other.
+    During a replacement of stable engines, all objects may be of one kind while some pods are still
+    of the other.
     """
     if are_mixed((service, stable), observation.stateful_sets.values()):
         return True
@@ -237,7 +243,7 @@ def _has_mixed_engines(
 
 
 def places_of(service: Service, progress: RolloutProgress, pools: Iterable[str]) -> dict[str, int]:
-    """Return how many stable engines each pool lacks, because a canary has their place."""
+    """Return, by pool, the number of stable engines that a canary replaces."""
     rollout = service.spec.rollout
     sizes = {name: service.spec.pools[name].replicas for name in pools if name in progress.replaces}
     return {
@@ -255,14 +261,14 @@ def canary_size(service: Service, pool: str, places: Mapping[str, int]) -> int:
 def crowded_pools(
     service: Service, observation: RolloutObservation, tried: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the pools whose canary is to have the place of stable engines."""
+    """Return the pools whose canary is to replace stable engines."""
     surge = service.spec.rollout.surge
     if surge == "always":
         return ()
     return tuple(
         name
         for name in tried
-        # Nobody may make a pool smaller whose size another controller writes.
+        # The operator must not shrink a pool whose size another controller sets.
         if not left_to_others(service.spec.pools[name], {})
         and (surge == "never" or observation.roomless_s.get(name, 0.0) >= ROOM_WAIT_S)
     )
@@ -282,9 +288,11 @@ def rollout_facts(
     tried = [name for name in changed if sizes[name]]
     revision = state.revision(target)
     analyses = [analysis_of(service, observation, progress, is_last) for is_last in (False, True)]
+
     is_serving = any(_ready(observation, naming.pool_name(service.name, name)) for name in sizes)
     with_canary = [n for n in sizes if _canary_name(service, n) in observation.stateful_sets]
     places = places_of(service, progress, with_canary)
+
     return RolloutFacts(
         now=observation.now,
         target=revision,
@@ -332,8 +340,7 @@ def rollout_facts(
 def _is_of_many(
     service: Service, observation: RolloutObservation, target: Release, release: Release
 ) -> bool:
-    """Whether a change comes to many services at a time: another default image, or an edit of a
-    base."""
+    """Return whether a change reaches many services: another default image, or an edited base."""
     is_of_a_base = bool(service.spec.base_refs) and not observation.is_edited
     is_of_the_operator = not service.spec.image and has_other_image_only(target, release)
     return is_of_a_base or is_of_the_operator
@@ -370,7 +377,7 @@ def _pool_template_hash(service: Service, name: str, pool: PoolSpec, settings: S
 
 
 def template_hash(workload: Manifest) -> str:
-    """Return a hash of the pod template of a workload, as the operator makes it."""
+    """Return the hash of a workload's pod template, as the operator builds it."""
     text = json.dumps(workload["spec"]["template"], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -381,7 +388,7 @@ def analysis_of(
     progress: RolloutProgress,
     is_last: bool,
 ) -> Analysis:
-    """Analyses the routers' counts of the present step."""
+    """Return the analysis of the routers' counts in the present step."""
     canary, stable, routers = sum_samples(
         observation.samples, sample_name(progress.canary, progress.step)
     )
@@ -408,7 +415,7 @@ _IN_A_MESH = "a mesh's sidecars must leave it alone, which the chart's value mes
 
 
 def unmeasured(unanswered: Sequence[str]) -> str:
-    """Word that no router's counts are known, with the cause and what to do."""
+    """Return the message that no router's counts are known, with the cause and the remedy."""
     message = "no router has reported what it counted"
     if not unanswered:
         return message
@@ -419,7 +426,8 @@ def unmeasured(unanswered: Sequence[str]) -> str:
 
 
 def unheard(troubles: Sequence[str]) -> str:
-    """Word why engines are silent to the operator, and what to do; empty where nothing is wrong."""
+    """Return the message why the operator hears no engine, with the remedy; empty without
+    troubles."""
     if not troubles:
         return ""
     return (
@@ -431,11 +439,14 @@ def unheard(troubles: Sequence[str]) -> str:
 def _with_restarts(
     counts: Variant, falls: Falls, *, is_canary: bool, engines: Sequence[EngineReport]
 ) -> Variant:
-    """Returns a side's counts with the restarts that its engines tell; where one is silent, such as
-    in a mesh that keeps the operator out, with the routers' count if that is higher."""
+    """Return a side's counts with the restarts that its engines report.
+
+    If an engine is silent, as in a mesh that keeps the operator out, the routers' higher count is
+    used.
+    """
     own = total(falls, is_canary)
-    is_told = bool(engines) and all(engine.is_fresh for engine in engines)
-    return dataclasses.replace(counts, restarts=own if is_told else max(own, counts.restarts))
+    are_fresh = bool(engines) and all(engine.is_fresh for engine in engines)
+    return dataclasses.replace(counts, restarts=own if are_fresh else max(own, counts.restarts))
 
 
 def command_of(annotation: str, progress: RolloutProgress, revision: str) -> RolloutCommand:
@@ -458,7 +469,7 @@ def command_of(annotation: str, progress: RolloutProgress, revision: str) -> Rol
 
 
 def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> list[Manifest]:
-    """The ConfigMap with the state, which comes first, and the canary's engines."""
+    """Return the ConfigMap with the state, which comes first, and the canary's engines."""
     name = naming.rollout_name(service.name)
     text = dump(plan.state)
     kept = Builder(service, naming.ENGINE).config_map(name, naming.ROLLOUT_STATE, text)
@@ -487,8 +498,8 @@ def _with_hashes(item: Manifest, hashes: Mapping[str, str]) -> Manifest:
 
 
 def router_file(plan: RolloutPlan) -> str:
-    """Returns the file by which routers know the canary's engines, and the adapters of those that
-    sleep (`ullage_router.rollout`)."""
+    """Return the file by which routers know the canary's engines, and the adapters of sleeping
+    engines (`ullage_router.rollout`)."""
     progress, name, spec = plan.progress, plan.stable.name, plan.stable.spec
     document: Manifest = {"revision": progress.stable} | _stop_said(spec.stop)
     if may_be_vllm(spec) and any(map(may_sleep, spec.pools.values())):
@@ -513,12 +524,12 @@ def router_file(plan: RolloutPlan) -> str:
 
 
 def _stop_said(is_stopped: bool) -> Manifest:
-    # Routers of an older image know no such field, so it is there only where it is needed.
+    # Routers of an older image do not have this field, so it is set only where it is needed.
     return {"stopped": True} if is_stopped else {}
 
 
 def with_stop_said(text: str, is_stopped: bool) -> str:
-    """Return a file of routers of which only that changes."""
+    """Return a routers' file in which only the stop of the service changes."""
     document = yaml.safe_load(text)
     kept = {name: value for name, value in document.items() if name != "stopped"}
     changed = kept | _stop_said(is_stopped)
@@ -585,7 +596,7 @@ def _is_made_of(observation: RolloutObservation, name: str, revision: str) -> bo
 def _with_falls(
     service: Service, observation: RolloutObservation, state: RolloutState
 ) -> RolloutState:
-    """Returns the state with the falls that engines tell, while a revision is tried."""
+    """Return the state with the falls that engines report while a revision is tried."""
     progress = state.progress
     if progress.stage not in TRYING:
         return state
@@ -600,13 +611,14 @@ def _with_falls(
 def canary_engines(
     service: Service, observation: RolloutObservation, revision: str
 ) -> list[EngineReport]:
-    """Returns the engines of a canary that are of that revision."""
+    """Return a canary's engines that have the revision."""
     engines = []
     for engine in observation.engines:
         name = naming.pool_name(service.name, engine.pool)
         if not naming.is_canary_pool(engine.pool) or not _is_made_of(observation, name, revision):
             continue
-        # Pods and StatefulSets are watched apart: a pod of the canary before may still be seen.
+        # Pods and StatefulSets have separate watches: a pod of the canary before may still be in
+        # the cache.
         made_of = observation.stateful_sets[name].get("status", {}).get("updateRevision", "")
         if not made_of or engine.pod_revision in ("", made_of):
             engines.append(engine)
@@ -614,5 +626,5 @@ def canary_engines(
 
 
 def stable_engines(observation: RolloutObservation) -> list[EngineReport]:
-    """Returns the engines beside a canary."""
+    """Return the engines that are not the canary's."""
     return [each for each in observation.engines if not naming.is_canary_pool(each.pool)]

@@ -1,4 +1,4 @@
-"""Counts how often engines fell during a trial, by the engines' own word. Pure.
+"""Counts the falls of engines during a trial, as the engines themselves report them. Pure.
 
 An engine counts the workers that its server lost, and the kubelet counts the containers that ended.
 Both counts belong to one pod, so neither depends on when a router read its file, on which address a
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One engine pod as the operator sees it now."""
+    """One engine pod's revision and counts, as the operator reads them now."""
 
     uid: str
     pool: str
     """The pod's pool, which is another one for a canary."""
     pod_revision: str
-    """The revision of the StatefulSet that the pod was made from; empty where it is not known."""
+    """Revision of the StatefulSet that created the pod; empty if it is unknown."""
     restarts: int
     """Number of container restarts of the pod."""
     epoch: int = 0
@@ -43,19 +43,19 @@ class FallCount:
 
 
 Falls = Mapping[str, FallCount]
-"""Falls of a trial by the pods' uid, those of pods that are gone included."""
+"""Falls of a trial by the pods' uid, including deleted pods."""
 
 
 def counted(before: Falls, canary: Iterable[EngineReport], stable: Iterable[EngineReport]) -> Falls:
-    """Returns the counts with what engines report now.
+    """Return the counts with the present reports of engines.
 
     The whole life of a canary's pod counts, since the pod lives for its trial only. A stable pod
     counts from the first report in the trial.
     """
     counts = dict(before)
     for report in canary:
-        known = counts.get(report.uid, FallCount(is_canary=True))
-        counts[report.uid] = _with_report(known, report)
+        count = counts.get(report.uid, FallCount(is_canary=True))
+        counts[report.uid] = _with_report(count, report)
     for report in stable:
         if report.uid in counts:
             counts[report.uid] = _with_report(counts[report.uid], report)
@@ -66,15 +66,15 @@ def counted(before: Falls, canary: Iterable[EngineReport], stable: Iterable[Engi
     return counts
 
 
-def _with_report(known: FallCount, report: EngineReport) -> FallCount:
-    falls = known.falls + max(0, report.restarts - known.restarts)
-    after = replace(known, restarts=max(known.restarts, report.restarts), falls=falls)
+def _with_report(count: FallCount, report: EngineReport) -> FallCount:
+    falls = count.falls + max(0, report.restarts - count.restarts)
+    after = replace(count, restarts=max(count.restarts, report.restarts), falls=falls)
 
     if not report.epoch:
         return after
 
-    # A server counts from zero, and the kubelet has counted the end of the one before.
-    workers_before = known.workers_lost if report.epoch == known.epoch else 0
+    # A new server counts from zero, and the kubelet has counted the end of the one before.
+    workers_before = count.workers_lost if report.epoch == count.epoch else 0
     return replace(
         after,
         epoch=report.epoch,
@@ -84,5 +84,5 @@ def _with_report(known: FallCount, report: EngineReport) -> FallCount:
 
 
 def total(falls: Falls, is_canary: bool) -> int:
-    """Returns the falls of one side."""
+    """Return the falls of one side."""
     return sum(count.falls for count in falls.values() if count.is_canary is is_canary)

@@ -1,11 +1,11 @@
-"""How fast pods of a new template replace those of the one before: pure.
+"""Paces the replacement of pods of an older template. Pure.
 
-Kubernetes rolls a StatefulSet one pod at a time, from the last to the first. Where a rollout may
-take more away at once, the operator deletes the next ones itself, in the same order: both never
-choose different pods, and without the operator the roll goes on one by one.
+Kubernetes rolls a StatefulSet one pod at a time, from the last to the first. Where maxUnavailable
+allows more, the operator deletes the next pods itself, in the same order. So both never choose
+different pods, and without the operator the roll goes on one by one.
 
-An operator's update makes other router pods in every service. Each service's Deployment takes them
-when it is the service's turn, unless somebody edits the service before.
+An operator's update changes the router pods of every service. Each Deployment takes the new
+template when it is the service's turn, or earlier with an edit of the service.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +25,13 @@ Pod = Mapping[str, Any]
 def pods_to_replace(
     live: Mapping[str, Any] | None, pods: Iterable[Pod], most_unavailable: int
 ) -> list[Pod]:
-    """Return the pods of an older template that may end now, besides the one that Kubernetes ends
-    by itself.
+    """Return the pods of an older template to delete now.
+
+    The one that Kubernetes ends by itself is not among them.
 
     Args:
-        live: the StatefulSet; None: there is none.
-        pods: those of the StatefulSet.
+        live: the StatefulSet; None if it does not exist.
+        pods: the pods of the StatefulSet.
         most_unavailable: how many of its pods a rollout may take away at once.
     """
     if live is None or most_unavailable < 2:
@@ -59,7 +60,7 @@ def _ordinal(pod: Pod) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RouterRoll:
-    """What a service's routers do about a new pod template."""
+    """The decision on a new pod template of a service's routers."""
 
     objects: tuple[Manifest, ...]
     """The router's objects to apply."""
@@ -77,11 +78,11 @@ def roll_routers(
     is_edited: bool,
     may_roll: bool,
 ) -> RouterRoll:
-    """Decide whether a router's Deployment takes the template that this operator makes.
+    """Return the decision whether a router's Deployment takes this operator's template.
 
     Args:
         desired: the router's objects.
-        live: objects of the service by kind and name.
+        live: the objects of the service by kind and name.
         is_edited: whether somebody has edited the service since its status was last written.
         may_roll: whether other services' rollouts leave room for one that nobody's edit asks for.
     """
@@ -103,7 +104,7 @@ def roll_routers(
         is_full = routers.settled or live_replicas(present) != size
         return RouterRoll(tuple(objects), is_rolling=not is_full)
 
-    # What an older operator made without the hash cannot be told from an edit.
+    # A Deployment of an older operator, without the hash, looks the same as an edited one.
     is_edited = is_edited or naming.TEMPLATE_HASH not in annotations
     if may_roll or is_edited or not routers.ready:
         return RouterRoll(tuple(objects), is_rolling=True)
@@ -121,8 +122,8 @@ def _annotated(item: Manifest, more: Mapping[str, str]) -> Manifest:
 
 
 def _kept(item: Manifest, live: Mapping[Any, Mapping[str, Any]]) -> Manifest:
-    """Return a ConfigMap with the configuration that the present routers start with; the rollout's
-    file, which they read while they run, is the new one."""
+    """Return a ConfigMap with the configuration of the present routers and the new rollout file,
+    which they read while they run."""
     config = live.get((item["kind"], item["metadata"]["name"]), {}).get("data", {})
     if item["kind"] != "ConfigMap" or naming.ROUTER_CONFIG not in config:
         return item

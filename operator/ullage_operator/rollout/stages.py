@@ -3,9 +3,9 @@
     Stable ─► Starting ─► Canary, step by step ─► Promoting ─► Stable
                  └────────────┴──► RolledBack (until the spec changes)
 
-A revision names what the engines run. The stable one serves; another that the spec asks for is
-tried on a canary first. Whatever is decided is in `RolloutProgress`, which is kept in the cluster:
-the operator may end at any point.
+A revision identifies the release of engines. The stable one serves; another that the spec asks for
+is tried on a canary first. `RolloutProgress` has all decisions and is kept in the cluster, so the
+operator may end at any point.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ QUEUED = "RolloutQueued"
 ROUTERS_FIRST = "RoutersFirst"
 """Reason of a rollout that waits until routers reach engines of both revisions."""
 MODEL_FETCHING = "ModelFetching"
-"""Reason of what waits until a Job has fetched the model into its shared claim."""
+"""Reason of a rollout that waits until a Job has fetched the model into its shared claim."""
 PAUSED = "Paused"
 ROLLING_OUT = "RollingOut"
 _BEGINNING = (WAITING, QUEUED, PAUSED, ROUTERS_FIRST, MODEL_FETCHING)
@@ -90,7 +90,7 @@ class RolloutFacts:
     """The change may change answers, or the spec asks for a canary of every change."""
     is_canary_ready: bool = False
     crowded: tuple[str, ...] = ()
-    """Pools beside whose engines there is no room for a canary, which may have the place of one."""
+    """Pools without additional room for a canary, which may replace one of their engines."""
     restarts: int = 0
     """Number of workers and containers that the canary's pods lost."""
     problem: str = ""
@@ -251,18 +251,20 @@ def _renewal_reason(facts: RolloutFacts, policy: RolloutSpec) -> str:
 
 
 def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
-    """Another revision than before is asked for: tries it, or rolls it out as it is."""
+    """Begin the rollout of another revision: try it on a canary, or roll it out directly."""
     if _is_paused(facts, policy):
         if state.stage in TRYING:
             state = RolloutProgress(state.stable, facts.now, failed=state.failed)
         message = f"revision {facts.target} waits until the rollout is no longer paused"
         return _with_reason(state, PAUSED, message)
+
     if not facts.may_begin and facts.command is not RolloutCommand.PROMOTE:
         message = (
             f"revision {facts.target}, which has the operator's new image, waits until fewer "
             "services are being rolled out"
         )
         return _with_reason(state, QUEUED, message)
+
     if not facts.is_reachable:
         if state.stage in TRYING:
             state = RolloutProgress(state.stable, facts.now, failed=state.failed)
@@ -271,20 +273,24 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
             "plaintext to engines"
         )
         return _with_reason(state, ROUTERS_FIRST, message)
+
     if facts.fetching and facts.command is not RolloutCommand.PROMOTE:
         if state.stage in TRYING:
             state = RolloutProgress(state.stable, facts.now, failed=state.failed)
         return _with_reason(state, MODEL_FETCHING, f"revision {facts.target} {facts.fetching}")
+
     if policy.strategy == "rolling":
         return _direct(facts, "the strategy is rolling")
     if not facts.can_canary:
         return _direct(facts, "it cannot be tried beside the stable engines")
     if not facts.needs_canary:
         return _direct(facts, "it changes nothing that answers depend on")
+
     kept = tuple(name for name in state.replaces if name in facts.like_stable)
     if facts.is_serving or kept:
-        # An older canary may be all that serves: the stable engines wait for its place, not for it.
+        # If only an older canary serves, stable engines wait for its place, not for the canary.
         return replace(_start(state, facts), replaces=kept)
+
     if state.unserved_since and facts.now - state.unserved_since < UNSERVED:
         message = (
             f"no stable engine is ready; after {UNSERVED.total_seconds():g} s revision "
@@ -334,11 +340,11 @@ def _advance_canary(
 
 
 def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Give the canary the places of stable engines where it found no room beside them."""
+    """Give the canary the places of stable engines where its pods found no additional room."""
     pools = tuple(sorted({*state.replaces, *facts.crowded}))
     if pools == state.replaces:
         return state
-    # Its pods can start only now, and have the whole deadline for it.
+    # The canary's pods can start only now, so the whole deadline begins here.
     since = facts.now if state.stage is RolloutStage.STARTING else state.since
     return replace(state, replaces=pools, since=since)
 

@@ -1,4 +1,4 @@
-"""What a rollout keeps between two looks at a service: releases, and how far it has come. Pure.
+"""State of a rollout that is kept between reconciliations: releases, and the progress. Pure.
 
 A release is what engines run, as plain data: the image that is really used, and every section of
 the spec that engine pods are made of. The release of the stable engines is laid over the present
@@ -72,7 +72,7 @@ NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetent
 
 
 def release_of(service: Service, settings: Settings) -> Release:
-    """Returns the release that a service's spec asks for."""
+    """Return the release that a service's spec asks for."""
     spec = to_api(service.spec)
     spec[ENGINE_TLS] = spec["tls"]["engines"]
     chosen = {name: spec[name] for name in SECTIONS}
@@ -82,16 +82,17 @@ def release_of(service: Service, settings: Settings) -> Release:
 
 
 def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what engines of a pool are made of: whether a Job warms their cache is no part."""
+    """Return the fields of a pool that engines depend on; the warming of their cache is left
+    out."""
     cache = _without(pool["modelCache"], ("warm",))
     return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
 
 
 def shared_hash(service: Service) -> str:
-    """Returns a hash of what a spec says of engine pods outside their release: where it changes,
-    somebody's edit asks for other pods.
+    """Return a hash of the engine pods' fields outside their release: it changes with an edit of
+    them.
 
-    What is not set is left out, so that a field that a newer operator knows is no edit.
+    Unset fields are left out, so that a field that a newer operator adds is no edit.
     """
     spec = service.spec
     tracing, profiling = spec.observability.tracing, spec.observability.profiling
@@ -133,7 +134,7 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
-    """A section with the fields that the present spec has; all else as it is known."""
+    """Return a section of a release with the fields of the present spec."""
     if name == ENGINE_TLS and target and value_before:  # the rest of it is the routers'
         return {**target, _SECRET: value_before[_SECRET]}
     if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:
@@ -159,7 +160,7 @@ def changed_pools(target: Release, release: Release) -> list[str]:
 
 
 def alike_pools(target: Release, release: Release) -> tuple[str, ...]:
-    """Return the pools whose engines ask a node for the same in both releases."""
+    """Return the pools whose engines request the same of a node in both releases."""
     if any(target[name] != release[name] for name in _SIZES):
         return ()
     pools = release["pools"]
@@ -182,7 +183,7 @@ def has_other_image_only(target: Release, release: Release) -> bool:
 
 
 def with_release(service: Service, release: Release) -> Service:
-    """The service with other engines."""
+    """Return the service with the engines of a release."""
     spec = to_api(service.spec)
     pools = {name: pool | release["pools"][name] for name, pool in spec["pools"].items()}
     chosen = {name: release[name] for name in SECTIONS if name != ENGINE_TLS}
@@ -245,7 +246,9 @@ def _other(progress: RolloutProgress) -> str:
 def load(
     text: str | None, target: Release, live: Iterable[Mapping[str, Any]] = ()
 ) -> RolloutState | None:
-    """Reads what `dump` wrote, in the form of what the spec asks for; None if it cannot.
+    """Return the state of a text that `dump` wrote; None if it cannot be read.
+
+    The releases take the form of the target's spec.
 
     Args:
         live: the service's StatefulSets, whose pods have the environment that the text only has
@@ -268,7 +271,7 @@ def load(
 
 
 def _live_engine_tls(target: Release, live: Iterable[Mapping[str, Any]]) -> Any:
-    """Return what engines have of `tls.engines`, of which older operators kept nothing."""
+    """Return the live `tls.engines`, which older operators did not keep."""
     secrets = [engine_tls_secret(item) for item in serving_sets(live) if not _is_of_canary(item)]
     if not secrets or (target[ENGINE_TLS] or {}).get(_SECRET) in secrets:
         return target[ENGINE_TLS]
@@ -276,13 +279,12 @@ def _live_engine_tls(target: Release, live: Iterable[Mapping[str, Any]]) -> Any:
 
 
 def serving_sets(stateful_sets: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return those of a service's StatefulSets whose pods take requests; followers take none."""
+    """Return a service's StatefulSets whose pods take requests; followers take none."""
     return [item for item in stateful_sets if not is_follower(item)]
 
 
 def engine_tls_secret(stateful_set: Mapping[str, Any]) -> str | None:
-    """Return the Secret of the certificate that a StatefulSet's engines serve with; None where they
-    speak plaintext."""
+    """Return the Secret of the certificate of a StatefulSet's engines; None for plaintext."""
     pod = stateful_set["spec"].get("template", {}).get("spec", {})
     volumes = pod.get("volumes") or ()
     named = (each["secret"]["secretName"] for each in volumes if each["name"] == ENGINE_TLS_VOLUME)
@@ -308,10 +310,10 @@ def is_canary_running(text: str | None) -> bool:
 
 
 def dump(state: RolloutState) -> str:
-    """Writes what must outlive the operator: decisions, and not what is measured meanwhile.
+    """Return the text of the state that must outlive the operator: decisions, and no measures.
 
-    More people may read ConfigMaps than services: of the values of environment variables, which
-    may be secrets, it has hashes.
+    More people may read ConfigMaps than services, so the text has hashes for the values of
+    environment variables, which may be secrets.
     """
     progress = state.progress
     fields = dataclasses.asdict(progress)
@@ -343,13 +345,13 @@ def sealed_section(section: Any) -> Any:
 
 
 def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
-    """Return a section as it was before it was sealed.
+    """Return a sealed section with the original values of its environment variables.
 
     Args:
         sources: where the values of its environment variables may still be.
 
     Raises:
-        KeyError: nobody has a value any more.
+        KeyError: no source has a value any more.
     """
     values = dict(_hashed_values(list(sources)))
     return _with_maps(section, partial(_unsealed_variable, values))

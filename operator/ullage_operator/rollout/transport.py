@@ -1,8 +1,8 @@
-"""In which order TLS towards engines is turned on or off: pure.
+"""Orders the change between TLS and plaintext towards engines. Pure.
 
-Engines that speak TLS and engines in plaintext serve at the same time while one kind replaces the
-other. Routers are replaced before, by ones that speak both, and afterwards, by ones that speak the
-new one alone: a router that also takes plaintext cannot tell an engine from a stranger.
+Engines with TLS and engines in plaintext serve at the same time while one kind replaces the other.
+Before that, routers are replaced by ones that speak both; after it, by ones that speak only the new
+kind: a router that also takes plaintext cannot tell an engine from a stranger.
 """
 
 import json
@@ -23,8 +23,8 @@ def are_mixed(services: Iterable[Service], stateful_sets: Iterable[Manifest]) ->
     """Return whether some engines speak TLS and others do not.
 
     Args:
-        services: a service as it is declared and as its stable engines are.
-        stateful_sets: live ones of its engines.
+        services: the declared service, and the service with its stable engines.
+        stateful_sets: the live StatefulSets of its engines.
     """
     modes = {service.spec.tls.engines is not None for service in services}
     modes |= {engine_tls_secret(item) is not None for item in serving_sets(stateful_sets)}
@@ -32,7 +32,7 @@ def are_mixed(services: Iterable[Service], stateful_sets: Iterable[Manifest]) ->
 
 
 def speak_both(deployment: Manifest | None) -> bool:
-    """Return whether the routers of a Deployment, or those that replace them, speak both."""
+    """Return whether a Deployment's routers, or their replacements, speak both."""
     return _kept_tls(deployment) is not None
 
 
@@ -47,7 +47,7 @@ def _kept_tls(deployment: Manifest | None) -> EngineTLSSpec | None:
 
 
 def all_speak_both(deployment: Manifest | None) -> bool:
-    """Return whether every router speaks both: none is left that does not."""
+    """Return whether every live router speaks both."""
     if deployment is None or not speak_both(deployment):
         return False
     size = int(deployment["spec"].get("replicas", 1))
@@ -55,12 +55,12 @@ def all_speak_both(deployment: Manifest | None) -> bool:
 
 
 def with_engine_tls(service: Service, stable: Service, deployment: Manifest | None) -> Service:
-    """Return a service whose routers have what TLS towards all of its engines takes.
+    """Return a service whose routers have the TLS settings that all of its engines need.
 
     Args:
         stable: the service with its stable engines.
-        deployment: live one of the routers; while the last engines with TLS end, nothing else
-            knows how to speak it.
+        deployment: the live Deployment of the routers; while the last engines with TLS end, only
+            its annotation still has the TLS settings.
     """
     engines = service.spec.tls.engines or stable.spec.tls.engines or _kept_tls(deployment)
     tls = msgspec.structs.replace(service.spec.tls, engines=engines)
