@@ -5,13 +5,13 @@ usage: refused.py [--refused 60] [--slots 8] [--token-s 0.05]
 
 Starts an engine without a model (`kv_engine.py`) and one `ullage-router` with its default ladder, a
 process each. Clients come at once, so many that `--refused` of them are refused, each on a
-connection of its own. Who is refused comes back after the seconds of Retry-After, until it is
+connection of its own. A refused client comes back after the seconds of Retry-After, until it is
 served. Prints one JSON object:
 
 clients         all of them
 refused         those that were refused at first
 refused_again   those of them that were refused when they came back
-retry_after     number of clients by the seconds that they were told at first
+retry_after     number of clients by the seconds of their first Retry-After
 took_s          from the first request to the last answer
 shortest_s      the same on an engine that is never idle
 
@@ -41,16 +41,16 @@ LIMIT_S = 300.0
 
 @dataclass
 class Client:
-    """One client, which obeys.
+    """A client that comes back when Retry-After says.
 
-    told_s: what Retry-After said each time.
+    told_s: the seconds of each Retry-After.
     """
 
     number: int
     told_s: list[int] = field(default_factory=list)
 
     async def ask(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Sends the request until it is served."""
+        """Send the request until it is served."""
         prompt = f"{self.number:010d}".ljust(PROMPT, "x")
         body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True}
         while True:
@@ -80,20 +80,22 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await ready(session, url, 1)
 
-        clients, tasks = list[Client](), list[asyncio.Task[None]]()
-        numbers, began = itertools.count(), time.monotonic()
+        clients = list[Client]()
+        tasks = list[asyncio.Task[None]]()
+        numbers = itertools.count()
+        began = time.monotonic()
         async with asyncio.timeout(LIMIT_S):
             while sum(bool(client.told_s) for client in clients) < refused:
                 clients.append(Client(next(numbers)))
                 tasks.append(asyncio.create_task(clients[-1].ask(session, url)))
                 await asyncio.sleep(0.005)
             await asyncio.gather(*tasks)
-        told = Counter(client.told_s[0] for client in clients if client.told_s)
+        delays = Counter(client.told_s[0] for client in clients if client.told_s)
         return {
             "clients": len(clients),
-            "refused": told.total(),
+            "refused": delays.total(),
             "refused_again": sum(len(client.told_s) > 1 for client in clients),
-            "retry_after": dict(sorted(told.items())),
+            "retry_after": dict(sorted(delays.items())),
             "took_s": round(time.monotonic() - began, 1),
             "shortest_s": round(len(clients) / slots * OUTPUT * token_s, 1),
         }

@@ -295,7 +295,7 @@ def streams(machine: Machine, count: int) -> None:
 
 
 def measure_before(machine: Machine, num_engines: int, options: argparse.Namespace) -> list[Target]:
-    """Prints one table; returns what was measured."""
+    """Print one table; return its measurements."""
     pace = ["--interval-ms", str(options.interval_ms)]
     http_ports, http_engine = machine.engines(f"http-{num_engines}", num_engines, "--http", *pace)
     grpc_ports, _ = machine.engines(f"engines-{num_engines}", num_engines, *pace)

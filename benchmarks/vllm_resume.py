@@ -127,7 +127,7 @@ class Engine:
         if not together:
             return [self.answers([each], salt=salt, together=True)[0] for each in prompts]
 
-        found: dict[str, Answer] = {}
+        answers_by_id: dict[str, Answer] = {}
         for token_ids, num_sent in prompts:
             self._num_asked += 1
             name = str(self._num_asked)
@@ -140,16 +140,16 @@ class Engine:
                 sampling=SamplingParams(temperature=0.0, top_logprobs=0),
                 cache_salt=salt or name,
             )
-            found[name] = Answer()
+            answers_by_id[name] = Answer()
             refusal = self._engine.submit_group([request], resumed=num_sent > 0)
             assert refusal == [], refusal
         while self._engine.has_work:
             for output in self._engine.step():
                 assert isinstance(output, TokenOutput)
-                answer = found[output.request_id]
+                answer = answers_by_id[output.request_id]
                 answer.token_ids += output.token_ids
                 answer.logprobs += [each.logprob for each in output.logprobs or []]
-        return list(found.values())
+        return list(answers_by_id.values())
 
     def stop(self) -> None:
         self._started.stop()

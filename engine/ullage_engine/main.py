@@ -115,10 +115,10 @@ async def _serve(config: EngineConfig, config_path: Path) -> None:
 
 
 def _launch(config: EngineConfig, config_path: Path) -> ChooseLaunch:
-    """Returns what chooses the workers once the model's files are there.
+    """Return the function that chooses the worker once the model's files are there.
 
     Raises:
-        AppError: whatever the files are, nothing here serves these settings.
+        AppError: no engine here serves these settings, for any model.
     """
     has_vllm = find_spec("vllm") is not None
     choose = partial(
@@ -160,7 +160,7 @@ def _vllm_uses_tiers(config: EngineConfig) -> bool:
 
 
 def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
-    """Checks that an engine is there and serves what is configured, whatever the model."""
+    """Check that the chosen engine is installed and serves these settings, for any model."""
     if name == "vllm" and not has_vllm:
         only_vllm = _native_refusal_of_settings(config)
         native = "" if only_vllm else ", or set engine: native (spec.engine: Native)"
@@ -178,7 +178,7 @@ def _check_settings(config: EngineConfig, name: str, has_vllm: bool) -> None:
 
 
 def _with_vllm(config: EngineConfig, has_vllm: bool) -> str:
-    """Returns what to do for vLLM to compute where the native engine was chosen."""
+    """Return the remedy that makes vLLM compute in place of the native engine."""
     if refusal := refusal_by_vllm(config.model, config.memory):
         return f"change what vLLM refuses: {refusal}"
     setting = "set engine: vllm (spec.engine: VLLM)"
@@ -195,7 +195,7 @@ def _computes_on_cuda(config: EngineConfig) -> bool:
 
 
 def _native_refusal_of_settings(config: EngineConfig) -> str:
-    """Returns why the native engine does not serve what is configured; empty if it does."""
+    """Return the reason why the native engine refuses these settings; empty if it serves them."""
     if config.max_loras:
         return "it serves no adapters"
     return "it computes on one node" if config.group.nodes > 1 else ""

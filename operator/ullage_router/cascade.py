@@ -94,7 +94,7 @@ class Peer:
 
     Args:
         step: its address, and the folders of certificates and key.
-        name: what the cascade that asks calls itself.
+        name: the name of the cascade that asks.
         grace_s: time that answers have to end when a new certificate replaces the one before.
     """
 
@@ -147,7 +147,7 @@ class Peer:
         return self._channel
 
     async def ask(self, call: Call) -> ResponseStream:
-        """The service's answer, once it has a first token.
+        """Return the service's answer once it has a first token.
 
         Raises:
             ServiceError: it refused or failed.
@@ -214,8 +214,8 @@ class _PeerStream:
 
 
 def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
-    """Return the request without what is this service's own: its model's name, and how far its
-    tenant comes before others here.
+    """Return the request without this service's own facts: the model's name, and the tenant's high
+    priority here.
 
     A high priority would pass the other service's own clients, or be refused where its tenant may
     not ask for it. A low one stays low: such work gives way everywhere.
@@ -455,7 +455,7 @@ class _Run:
             self._tasks[step] = asyncio.create_task(self._begin(step, call))
 
     def _call_of(self, step: int) -> Call:
-        """The call as a step gets it, with decisions of its own."""
+        """Return the call as a step gets it, with decisions of its own."""
         call = copy.copy(self._call)
         call.decision, call.refused_by = Decision(), {}
         call.hands_on = step != self._plan.steps[-1]

@@ -73,7 +73,7 @@ _KINDS = {
 
 
 def http_status(error: ServiceError) -> int:
-    """Returns the HTTP status of an error."""
+    """Return the HTTP status of an error."""
     return STATUSES_BY_REASON.get(error.reason) or _STATUSES.get(error.code, (500, ""))[0]
 
 
@@ -87,7 +87,7 @@ def error_type(error: ServiceError) -> str:
 
 
 def retry_after_s(error: ServiceError) -> int | None:
-    """Returns whole seconds for Retry-After; a refusal that may pass always has one."""
+    """Return whole seconds for Retry-After, which every refusal that may pass has."""
     if error.retry_after_s is not None and error.reason == RATE_LIMIT_EXCEEDED:
         return max(1, math.ceil(error.retry_after_s))  # a bucket's time is known, not a forecast
     if error.retry_after_s is not None:
@@ -211,13 +211,13 @@ def refusal(refuse: Refuse) -> ServiceError:
 
 
 def some_retry_after_s() -> int:
-    """Return when to come back where nobody can say, with jitter that parts those who are refused
-    together."""
+    """Return a delay for a wait that nobody can predict, with jitter that spreads the refused
+    clients."""
     return unknown_retry_after(random.getrandbits(30))
 
 
 def _soon_s() -> int:
-    """Return when to come back to what is free again within moments, with jitter."""
+    """Return a delay for resources that are free again within moments, with jitter."""
     return random.randint(1, UNKNOWN_RETRY_AFTER_S)
 
 

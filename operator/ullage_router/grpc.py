@@ -35,11 +35,11 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_nam
 
 
 class CallGate:
-    """Says whose calls are, before anything of them is received.
+    """Finds the tenant of a call before its messages are received.
 
     Args:
         tenants: who may send requests.
-        pipeline: counts what is refused.
+        pipeline: counts refusals.
     """
 
     def __init__(self, tenants: Tenants, pipeline: RequestPipeline) -> None:
@@ -47,7 +47,7 @@ class CallGate:
         self._pipeline = pipeline
 
     def admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Return the tenant of a call; None: health and reflection are for everybody.
+        """Return the tenant of a call; None for health and reflection, which everybody may call.
 
         Raises:
             ServiceError: the key is missing or wrong.
@@ -178,5 +178,5 @@ def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _text(context: Context) -> dict[str, str]:
-    """The metadata without its binary values."""
+    """Return the metadata without its binary values."""
     return text_metadata(context.invocation_metadata())

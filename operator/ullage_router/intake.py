@@ -33,7 +33,7 @@ class IntakeThread:
         self._is_running = False
 
     async def run(self, num_bytes: int, tenant: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns; it runs here and now where the bytes are few."""
+        """Run `work` and return its result; it runs here and now if the bytes are few."""
         if num_bytes <= INLINE_BYTES:
             return work()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -42,12 +42,12 @@ class IntakeThread:
         try:
             return await done
         finally:
-            # An error has this frame, which would have the error: a body would wait for a search
-            # for garbage, and those are rare.
+            # An error's traceback holds this frame, which would hold the error: this cycle would
+            # keep the body until the garbage collector runs, which is rare.
             del done, work
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Start no more work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start_next(self) -> None:

@@ -110,7 +110,9 @@ class Router:
         )
         if self._console:
             self._console.serve_requests(app)
-        http, metrics, cors = config.http, config.metrics, config.cors
+        http = config.http
+        metrics = config.metrics
+        cors = config.cors
         self._http = HTTPServer(OriginGuard(app, http.host, cors, is_api=True), limits)
         self._readiness: asyncio.Task[None] | None = None
         guarded = OriginGuard(monitoring, metrics.host, cors, is_api=False)
@@ -121,7 +123,7 @@ class Router:
         self.metrics_port = 0
 
     async def start(self) -> None:
-        """Returns when both protocols are served.
+        """Start to serve both protocols; return when they are served.
 
         Raises:
             ConfigError: keys or certificates cannot be read; no port was taken.
@@ -204,7 +206,7 @@ class Router:
             await self._monitoring.start(listener)
 
     async def _serve_probes(self) -> None:
-        """Health without TLS, which the kubelet's probes do not speak."""
+        """Serve health without TLS, which the kubelet's probes do not speak."""
         if section := self._config.probes:
             self._probes = new_probe_server(is_shared=self._place is not None)
             self._health.attach_alone(self._probes)
@@ -265,7 +267,8 @@ def raise_open_files() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 after a clean stop, 2 when the configuration cannot be used."""
+    """Run the router; return the exit status: 0 after a clean stop, 2 when the configuration cannot
+    be used."""
     options = _arguments(argv)
     try:
         config = read_file(options.config, RouterConfig)

@@ -99,7 +99,7 @@ class Canary:
 
     Args:
         path: the file; None: there never is a canary.
-        on_change: called with what the file says now.
+        on_change: called with the file's present content.
     """
 
     def __init__(self, path: str | None, on_change: Callable[[RolloutFile], None]) -> None:
@@ -260,7 +260,7 @@ class Outcomes:
         self._canary = self.trial = ""
 
     def follow(self, trial: str, canary: str) -> None:
-        """Counts anew where the trial is another one.
+        """Reset the counts if the trial is another one.
 
         Falls are counted from the canary's beginning, over all its steps: a router hears of a step
         up to a minute late, and what fell meanwhile would belong to none.
@@ -410,10 +410,10 @@ class Rollout:
         self._on_stop(file.stopped)
 
     async def refuse_when_stopped(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Refuses every request of a service that is stopped.
+        """Refuse every request of a service that is stopped.
 
         Raises:
-            ServiceError: it is.
+            ServiceError: the service is stopped.
         """
         if self.canary.is_stopped:
             raise stopped(self._model)

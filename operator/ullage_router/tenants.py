@@ -208,7 +208,7 @@ class TenantSession:
     costs nothing.
 
     limit_headers
-        x-ratelimit-* headers: what remains of the tenant's quota
+        x-ratelimit-* headers: the rest of the tenant's quota
     """
 
     def __init__(self, account: Account, metrics: TenantMetrics | None = None) -> None:
@@ -298,7 +298,7 @@ class TenantSession:
         *,
         is_handed_on: bool = False,
     ) -> None:
-        """Checks what the tenant may do, counts the request and gives it its priority.
+        """Check what the tenant may do, count the request and give it its priority.
 
         Args:
             served: model that a request without a name means.
@@ -401,10 +401,10 @@ class TenantSession:
             )
 
     def _priority(self, asked: int, *, is_lowered: bool) -> int:
-        """0 asks for nothing: the tenant's own.
+        """Return the request's priority; 0 asks for the tenant's own.
 
         Args:
-            is_lowered: one that is too high is lowered, and not refused.
+            is_lowered: whether a priority that is too high is lowered rather than refused.
         """
         rules = self.rules
         most = rules.priority if rules.max_priority is None else rules.max_priority

@@ -61,7 +61,7 @@ class TokenBound:
     """Whether a word is one token at most, so that words are counted and not characters."""
 
     def fewest(self, text: str) -> int:
-        """Return how many tokens the text has at least; takes about 3 ms a megabyte."""
+        """Return a lower bound of the text's tokens; takes about 3 ms a megabyte."""
         if self.counts_words:
             return sum(map(_num_words, _slices(text)))
         letters = marks = others = 0
@@ -95,7 +95,7 @@ def _slices(text: str) -> Iterator[str]:
 
 
 def token_bound(tokenizer: Tokenizer) -> TokenBound:
-    """Return the bound that holds for a tokenizer; one that counts nothing where none is known."""
+    """Return the bound that holds for a tokenizer; it counts nothing where none is known."""
     model = tokenizer.model
     normalizer = _Normalizer.of(_state(tokenizer.normalizer))
     steps = list(_steps(_state(tokenizer.pre_tokenizer)))
@@ -141,8 +141,8 @@ _PARTING = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 
 
 def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) -> int:
-    """Return the length of the longest token with one of the characters; 0 where the model lacks
-    some of them, which it may leave out."""
+    """Return the length of the longest token with one of the characters; 0 if the model lacks some
+    of them, which it may drop."""
     if not vocabulary.keys() >= set(characters.decode()):
         return 0
     pattern = re.compile(f"[{re.escape(characters.decode())}]")
@@ -150,7 +150,7 @@ def _longest(lengths: Mapping[str, int], vocabulary: Json, characters: bytes) ->
 
 
 def _may_remove_words(step: Json) -> bool:
-    """Return whether a pre-tokenizer takes away more than blanks, as far as is known."""
+    """Return whether a pre-tokenizer may remove more than blanks."""
     if step["type"] in ("Punctuation", "Split"):
         return bool(step["behavior"] == "Removed")
     return step["type"] not in _KEEPING | _PARTING
@@ -174,7 +174,7 @@ def _is_complete(model: object, vocabulary: Json, is_byte_level: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Normalizer:
-    """What a normalizer may take away of a text."""
+    """The characters that a normalizer may remove from a text."""
 
     kinds: frozenset[str] = frozenset()
     shrink: int = 1
@@ -186,7 +186,7 @@ class _Normalizer:
 
     @classmethod
     def of(cls, state: Json | None) -> "_Normalizer | None":
-        """Return how the normalizer acts; None where that is not known."""
+        """Return the effect of a normalizer; None if it is not known."""
         if state is None:
             return cls()
         shrink = 1
@@ -242,7 +242,7 @@ def _steps(state: Json | None) -> Iterator[Json]:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """A kind of place to cut at."""
+    """A kind of place at which a text may be cut."""
 
     place: str
     """Pattern of the place, which is empty or one blank."""
@@ -308,7 +308,7 @@ _SAMPLES = (
 
 
 class TextCutter:
-    """Cuts long texts where a tokenizer does, as far as that is known.
+    """Cuts long texts at places where the tokenizer is known to cut.
 
     A rule holds where no token of the vocabulary reaches over its places, so that no merge does,
     and where samples cut at each of their places keep their tokens.
@@ -362,7 +362,7 @@ class TextCutter:
 
 
 def _rules(tokenizer: Tokenizer) -> list[_Rule]:
-    """Return the rules that hold; of those for blanks, one."""
+    """Return the rules that hold, and only one of those for blanks."""
     if not isinstance(tokenizer.model, models.BPE | models.Unigram):
         return []
     if isinstance(tokenizer.model, models.BPE) and tokenizer.model.dropout:
@@ -383,7 +383,7 @@ def _is_for_blanks(rule: _Rule) -> bool:
 
 
 def _keeps(tokenizer: Tokenizer, rule: _Rule) -> bool:
-    """Return whether samples have the same tokens whole and cut by the rule."""
+    """Return whether samples keep their tokens when the rule cuts them."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids

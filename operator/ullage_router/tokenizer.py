@@ -116,7 +116,7 @@ class SegmentEncoder:
         return self._join(parted(text, self._boundaries), self._encode, most)
 
     def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> TokenIds:
-        """Return token ids of a text in which the pieces that are tokens are the only guarded ones.
+        """Return the token ids of a text whose only guarded tokens are the pieces that are tokens.
 
         Raises:
             SpecialTokenError: a piece of text would become a guarded token.
@@ -217,7 +217,7 @@ class PromptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the router knows of the served model."""
+    """The served model, as the router knows it."""
 
     name: str
     fingerprint: str
@@ -282,8 +282,8 @@ class Model:
         return _around(Affixes(self.chat_prefix), ids)
 
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
-        """Return the token ids of a raw prompt, which is the whole of what the model reads: special
-        tokens that it spells are such.
+        """Return the token ids of a raw prompt, in which special tokens count as such: it is all
+        that the model reads.
 
         Raises:
             PromptError: the text cannot be tokenised.
@@ -313,7 +313,7 @@ class Model:
         return array("I", self.affixes.prefix) + ids + array("I", self.affixes.suffix)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a bound from below that costs no tokenising."""
+        """Return a lower bound of a text's tokens, without tokenising it."""
         return self.bound.fewest(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -321,7 +321,7 @@ class Model:
 
 
 def _around(affixes: Affixes, ids: TokenIds) -> TokenIds:
-    """Return ids with what is missing around them."""
+    """Return ids with their missing affixes."""
     prefix, suffix = affixes.missing(ids)
     return array("I", prefix) + ids + array("I", suffix) if prefix or suffix else ids
 

@@ -100,7 +100,7 @@ class Ledger:
         self._on_host[name] = num_bytes
 
     def shortage(self, name: str, needed: int) -> LedgerError:
-        """Says why `name` does not fit and which field to change."""
+        """Return an error with the reason why `name` does not fit, and the field to change."""
         available = max(0, self.available_bytes)
         if self.others_bytes and needed <= available + self.others_bytes:
             return LedgerError(

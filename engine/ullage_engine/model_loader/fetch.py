@@ -44,7 +44,7 @@ exit status: 0 fetched, 1 another try may help, 2 the source is wrong or may not
 
 
 class Misuse(WeightsError):
-    """An error of the source itself, against which trying again does not help."""
+    """The source itself is wrong, so that another try fails as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a download is."""
+    """The progress of a download."""
 
     state: str
     """`listing`, `fetching`, `verifying`, `fetched` or `failed`."""
@@ -139,7 +139,8 @@ class Fetch:
 
 
 def verify(files: Sequence[RemoteFile]) -> None:
-    """Check files of the cache against their sizes and, where it names them by it, their SHA-256.
+    """Check the cached files against their sizes and, where the cache names them by it, their
+    SHA-256.
 
     A file that differs is removed, so that the next try downloads that file again.
 
@@ -174,7 +175,7 @@ def _verify(file: RemoteFile, digests: Digests) -> None:
 
 
 def _incomplete_bytes(blobs: Path) -> int:
-    """Return the bytes of downloads that have not ended."""
+    """Return the bytes of unfinished downloads."""
     sizes = []
     for path in blobs.glob("*.incomplete"):
         try:
@@ -193,7 +194,7 @@ def _checked_source(source: str) -> tuple[str, str]:
 
 @contextmanager
 def _explained(source: str) -> Iterator[None]:
-    """Turn what the hub's client says into an error with a remedy."""
+    """Turn an error of the hub's client into one with a remedy."""
     try:
         yield
     except Exception as error:  # errors of the connection are of the client's HTTP library
@@ -206,7 +207,7 @@ def _explained(source: str) -> Iterator[None]:
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Return whether the hub answered that there is no such model, or none for this token."""
+    """Return whether the hub answered that the model does not exist, or not for this token."""
     from huggingface_hub.errors import (
         HFValidationError,
         RepositoryNotFoundError,
@@ -217,7 +218,7 @@ def _is_refused(error: BaseException | None) -> bool:
 
 
 def serve(fetch: Fetch, host: str | None, port: int) -> None:
-    """Answer how far a download is, at `/progress`, until this process ends.
+    """Serve the progress of the download at `/progress` until this process ends.
 
     Raises:
         OSError: the port cannot be used.
@@ -264,7 +265,8 @@ def main(arguments: Sequence[str]) -> int:
         result = _failed(fetch, " ".join(str(error).split()))
         print(f"error: {result.error}", file=sys.stderr)
     else:
-        status, result = 0, fetch.progress
+        status = 0
+        result = fetch.progress
     ended.set()
     _finish(result, options.report)
     return status
@@ -276,7 +278,7 @@ def _failed(fetch: Fetch, message: str) -> Progress:
 
 
 def _finish(result: Progress, report: Path | None) -> None:
-    """Print how it ended as the last line, and write it where Kubernetes looks."""
+    """Print the result as the last line, and write it to the file that Kubernetes reads."""
     line = result.to_json()
     print(line, flush=True)
     if report is not None:
@@ -284,7 +286,7 @@ def _finish(result: Progress, report: Path | None) -> None:
 
 
 def _report(fetch: Fetch, ended: threading.Event) -> None:
-    """Print how far the download is, while it goes on."""
+    """Print the progress until the download ends."""
     while not ended.wait(_REPORT_S):
         now = fetch.progress
         print(f"{now.state}: {now.bytes} of {now.total_bytes} bytes", file=sys.stderr, flush=True)

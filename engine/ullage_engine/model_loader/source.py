@@ -79,7 +79,7 @@ def resolve_source(source: str) -> ModelFiles:
 
 
 def resolve_adapter(source: str) -> Path:
-    """Finds the folder of a LoRA adapter, as PEFT writes it; only `hf://` may use the network.
+    """Find the folder of a LoRA adapter in PEFT's format; only `hf://` may use the network.
 
     Raises:
         WeightsError: the URI is malformed or names no such folder.
@@ -130,12 +130,13 @@ def _image_path(what: str, path: str) -> Path:
 
 
 def hub_repository(source: str) -> tuple[str, str]:
-    """Return the repository and the revision that an `hf://` source names; "" for its main branch.
+    """Return the repository and the revision of an `hf://` source; "" stands for the main branch.
 
     Raises:
         WeightsError: the source is of another scheme, or malformed.
     """
-    what, parts = f"model.source {source!r}", urlsplit(source)
+    what = f"model.source {source!r}"
+    parts = urlsplit(source)
     if parts.scheme != "hf":
         raise WeightsError(f"{what}: only models of the hub are fetched; write hf://org/name")
     return _repository(what, parts.netloc, unquote(parts.path))

@@ -211,7 +211,7 @@ class KvFound(Message, frozen=True, kw_only=True):
 
 
 class AddAdapter(Message, frozen=True, kw_only=True):
-    """Command: compute requests of one more LoRA adapter; answered with `AdapterAdded`."""
+    """Command to serve requests with one more LoRA adapter; the answer is `AdapterAdded`."""
 
     name: str
     """Name that requests have as `adapter`; no other files ever have the same."""
@@ -221,7 +221,7 @@ class AddAdapter(Message, frozen=True, kw_only=True):
 
 
 class RemoveAdapter(Message, frozen=True, kw_only=True):
-    """Command: forget an adapter, for which there are no requests any more."""
+    """Command to remove an adapter that no request uses any more."""
 
     name: str
 

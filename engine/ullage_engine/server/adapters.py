@@ -38,7 +38,8 @@ from ullage_engine.server.threads import in_daemon
 
 log = logging.getLogger("ullage.engine.adapters")
 
-FIRST_RETRY_S, MAX_RETRY_S = 30.0, 300.0
+FIRST_RETRY_S = 30.0
+MAX_RETRY_S = 300.0
 """Seconds after which an adapter that cannot be had is tried again; they double up to the last."""
 FIRST_ADAPTERS_S = 30.0
 """Longest time from the worker's start for which an engine that starts with adapters is not ready:
@@ -53,22 +54,23 @@ class WorkerEndedError(Exception):
 
 
 class Worker(Protocol):
-    """What computes, as this module sees it."""
+    """The worker process, as this module sees it."""
 
     async def add_adapter(self, message: AddAdapter) -> str:
-        """Have the ready worker load an adapter; return why it cannot, empty: it has.
+        """Have the ready worker load an adapter; return the reason if it cannot, else an empty
+        string.
 
         Raises:
             WorkerEndedError: it ended before it answered.
         """
 
     def remove_adapter(self, name: str) -> None:
-        """Have the worker forget an adapter, if there is a worker."""
+        """Have the worker remove an adapter, if a worker runs."""
 
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """One adapter as its files are."""
+    """One version of an adapter, by the content of its files."""
 
     section: AdapterSection
     folder: str
@@ -85,15 +87,14 @@ class AdapterVersion:
 
 @dataclass(slots=True)
 class _Attempt:
-    """An adapter that is being brought."""
+    """An adapter that is being found and loaded, or was given up."""
 
     section: AdapterSection
     task: asyncio.Task[None]
 
 
 def find_adapter(section: AdapterSection, max_rank: int, digests: Digests) -> AdapterVersion:
-    """Find an adapter's files, which `hf://` downloads, and look at what can be seen of them
-    without the model.
+    """Find an adapter's files, which `hf://` downloads, and check all that needs no model.
 
     Raises:
         WeightsError: they are not there, are damaged, or do not fit the slots.
@@ -122,7 +123,7 @@ def _rank_of(path: Path) -> int:
 
 
 class AdapterSet:
-    """The adapters of an engine: the wanted ones, and those that requests may name."""
+    """The adapters of an engine: those that are configured, and those that requests may name."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class AdapterSet:
 
     @property
     def keys(self) -> dict[str, str]:
-        """What the worker calls the adapters that requests may name, by these names."""
+        """The keys by which the worker knows the offered adapters, by their names in requests."""
         return {name: version.key for name, version in self._offered.items()}
 
     @property
@@ -161,7 +162,8 @@ class AdapterSet:
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Keep the present version of an adapter within the block; any other name is none's."""
+        """Keep the present version of an adapter loaded within the block; other names have no
+        effect."""
         version = self._offered.get(name)
         if version is None:
             yield
@@ -176,18 +178,18 @@ class AdapterSet:
     # workers -------------------------------------------------------------------------------------
 
     def additions(self) -> list[AddAdapter]:
-        """Return what a new worker has to know before it gets requests."""
+        """Return the commands that a new worker needs before its first request."""
         versions = [*self._offered.values(), *self._retired]
         return [AddAdapter(name=each.key, folder=each.folder, is_checked=True) for each in versions]
 
-    # what is wanted ------------------------------------------------------------------------------
+    # configuration -------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Hold back readiness until the adapters that the engine starts with are loaded."""
         self._engine_status.set_preparing(bool(self._read()))
 
     async def run(self) -> None:
-        """Bring what is wanted, now and whenever that changes, until it is cancelled."""
+        """Load the configured adapters, now and after every change, until the task is cancelled."""
         path = self._config.adapters_file
         folders = [Path(path).parent] if path else []
         seen = fingerprint(folders)
@@ -220,7 +222,7 @@ class AdapterSet:
         self.set_wanted(self._read())
 
     def set_wanted(self, sections: Iterable[AdapterSection]) -> None:
-        """Bring these adapters, and let go of all others."""
+        """Load these adapters, and retire all others."""
         self._wanted = {section.name: section for section in sections}
 
         for name, attempt in list(self._attempts.items()):
@@ -242,7 +244,7 @@ class AdapterSet:
         self._publish()
 
     async def _bring(self, section: AdapterSection) -> None:
-        """Find and load one adapter; try again for as long as it is wanted and cannot be had."""
+        """Find and load one adapter; retry while it is wanted and another try may help."""
         retry_s = FIRST_RETRY_S
         while True:
             error, may_retry = await self._try(section)
@@ -257,7 +259,8 @@ class AdapterSet:
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     async def _try(self, section: AdapterSection) -> tuple[str, bool]:
-        """Return why an adapter cannot be offered, empty: it is; and whether to try again."""
+        """Return the error that keeps an adapter from being offered, and whether to try again. The
+        error is empty on success."""
         try:
             version = await in_daemon(
                 lambda: self._find(section, self._config.memory.max_lora_rank, self._digests),
@@ -269,19 +272,20 @@ class AdapterSet:
             log.exception("adapter %s cannot be looked at", section.name)
             return f"its files cannot be read: {error!r}", True
 
-        known = next((each for each in self._known() if each.key == version.key), None)
-        if known is None:
+        loaded = next((each for each in self._known() if each.key == version.key), None)
+        if loaded is None:
             error_text, may_retry = await self._load(version)
             if error_text:
                 return error_text, may_retry
-        elif known in self._retired:
-            self._retired.remove(known)
+        elif loaded in self._retired:
+            self._retired.remove(loaded)
 
-        self._offer(section, known or version)
+        self._offer(section, loaded or version)
         return "", False
 
     async def _load(self, version: AdapterVersion) -> tuple[str, bool]:
-        """Have a worker load a version; return why it cannot, and whether to try again."""
+        """Have a worker load a version; return the error and whether to try again, as `_try`
+        does."""
         message = AddAdapter(name=version.key, folder=version.folder)
         async with self._loading:
             for _ in range(_MAX_WORKERS_LOST):
@@ -295,7 +299,7 @@ class AdapterSet:
     async def _add(self, message: AddAdapter) -> str:
         try:
             return await self._worker.add_adapter(message)
-        except asyncio.CancelledError:  # it is not wanted any more
+        except asyncio.CancelledError:  # the adapter is not wanted any more
             self._worker.remove_adapter(message.name)
             raise
 
@@ -320,7 +324,7 @@ class AdapterSet:
             self._retired.remove(version)
             self._worker.remove_adapter(version.key)
 
-    # what is reported ----------------------------------------------------------------------------
+    # status --------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
         states = []

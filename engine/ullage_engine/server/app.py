@@ -144,7 +144,7 @@ class EngineApp:
         return self._supervisor.serving_pids()
 
     async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains; `hurry` cuts the draining short.
+        """Serve until `stop` is set, then drain; `hurry` cuts the draining short.
 
         Raises:
             AppError: the configuration or the model cannot be served.
@@ -325,7 +325,7 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _probes(self) -> AsyncIterator[None]:
-        """Serves health and headroom on a port of their own: for the kubelet, whose probes do not
+        """Serve health and headroom on a port of their own: for the kubelet, whose probes do not
         speak TLS, and for the operator, which may look at an engine and not use it."""
         server = self._config.server
         if server.probe_port is None:
@@ -344,7 +344,7 @@ class EngineApp:
             await probes.stop(None)
 
     def _admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
-        """Return that a call is nobody's, or for everybody (None), before its request is received.
+        """Return the owner of a call: "" for nobody, None for services that everybody may call.
 
         Raises:
             ServiceError: it generates and has no ticket where it needs one.
@@ -388,10 +388,11 @@ class EngineApp:
             ) from error
 
     async def _load(self, stop: asyncio.Event) -> _Loaded | None:
-        """Loads the tokenizer, and chooses what computes, in a thread: a large vocabulary takes
-        seconds, a download minutes.
+        """Load the tokenizer and choose the worker in a thread: a large vocabulary takes seconds, a
+        download minutes.
 
-        None: the engine stops before it is loaded.
+        Returns:
+            None if the engine stops before it is loaded.
         """
 
         def load() -> _Loaded:
@@ -418,7 +419,7 @@ class EngineApp:
             ) from error
 
     async def _follow_health(self) -> None:
-        """Publishes health: readiness falls with every worker, liveness only when a new pod may
+        """Publish health: readiness falls with every worker, liveness only when a new pod may
         help."""
         while True:
             await self._health.set_ready(
@@ -428,7 +429,7 @@ class EngineApp:
             await self._engine_status.changed(within_s=60.0)
 
     async def _keep_adapters(self) -> None:
-        """Load and unload LoRA adapters as they are edited."""
+        """Load and unload LoRA adapters when their configuration is edited."""
         if self._adapters is not None:
             await self._adapters.run()
 

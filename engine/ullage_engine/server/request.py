@@ -160,7 +160,7 @@ def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
 
 
 def check_model(asked: str, served: str, adapters: Collection[str]) -> None:
-    """Checks that the request names the served model, as an empty name does, or an adapter of it.
+    """Check that the request names the served model, as an empty name does, or an adapter of it.
 
     Raises:
         ServiceError: NOT_FOUND, for any other model.
@@ -182,12 +182,12 @@ def validated_request(
     limits: LimitsSection,
     grammar: str = "",
 ) -> ValidatedRequest:
-    """Builds the request of a checked call whose `grammar` is in the form that workers compile.
+    """Build the request of a checked call whose `grammar` is in the form that workers compile.
 
     The output limit is cut to what the model's length leaves.
 
     Raises:
-        ServiceError: the prompt is empty, has tokens that the model has not, or leaves no room for
+        ServiceError: the prompt is empty, has tokens that the model lacks, or leaves no room for
             output.
     """
     num_prompt = len(prompt_ids)

@@ -305,7 +305,7 @@ def _logprobs(update: Update, token_bytes: TokenBytes) -> Iterator[pb.TokenLogpr
 
 
 def _is_ended_by_token(update: Update) -> bool:
-    """Return whether the last token ended the answer, and no stop string in its text."""
+    """Return whether the last token ended the answer, rather than a stop string in its text."""
     end = update.finish
     return end is not None and end.reason == "stop" and not end.stop_string
 

@@ -86,7 +86,7 @@ class TokenizerBundle:
 
 
 class InferenceService(rpc.InferenceServiceServicer):
-    """Accepts requests into the journal and streams what the worker makes of them."""
+    """Accepts requests into the journal and streams the worker's answers."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         tracer: Tracer | None = None,
         adapters: AdapterSet | None = None,
     ) -> None:
-        """`adapters`: None: the engine serves none."""
+        """`adapters`: None if the engine serves no adapters."""
         self._tracer = tracer
         self._adapters = adapters
         self._config = config
@@ -142,7 +142,7 @@ class InferenceService(rpc.InferenceServiceServicer):
         if self._adapters is None:
             await self._generate(request, context)
             return
-        # What it begins with stays loaded to its end, whatever is edited meanwhile.
+        # A request keeps its version of the adapter to its end, through every edit.
         with self._adapters.held(request.model):
             await self._generate(request, context)
 
@@ -390,7 +390,7 @@ async def _prompt_ids(request: pb.GenerateRequest, tokenizer_bundle: TokenizerBu
     if request.WhichOneof("input") == "token_ids":
         return list(request.token_ids.ids)
     if request.WhichOneof("input") == "text":
-        # A raw prompt is the whole of what the model reads: special tokens in it are such.
+        # A raw prompt is all that the model reads, so special tokens in it count as such.
         text = request.text
         ids_of = _embedded_ids if request.embed else _text_ids
         encode: Callable[[], list[int]] = functools.partial(ids_of, text, tokenizer_bundle)
@@ -416,8 +416,9 @@ def _embedded_ids(text: str, tokenizer_bundle: TokenizerBundle) -> list[int]:
 def _render(
     messages: pb.Messages, tokenizer_bundle: TokenizerBundle
 ) -> tuple[str, Callable[[], list[int]]]:
-    """Return the text of a conversation, and the way to its token ids."""
-    chat, tokenizer = tokenizer_bundle.chat, tokenizer_bundle.tokenizer
+    """Return the text of a conversation, and the function that tokenises it."""
+    chat = tokenizer_bundle.chat
+    tokenizer = tokenizer_bundle.tokenizer
     if chat is None:
         raise invalid("messages", "the model has no chat template; send text or token_ids")
     try:

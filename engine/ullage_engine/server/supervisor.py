@@ -246,7 +246,8 @@ class WorkerSupervisor:
             profile.set_result(done)
 
     async def add_adapter(self, message: AddAdapter) -> str:
-        """Have the worker that serves load a LoRA adapter; return why it cannot, empty: it has.
+        """Have the serving worker load a LoRA adapter; return the reason if it cannot, else an
+        empty string.
 
         Raises:
             WorkerEndedError: it ended before it answered.
@@ -261,7 +262,7 @@ class WorkerSupervisor:
             self._adding.pop(message.name, None)
 
     def remove_adapter(self, name: str) -> None:
-        """Have the worker forget a LoRA adapter; the next ones do not hear of it."""
+        """Have the worker remove a LoRA adapter; later workers do not load it."""
         if self._worker is not None and self._worker.ready_at is not None:
             self._worker.link.post(RemoveAdapter(name=name))
 
@@ -362,7 +363,7 @@ class WorkerSupervisor:
         return self._worker
 
     def _command(self, launch: WorkerLaunch, address: str) -> list[str]:
-        """Returns a worker's command line."""
+        """Return a worker's command line."""
         command = list(launch.command(address))
         return command if self._kv is None else [*command, *self._kv.worker_options]
 
@@ -604,7 +605,7 @@ class WorkerSupervisor:
             entry.fail(ServiceError(grpc.StatusCode.INTERNAL, "REQUEST_FAILED", failed.message))
 
     async def _recover(self, worker: WorkerHandle) -> None:
-        """Decides what a worker's end means, and waits as long as the policy says."""
+        """Classify a worker's end, and wait as long as the policy says."""
         status = worker.exited.result()
         extra = {"stage": f"worker ended with status {status}", "pid": worker.process.pid}
         log.warning("worker ended", extra={**extra, "status": status})

@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 def in_daemon(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run a function as asyncio.to_thread does, but the process may end before the thread."""
+    """Run a function as `asyncio.to_thread` does, in a daemon thread that does not delay the
+    exit."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()
 

@@ -31,7 +31,7 @@ class TicketVerifier:
     Args:
         section: None lets everybody in and looks at no ticket.
         engine_id: tickets name the engine they are for.
-        model: the served model, which is what tenants' tickets are for.
+        model: the served model, which tenants' tickets are for.
         clock: Unix time, seconds.
 
     Raises:
@@ -67,7 +67,7 @@ class TicketVerifier:
         return len(self._uses)
 
     def check(self, ticket: str | None) -> None:
-        """Look at the ticket of a call before its request is received; `admit` takes it.
+        """Check a call's ticket before its request is received; `admit` takes it.
 
         Raises:
             ServiceError: UNAUTHENTICATED.
@@ -105,7 +105,7 @@ class TicketVerifier:
         _hold(request, claims)
 
     def _claims(self, ticket: str) -> Claims:
-        """Return what a ticket says that holds here and now."""
+        """Return the claims of a ticket that is valid here and now."""
         assert self._keys
         try:
             return verify(ticket, self._keys.all, self._tag, self._clock())

@@ -54,7 +54,7 @@ class TokenizerError(Exception):
 
 @dataclass(frozen=True)
 class ModelTokenizer:
-    """A tokenizer and what the model's files say about its use."""
+    """A tokenizer, and the settings for its use in the model's files."""
 
     tokenizer: Tokenizer
     json_bytes: bytes
@@ -102,12 +102,12 @@ class ModelTokenizer:
         return self.affixes.around(self._encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat template: exactly the text, special tokens in it
-        recognised, behind a beginning of sequence where `chat_adds_bos`."""
+        """Return the ids of a rendered chat template, with its special tokens recognised, behind a
+        BOS token where `chat_adds_bos`."""
         return self.begin(self._encode(text))
 
     def begin(self, ids: list[int]) -> list[int]:
-        """Return the ids of a conversation behind a beginning of sequence where `chat_adds_bos`."""
+        """Return a conversation's ids behind a BOS token where `chat_adds_bos`."""
         bos_id = self._bos_id if self.chat_adds_bos else None
         return ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
 
@@ -145,7 +145,7 @@ def _from_gguf(path: Path, generation_defaults: bool) -> ModelTokenizer:
     if "tokenizer.ggml.pre" not in metadata:
         log.warning("%s: %s", path, _NO_PRE)
 
-    made = ModelTokenizer(
+    model_tokenizer = ModelTokenizer(
         tokenizer=tokenizer,
         json_bytes=tokenizer.to_str().encode(),
         chat_template=str(metadata.get("tokenizer.chat_template", "")),
@@ -155,7 +155,7 @@ def _from_gguf(path: Path, generation_defaults: bool) -> ModelTokenizer:
         sampling_defaults=defaults,
     )
     # llama.cpp tokenises chats as it does raw text, and takes away what is there twice.
-    return replace(made, chat_adds_bos=made.add_bos)
+    return replace(model_tokenizer, chat_adds_bos=model_tokenizer.add_bos)
 
 
 def _gguf_special_tokens(metadata: Mapping[str, Value], tokenizer: Tokenizer) -> dict[str, str]:

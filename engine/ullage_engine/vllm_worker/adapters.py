@@ -54,7 +54,7 @@ def slot_bytes(folder: Path, rank: int, item_bytes: int) -> int:
 
 
 def _sides(name: str, dtype: str, shape: list[int]) -> int:
-    """Returns a matrix's inputs and outputs, of all experts together; 0 of what is no matrix."""
+    """Return the sum of a matrix's inputs and outputs over all experts; 0 if it is no matrix."""
     if len(shape) < 2 or name.replace("_", ".").endswith(_UNADAPTED):
         return 0
     *experts, rows, columns = shape
@@ -64,12 +64,12 @@ def _sides(name: str, dtype: str, shape: list[int]) -> int:
 
 
 def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spare: int) -> int:
-    """Returns how many adapters are loaded at a time: `most`, or as many as there is room for, and
-    one at least.
+    """Return the number of adapters loaded at a time: `most`, or as many as the memory holds, and
+    at least one.
 
     Args:
         size: bytes of a slot.
-        copy_bytes: bytes that a loaded adapter takes of the same memory beside its slot.
+        copy_bytes: bytes that a loaded adapter takes of the same memory in addition to its slot.
         num_spare: slots that stay empty.
     """
     each = size + copy_bytes
@@ -78,12 +78,12 @@ def num_slots(most: int, room_bytes: int, size: int, *, copy_bytes: int, num_spa
 
 
 def fetch_adapters(config: EngineConfig) -> None:
-    """Bring the files of adapters to a node that follows, now and when they are edited, until the
-    process ends: its ranks load them where the leader does."""
+    """Download the adapters of a follower node, now and after each edit, until the process ends.
+    Its ranks load them when the leader's do."""
     path = Path(config.adapters_file) if config.adapters_file else None
     present: set[str] = set()
     while True:
-        with contextlib.suppress(ConfigError):  # the leader's server says what is wrong with it
+        with contextlib.suppress(ConfigError):  # the leader's server logs the error
             wanted = read_file(path, AdaptersFile).adapters if path else config.adapters
             for source in {each.source for each in wanted} - present:
                 try:
@@ -97,10 +97,10 @@ def fetch_adapters(config: EngineConfig) -> None:
 
 
 class Turns:
-    """Who may have a slot now, asked in the order of importance.
+    """The adapters that may have a slot now; sequences ask in the order of their importance.
 
-    Nobody is overtaken for ever: who comes to wait while all slots are in use has the least
-    recently used adapter give way to its own, for which nobody who is asked later may start.
+    No sequence is overtaken for ever: one that finds all slots in use makes the least recently used
+    adapter give way, and no sequence that asks later may start with that adapter.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Turns:
         self._slots: dict[str, str | None] = {}
 
     def slot_for(self, adapter: str) -> str | None:
-        """Returns the adapter that the next one's takes the slot of; empty: none, None: it waits
-        for a slot."""
+        """Return the adapter that gives its slot to this one; empty if none needs to, None if this
+        one waits for a slot."""
         if adapter not in self._names:
             return ""
         if adapter not in self._slots:
@@ -141,7 +141,7 @@ class Turns:
 
 
 class Adapters:
-    """The adapters of an engine, which come and go while it serves, and those that are loaded."""
+    """The adapters of an engine, which come and go while it serves, and those in slots."""
 
     def __init__(self, core: Core, num_slots: int) -> None:
         self._core = core
@@ -154,8 +154,12 @@ class Adapters:
     def slot_for(
         self, sequence: Sequence, holders: Iterable[Sequence], waiting: Iterable[Sequence]
     ) -> str | None:
-        """Returns the adapter that a sequence's takes the slot of when all of `waiting` that are
-        more important have had their turns; empty: none, None: it waits for a slot."""
+        """Return the adapter that gives its slot to the sequence's, once all sequences of `waiting`
+        that are more important have had their turns.
+
+        Returns:
+            Empty if none needs to give way, None if the sequence waits for a slot.
+        """
         if sequence.request.adapter not in self._names:
             return ""
         turns = self._turns(holders)
@@ -167,8 +171,8 @@ class Adapters:
     def with_slots(
         self, holders: Iterable[Sequence], waiting: Iterable[Sequence]
     ) -> Iterator[Sequence]:
-        """Yields of those that wait, in the order of their importance, whose adapters have slots or
-        can have them."""
+        """Yield the waiting sequences whose adapters have slots or can have them, in the order of
+        their importance."""
         turns = self._turns(holders)
         for each in waiting:
             if turns.slot_for(each.request.adapter) is not None:
@@ -181,7 +185,7 @@ class Adapters:
         return Turns(self._names, self._loaded, in_use, free)
 
     def use(self, adapter: str, slot: str) -> None:
-        """Loads the adapter of a request that is going to run, in a slot that its turn gave it.
+        """Load the adapter of a request that is going to run, in the slot that its turn gave it.
 
         Raises:
             AdapterError: it cannot be loaded; the slot is free.
@@ -197,10 +201,10 @@ class Adapters:
         self._loaded.append(adapter)
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Serve one more adapter; return why it cannot be loaded, empty: it can.
+        """Serve one more adapter; return the reason if it cannot be loaded, else an empty string.
 
-        It is loaded for that where a slot is free. Otherwise its files are read as for a load, so
-        that no request waits for a slot that only this one had.
+        A free slot takes the adapter at once. Without one its files are only read as for a load,
+        so that no request waits for a slot that the check took.
 
         Args:
             is_checked: whether a former worker has loaded it, so that the next load is a request's.
@@ -221,7 +225,7 @@ class Adapters:
         return ""
 
     def remove(self, name: str) -> None:
-        """Forget an adapter that no request has, and give back its slot."""
+        """Remove an adapter that no request uses, and free its slot."""
         if name in self._loaded:
             self._unload(name)
         self._names.discard(name)

@@ -14,7 +14,7 @@ _CPU_CHUNK_TOKENS = 512
 
 
 def check(config: EngineConfig) -> None:
-    """Checks what vLLM cannot do or Ullage does not ask of it.
+    """Check for settings that vLLM cannot serve, or that Ullage does not ask of it.
 
     Raises:
         WorkerStartError: one line naming the field and what to set.
@@ -121,13 +121,14 @@ def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
 
 
 def lora_rank(config: EngineConfig) -> int:
-    """Returns the rank of every slot: the least of vLLM's that `memory.max_lora_rank` fits in."""
+    """Return the rank of every slot: the smallest of vLLM's ranks that holds
+    `memory.max_lora_rank`."""
     return next(rank for rank in VLLM_LORA_RANKS if rank >= config.memory.max_lora_rank)
 
 
 def spare_slots(is_cpu: bool) -> int:
-    """Returns the slots that stay empty. On CPUs vLLM computes what is for the base model with the
-    last slot when adapters are in the same batch."""
+    """Return the number of slots that stay empty. On CPUs vLLM computes the base model's sequences
+    with the last slot when adapters are in the same batch."""
     return 1 if is_cpu else 0
 
 

@@ -18,7 +18,7 @@ _READ_TIMEOUT_S = 5.0
 
 
 class FollowerHealth:
-    """Whether a follower lives and whether it computes; may be read from any thread."""
+    """Whether a follower lives and computes; any thread may read it."""
 
     def __init__(self) -> None:
         self.is_computing = False
@@ -35,7 +35,7 @@ class FollowerHealth:
         return time.monotonic() - self._looked_at < HUNG_AFTER_S
 
     def status(self, path: str) -> int:
-        """Return the HTTP status of a path."""
+        """Return the HTTP status for a path."""
         holds = {LIVE_PATH: self.is_live, READY_PATH: self.is_live and self.is_computing}
         if path not in holds:
             return HTTPStatus.NOT_FOUND

@@ -267,7 +267,7 @@ def end_worker(rank: int) -> NoReturn:
 
 
 def lead(group: GroupSection, report: Report, rank_bytes: int) -> Node:
-    """Waits for this worker's followers; after that this process ends with the first of them.
+    """Wait for this worker's followers; after that this process ends with the first of them.
 
     `rank_bytes`: memory of a rank's device here.
 
@@ -301,9 +301,9 @@ def lead(group: GroupSection, report: Report, rank_bytes: int) -> Node:
 
 
 class Follower:
-    """Joins its leader and computes with it, again and again, until it is asked to end.
+    """Joins its leader and computes with it, again and again, until SIGTERM or SIGINT.
 
-    Asked by SIGTERM or SIGINT while its leader computes, it goes on until that one ends.
+    A follower that gets the signal while its leader computes goes on until the leader ends.
     """
 
     def __init__(
@@ -314,8 +314,8 @@ class Follower:
         environment: Mapping[str, str],
         health: FollowerHealth,
     ) -> None:
-        """`leader`: name and join port. `command`: what computes, for the leader's address
-        and its message. `health`: what the kubelet is told."""
+        """`leader`: name and join port. `command`: returns the worker's command for the leader's
+        address and its message. `health`: answers the kubelet."""
         self._leader = leader
         self._message = join
         self._command = command
@@ -344,7 +344,7 @@ class Follower:
         self._is_ending = True
 
     def _join(self) -> tuple[Connection, Start]:
-        """Returns the connection to a leader that says Start, and that message."""
+        """Return the connection to a leader that sent Start, and that message."""
         log.info("looking for the leader at %s:%d", *self._leader)
         for connection in self._attempts():
             try:
@@ -373,7 +373,7 @@ class Follower:
             time.sleep(_RETRY_S)
 
     def _compute(self, connection: Connection, start: Start) -> None:
-        """Runs vLLM until it or the leader ends."""
+        """Run vLLM until it or the leader ends."""
         self._is_computing = True
         log.info("all nodes have joined; starting vLLM")
         command = self._command(connection.peer_address, start)
@@ -399,7 +399,7 @@ class Follower:
             self._is_computing = False
 
     def _watch(self, connection: int, ended: int, loaded: int) -> bool:
-        """Wait until vLLM or the leader ends; return whether it is the leader."""
+        """Wait until vLLM or the leader ends; return whether the leader did."""
         watched = [connection, ended, loaded]
         while True:
             self._health.on_look()
@@ -418,11 +418,11 @@ def announce_loaded() -> None:
 
 
 def _wait_for_answer(connection: Connection, health: FollowerHealth) -> Start | Refused:
-    """Waits as long as the leader does.
+    """Wait for the leader's answer as long as the connection lasts.
 
     Raises:
         OSError: the connection is lost.
-        msgspec.MsgspecError: what came is no answer.
+        msgspec.MsgspecError: the message is no answer.
     """
     while True:
         health.on_look()
@@ -433,7 +433,7 @@ def _wait_for_answer(connection: Connection, health: FollowerHealth) -> Start | 
 
 
 def follow(arguments: Sequence[str]) -> int:
-    """Runs a follower; returns the exit status: 0 it was asked to end, 2 wrong configuration."""
+    """Run a follower; return the exit status: 0 it was asked to end, 2 wrong configuration."""
     parser = argparse.ArgumentParser(
         prog="python -m ullage_engine.vllm_worker --follow",
         description="Compute with vLLM as a further node of an ullage-engine on another one.",

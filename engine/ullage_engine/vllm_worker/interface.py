@@ -27,7 +27,7 @@ class AdapterError(Exception):
     """Field of the request that names it: the engine itself is well."""
 
     def __init__(self, name: str, reason: str) -> None:
-        """`reason`: one line for whoever runs the engine, which may name its files."""
+        """`reason`: one line for the engine's operator, which may name its files."""
         super().__init__(
             f"adapter {name} cannot be loaded; ask for another model, and have whoever runs the "
             "service read the engine's log"
@@ -68,7 +68,7 @@ class Prefix(Protocol):
 
     @property
     def num_held(self) -> float:
-        """What a request that begins with them would hold; see `Blocks.num_held`."""
+        """Blocks that a request with this prefix would hold; see `Blocks.num_held`."""
 
 
 class Blocks(Protocol):
@@ -83,27 +83,28 @@ class Blocks(Protocol):
         """Blocks that nobody holds, those of the prefix cache included."""
 
     def num_held(self, request_id: str) -> float:
-        """Counts the blocks that a request holds and needs no others for; 0 before it starts.
+        """Count the blocks that a request holds and need not allocate; 0 before it starts.
 
-        A shared block counts for each of its holders, as each holds it to its end. One of a window
-        counts in equal parts: whoever slides past it needs another one, while it is not free.
+        A shared block counts for each of its holders, as each holds it to its end. A shared block
+        of a sliding window counts in equal parts: a holder that slides past it needs another
+        block, and the shared block is not free yet.
         """
 
     def num_in_tables(self, request_id: str) -> int:
-        """Counts the blocks that a request uses, shared ones like others."""
+        """Count the blocks that a request uses, shared ones like others."""
 
     def num_computed(self, request_id: str) -> int:
-        """Counts the tokens whose KV is stored or being computed."""
+        """Count the tokens whose KV is stored or being computed."""
 
     def hold_prefix(self, request_id: str) -> Prefix:
-        """Holds the cached blocks of a request's tokens, which may have ended in the last step."""
+        """Hold the cached blocks of a request's tokens, which may have ended in the last step."""
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        """Counts the blocks that are free for others once all of these are given back; of blocks of
-        windows that requests hold as well, the prefixes' part."""
+        """Count the blocks that become free once all these prefixes are released; a window block
+        that requests hold as well counts by the prefixes' part."""
 
     def release(self, prefix: Prefix) -> None:
-        """Gives blocks back; they stay cached until they are needed."""
+        """Release the blocks of a prefix; they stay cached until they are needed."""
 
 
 class Core(Protocol):
@@ -122,24 +123,24 @@ class Core(Protocol):
         """Forget an adapter that is in no slot."""
 
     def check_adapter(self, name: str) -> None:
-        """Read an adapter as `load_adapter` does, and keep nothing of it.
+        """Read an adapter as `load_adapter` does, and discard it.
 
         Raises:
             AdapterError: it cannot be read, or is none of the model's.
         """
 
     def load_adapter(self, name: str) -> None:
-        """Reads a LoRA adapter into a slot, of which one is free.
+        """Read a LoRA adapter into a slot, of which one is free.
 
         Raises:
             AdapterError: it cannot be read, or is none of the model's; nothing of it is kept.
         """
 
     def unload_adapter(self, name: str) -> None:
-        """Gives back the slot of an adapter that no request uses."""
+        """Free the slot of an adapter that no request uses."""
 
     def add(self, request: EngineRequest, max_tokens: int) -> None:
-        """Gives a request to vLLM, which produces at most `max_tokens` more. Its grammar is
+        """Give a request to vLLM, which produces at most `max_tokens` more. Its grammar is
         compiled and its adapter loaded.
 
         Raises:
@@ -147,17 +148,17 @@ class Core(Protocol):
         """
 
     def abort(self, request_id: str) -> None:
-        """Drops a request; its blocks are free at once, or within the next steps where several
-        steps are in flight. One that has ended is no error."""
+        """Abort a request; its blocks are free at once, or within the next steps where several
+        steps are in flight. An ended request is no error."""
 
     def forget(self, request_id: str) -> None:
-        """Drops what is kept of a request that has ended."""
+        """Drop the state of a request that has ended."""
 
     def set_max_running(self, num_requests: int) -> None:
-        """Limits the requests of a batch; those that run already go on."""
+        """Limit the requests of a batch; requests that run already go on."""
 
     def step(self) -> list[CoreOutput]:
-        """Computes one step.
+        """Compute one step.
 
         Raises:
             GroupLostError: the process of a rank has ended.

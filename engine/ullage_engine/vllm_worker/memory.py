@@ -226,7 +226,7 @@ class StartMemory:
     def _staging_bytes(self) -> int:
         if not self.is_cpu:
             return 0
-        # One that is looked at before it is offered has no slot, and a copy all the same.
+        # An adapter that is checked before it is offered has a copy, but no slot.
         num_copies = self.adapter_slots + 1 if self.adapter_slots else 0
         return _STAGING_BYTES + num_copies * self._copy_bytes
 

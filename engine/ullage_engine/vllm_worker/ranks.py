@@ -91,7 +91,7 @@ class WorkerExtension:
         return sum(num_bytes.values())
 
     def ullage_load_adapter(self, adapter: Any) -> str:
-        """Loads an adapter; returns why it cannot be loaded, empty: it is.
+        """Load an adapter; return the reason if it cannot be loaded, else an empty string.
 
         vLLM's own call raises with the first rank that fails, and takes the answers of the others
         for answers to its next call.
@@ -103,8 +103,8 @@ class WorkerExtension:
         return "" if is_loaded else "vLLM does not take it"
 
     def ullage_check_adapter(self, adapter: Any) -> str:
-        """Read an adapter's files as a load does, into memory of the host; return why it cannot be
-        loaded, empty: it can."""
+        """Read an adapter's files into host memory, as a load does; return the reason if they
+        cannot be loaded, else an empty string."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         try:
             runner.lora_manager._load_adapter(adapter)

@@ -158,7 +158,7 @@ def start(
     report: Report,
     host_tier: HostTier | None = None,
 ) -> Started:
-    """Loads the model, sizes the KV pool and returns an engine that steps.
+    """Load the model, size the KV pool and return an engine that steps.
 
     Args:
         host_tier: memory for KV outside the device.
@@ -285,7 +285,7 @@ def _limits(core: vllm_core.VllmCore, config: EngineConfig, memory: StartMemory)
 
 
 def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
-    """Computes a follower's part until one of its ranks ends.
+    """Compute a follower's part until one of its ranks ends.
 
     `rank_bytes`: memory of a rank's device on the leader.
 

@@ -192,7 +192,7 @@ class EngineCore:
 
     @property
     def adapters(self) -> None:
-        """This engine serves no adapters."""
+        """None, since this engine serves no adapters."""
         return None
 
     @property
@@ -394,11 +394,11 @@ class EngineCore:
         return sampled
 
     def _with_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the tokens of the step; give up requests that have none, before it is committed.
+        """Return the step's tokens; fail requests that have none, before the step is committed.
 
-        KV of those whose logits are NaN may be damaged as well, so what is cached of it goes with
-        them, and everything that is cached where it happens again soon. That holds for what was
-        cancelled meanwhile, too, of which only nobody is told.
+        KV of a request whose logits are NaN may be damaged as well, so its cached blocks are
+        evicted with it, and all cached blocks if that happens again soon. The same holds for
+        requests that were cancelled meanwhile, except that they get no error.
         """
         sampled = self._with_allowed_token(sampled)
         damaged = dict.fromkeys(each.request_id for each in sampled if each.token_id == NO_TOKEN)
@@ -424,7 +424,7 @@ class EngineCore:
         return [each for each in sampled if each.token_id != NO_TOKEN]
 
     def _with_allowed_token(self, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Return the tokens of the step; give up requests that rule out every token."""
+        """Return the step's tokens; fail requests that rule out every token."""
         refused = dict.fromkeys(
             each.request_id for each in sampled if each.token_id == NOTHING_ALLOWED
         )
@@ -453,9 +453,9 @@ class EngineCore:
         self._failed.append(RequestFailed(request_id=request_id, message=message))
 
     def _wait_for_memory(self, reason: str) -> None:
-        """Gives up the step for now, since others hold memory that it needs."""
+        """Abandon the step for now, since other processes hold memory that it needs."""
         now = self._clock()
-        # What was short long ago, before the last of its requests was cancelled, does not count.
+        # A shortage of long ago, which ended when its last request was cancelled, does not count.
         if self._short_since is None or now > self._retry_at + _SHORTAGE_S:
             self._short_since = now
             log.warning("other processes hold memory that steps need; they wait: %s", reason)

@@ -149,18 +149,18 @@ class LoraAdapters(Protocol):
     """LoRA adapters that come and go while the worker serves, as the loop sees them."""
 
     def add(self, name: str, folder: str, *, is_checked: bool) -> str:
-        """Serve one more; return why it cannot be loaded, empty: it can.
+        """Serve one more adapter; return the reason if it cannot be loaded, else an empty string.
 
         Args:
             is_checked: whether a former worker has loaded it.
         """
 
     def remove(self, name: str) -> None:
-        """Forget an adapter that no request has; an unknown name is no error."""
+        """Remove an adapter that no request uses; an unknown name is no error."""
 
 
 class WorkerEngine(Protocol):
-    """What computes, as the loop sees it."""
+    """The engine, as the loop sees it."""
 
     @property
     def tiers(self) -> KvTransfers | None:

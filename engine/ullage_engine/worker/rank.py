@@ -367,7 +367,7 @@ class RankStartup:
         """Run the largest steps on a pool of one block; libraries take their workspace in them.
 
         Returns:
-            KV blocks that fit in what is left; the pool may have no more.
+            The number of KV blocks that fit in the remaining memory, the most for the pool.
         """
         self._progress("warm_up")(0, 0)
         give_back_freed()
@@ -734,7 +734,7 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
     """Count the whole KV blocks that fit a device, at least those of the largest prompt chunk.
 
     Args:
-        limit: most bytes of them; None: all that the ledger has left.
+        limit: most bytes of the blocks; None: the remaining bytes of the ledger.
 
     Raises:
         WorkerStartError: the limit holds no chunk.

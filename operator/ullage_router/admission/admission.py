@@ -183,7 +183,7 @@ class AdmissionRequest:
 
 
 class Admission:
-    """Decides about requests until there is a place, and acts on what is decided.
+    """Decides about requests until there is a place, and acts on the decisions.
 
     Args:
         config: policy and limits.
@@ -256,10 +256,10 @@ class Admission:
         return is_same and self._engines.is_ready_on(Side.STABLE, call.adapter)
 
     def facts(self, call: Call, request: AdmissionRequest | None = None) -> RequestFacts:
-        """Returns the request as `decide` sees it at this moment.
+        """Return the request as `decide` sees it now.
 
         Args:
-            request: its admission so far; None before that has begun.
+            request: the state of its admission; None before admission has begun.
         """
         prompt, entry = (request.prompt, request.entry) if request else (call.prompt, None)
         rungs = self.policy.rungs
@@ -305,11 +305,14 @@ class Admission:
         )
 
     def _seen_by(self, call: Call) -> Deferrals:
-        """Returns those who were refused before and are to come back, as a request sees them."""
-        now, tenant = time.monotonic(), call.tenant
+        """Return the refused requests that are to come back, as this request sees them."""
+        now = time.monotonic()
         self._deferrals.expire(now)
-        weight, priority = tenant.rules.weight, call.request.priority
-        return Deferrals(self._deferrals, now, tenant.name, weight, priority)
+
+        tenant = call.tenant
+        return Deferrals(
+            self._deferrals, now, tenant.name, tenant.rules.weight, call.request.priority
+        )
 
     def _rare_adapter(self, call: Call) -> str:
         """Returns the request's adapter where some engines lack it: before engines that it cannot
@@ -346,8 +349,8 @@ class Admission:
         return step
 
     def _preferred(self, request: AdmissionRequest) -> Preferred:
-        """Returns the engine that has the request's beginning in its caches, or for the rest of an
-        answer one that computes as those before it did."""
+        """Return the engine with the request's beginning in its caches or, for the rest of an
+        answer, one that computes as those before it did."""
         call = request.call
         preferred = self._balancer.preferred(request.cache_key, call.side)
         fingerprints = call.progress.fingerprints
@@ -393,7 +396,7 @@ class Admission:
         return reservation
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
-        """Shortens the prompt as decided, and marks one that cannot be shortened as tried."""
+        """Shorten the prompt as decided; mark a prompt that cannot be shortened as tried."""
         call, prompt = request.call, request.prompt
         call.decision = replace(call.decision, action="shrink", reason=shrink.reason)
         keep, most = self.policy.rungs.shrink_context.keep_turns, shrink.prompt_tokens
@@ -489,7 +492,7 @@ class Admission:
         return refusal(refuse)
 
     def _defer(self, call: Call, refuse: Refuse) -> None:
-        """Counts a refused request as ahead of later ones until it comes back."""
+        """Count a refused request ahead of later ones until it comes back."""
         assert refuse.demand and refuse.retry_after_s
         kind = Deferred(refuse.pool, call.tenant.name, call.request.priority)
         due = time.monotonic() + refuse.retry_after_s

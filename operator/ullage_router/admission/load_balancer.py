@@ -71,8 +71,8 @@ class LoadBalancer:
         refusing: Collection[str],
         adapter: str = "",
     ) -> Preferred:
-        """Returns the engine that goes on with an answer exactly, if one takes requests: the
-        preferred one, or the one with the least to do.
+        """Return an engine that continues an answer exactly, if one takes requests: the preferred
+        one, or the one with the least to do.
 
         Args:
             fingerprints: of the engines that generated the answer so far.

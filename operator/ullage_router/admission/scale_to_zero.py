@@ -99,7 +99,7 @@ class ColdStartQueue:
                 _resolve(futures, True)
 
     def refuse_with(self, error: ServiceError | None) -> None:
-        """Refuses all requests with an error, those too that are held; None: holds again."""
+        """Refuse all requests with an error, held ones too; None: hold requests again."""
         self._refusal = error
         if error:
             self._requested.clear()
@@ -187,7 +187,7 @@ def empty_home(
     scaled_to_zero: frozenset[str],
     policy: RoutingPolicy,
 ) -> str:
-    """Returns the pool that is scaled to zero and would have the request; "" when its pool has
+    """Return the pool that is scaled to zero and would be the request's home; "" if its pool has
     engines.
 
     Args:
@@ -212,7 +212,7 @@ class ScaleToZero:
 
     Args:
         config: which pools may be scaled to zero, and the bounds.
-        engines: what is running.
+        engines: the running engines.
         admission: how requests are priced.
 
     pools

@@ -146,7 +146,7 @@ class Owner(Protocol):
         """Whether another engine is ready."""
 
     def dial(self, address: str, is_plaintext: bool) -> grpc.aio.Channel:
-        """Opens a channel to an engine, with the present credentials.
+        """Open a channel to an engine, with the present credentials.
 
         Args:
             is_plaintext: whether the engine speaks no TLS, though the router does.
@@ -250,7 +250,7 @@ class Engine:
         return asyncio.create_task(self._follow(), name=f"follow {self.address}")
 
     def reconnect(self, grace_s: float) -> None:
-        """Continues on a new channel; answers on the old one have the grace to end.
+        """Continue on a new channel; answers on the old one have the grace to end.
 
         The engine keeps its last report: the new channel's first one is milliseconds away. So is
         the new stream, until which requests take the old one.
@@ -501,17 +501,17 @@ class Engine:
         raise no_stream(self.id)
 
     def held(self, holder: str) -> tuple[Held, Held]:
-        """Returns what somebody has reserved without paying for it, and what all such have."""
+        """Return the unpaid reservations of one holder, and of all holders."""
         return self._credit.held(holder), self._credit.held_by_all
 
     def reserve(
         self, size: int, tokens: int, step_limit_s: float = math.inf, holder: str = ""
     ) -> Credit:
-        """Reserves bytes and prompt tokens for a request that is about to be sent, and keeps steps
+        """Reserve bytes and prompt tokens for a request that is about to be sent, and keep steps
         as short as it needs them.
 
         Args:
-            holder: who reserves them and pays nothing for it; empty: a request is sent, or paid.
+            holder: the caller that pays nothing for them; empty: a request is sent, or paid.
         """
         credit = self._credit.reserve(size, tokens, step_limit_s, holder)
         self._on_load_change()
@@ -548,7 +548,7 @@ class Engine:
             self._owner.on_ejected(self)
 
     async def _follow(self) -> None:
-        """Follows the engine's reports until it is cancelled, through every lost connection."""
+        """Follow the engine's reports until it is cancelled, through every lost connection."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             before = self.reports
@@ -571,8 +571,8 @@ class Engine:
             await asyncio.sleep(min(backoff_s, MAX_BACKOFF_S))
 
     async def _match_transport(self) -> None:
-        """Opens another channel where the engine speaks TLS and this one does not, or the other
-        way."""
+        """Open another channel if the engine speaks TLS and this channel does not, or vice
+        versa."""
         is_secure = await speaks_tls(self.address)
         if is_secure is None or is_secure is not self._is_plaintext:
             return
@@ -634,7 +634,7 @@ class Engine:
             self._owner.on_numerics_change()
 
     def _on_adapters(self, states: list[headroom_pb2.AdapterState]) -> None:
-        """Take what a report says of adapters, which come and go while an engine serves."""
+        """Record the adapters of a report, since they come and go while an engine serves."""
         if states == self._reported_adapters:
             return
         self._reported_adapters = states
@@ -653,7 +653,7 @@ class Engine:
         return with_adapter(self.numerics.digest, self._adapter_keys.get(adapter, ""))
 
     async def _fetch_model(self) -> None:
-        """Fetches the engine's model, once an epoch."""
+        """Fetch the engine's model once an epoch."""
         request = inference_pb2.GetModelRequest()
         described = await self.stub.GetModel(request, timeout=GET_MODEL_TIMEOUT_S)
         if described.model != self._model_name:

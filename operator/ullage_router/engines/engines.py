@@ -227,9 +227,9 @@ class Engines:
         return model
 
     def describe(self, name: str, allowed: Collection[str] = ()) -> inference_pb2.GetModelResponse:
-        """Describes the served model with the adapters that any engine serves and the tenant may
-        use, and without its name where the tenant may not use it. Facts of the fingerprint are for
-        those who may use everything.
+        """Describe the served model, with the adapters that any engine serves and the tenant may
+        use. A tenant that may not use the model does not get its name, and only tenants that may
+        use everything get the facts of the fingerprint.
 
         Args:
             name: empty: the served model, whatever its name.
@@ -253,8 +253,8 @@ class Engines:
         if allowed and response.model not in allowed:
             response.model = ""
         del response.adapters[:]
-        known = (adapter for engine in self._known() for adapter in engine.described_adapters)
-        adapters = {adapter.name: adapter for adapter in known}
+        described = (adapter for engine in self._known() for adapter in engine.described_adapters)
+        adapters = {adapter.name: adapter for adapter in described}
         for each in sorted(self.adapters):
             if not allowed or each in allowed:
                 response.adapters.append(adapters.get(each) or inference_pb2.Adapter(name=each))
@@ -321,12 +321,12 @@ class Engines:
             self._roster.on_load_change(engine)
 
     def workers_lost(self, side: Side) -> int:
-        """Returns the number of workers and servers of that side that ended unexpectedly."""
+        """Return the number of workers and servers of that side that ended unexpectedly."""
         present = (e.order.workers_lost for e in self.all() if e.side is side)
         return self._lost[side] + sum(present)
 
     def workers_lost_before(self, side: Side) -> int:
-        """Returns the same count of engines of that side that are gone or about to go."""
+        """Return the same count for engines of that side that are gone or about to go."""
         ending = (e for e in self.all() if e.side is side and e.headroom and e.headroom.draining)
         return self._lost[side] + sum(e.order.workers_lost for e in ending)
 
@@ -389,8 +389,8 @@ class Engines:
     def sample(
         self, model: Model, side: Side, number: int, preferred: str, adapter: str = ""
     ) -> list[EngineView]:
-        """Returns a few usable engines of the first pool, and of the large one if there is one: the
-        preferred one and drawn ones.
+        """Return a few usable engines of the first pool and, if there is one, of the large pool:
+        the preferred engine and random ones.
 
         Args:
             number: random.
@@ -582,7 +582,7 @@ class Engines:
                 self._on_change()
 
     async def load(self, response: inference_pb2.GetModelResponse) -> Model:
-        """Builds the model that an engine described, once for all engines."""
+        """Build the model that an engine described, once for all engines."""
         key = fingerprint(response)
         async with self._loading:
             model = self._models.pop(key, None)

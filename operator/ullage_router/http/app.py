@@ -61,7 +61,7 @@ class App:
                 raise error
             await self._endpoint(request)(request, reply)
         except ServiceError as error:
-            # Its frames have the request, which may have the error: a cycle would keep both.
+            # The traceback holds the request, which may hold the error: a reference cycle.
             await _fail(request, reply, error.with_traceback(None))
         except Exception:
             if reply.has_begun:
@@ -71,7 +71,7 @@ class App:
 
     @property
     def routes(self) -> list[tuple[str, str]]:
-        """Paths and methods that are served, as OpenAPI has them."""
+        """The served paths and methods, as OpenAPI writes them."""
         return [
             (f"{path}{{name}}" if path.endswith("/") else path, method)
             for path, methods in self._routes.items()
@@ -79,7 +79,7 @@ class App:
         ]
 
     async def _describe(self, request: Request, reply: Reply) -> None:
-        if not self._description:  # thirty milliseconds, which others need not wait
+        if not self._description:  # takes 30 ms, so not on the event loop
             self._description = await asyncio.to_thread(openapi.document, self.routes)
         await reply.whole(HTTPStatus.OK, [JSON_TYPE], self._description)
 

@@ -250,8 +250,8 @@ class Connection(HttpToolsProtocol):
         # uvicorn tells only an application that waits for it, in a task more for each request.
         if self._answered and self._answered.task:
             self._answered.task.cancel()
-        # Cycles have this connection: clients that come and go would leave garbage, with the bodies
-        # in it, until a search for it, which stops everybody.
+        # uvicorn's cycles refer to this connection. References back would keep both, with the
+        # bodies, until the garbage collector runs, which stops every request.
         self._answered = None
         self.cycle = None  # type: ignore[assignment]
 
@@ -279,7 +279,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def tick(self, now: float) -> None:
-        """Ends what takes too long."""
+        """End all that is past its time limit."""
         unsent_bytes = self.transport.get_write_buffer_size()
         sent_bytes = self._written_bytes - unsent_bytes
         # Replies to what it goes on sending are no sign that a client reads.
@@ -353,8 +353,8 @@ class Connection(HttpToolsProtocol):
             self._parse(self.flow.unparsed)
 
     def _parse(self, data: bytes) -> None:
-        """Parses until too many requests wait or the turn has had its share; the rest is kept, and
-        nothing more is read."""
+        """Parse until too many requests wait or the turn has had its share; keep the rest, and read
+        nothing more."""
         start = 0
         step = min(PARSED_BYTES, self._limits.max_head_bytes)
         self._num_events = 0
@@ -416,10 +416,10 @@ class Connection(HttpToolsProtocol):
             self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header of a head, and drop one that follows a body's last chunk.
+        """Record a header of a head; drop a trailer, which follows a body's last chunk.
 
-        A trailer has passed none of the checks of a head, neither here nor in proxies. One header
-        too many is kept, by which the head is refused.
+        Neither this server nor a proxy checks trailers as it checks heads. The first header above
+        the limit is kept, so that the head is refused.
         """
         self._num_events += 1
         if self._phase is Phase.HEAD and len(self.headers) <= self._limits.max_headers:

@@ -30,14 +30,14 @@ MIN_BYTES_PER_S = 512 << 10
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One body's turn, of which a part has not come yet.
+    """The turn of one body, part of which has not arrived.
 
     size
-        bytes that it may have
+        bytes that the body may have
     idle_s
-        seconds before `idle_since` for which it was waited for, less those that its bytes made up
+        seconds of earlier waits for its bytes, less those that arrived bytes made up for
     idle_since
-        when it was waited for last, on the event loop's clock; None: it is not
+        start of the present wait for its bytes, on the event loop's clock; None: nobody waits
     """
 
     size: int
@@ -48,17 +48,18 @@ class Turn:
     is_lost: bool = False
 
     def lost_at(self) -> float:
-        """Return when the turn is lost where others wait, if nothing comes until then."""
+        """Return the time at which a waiting body takes the turn, if no more bytes arrive until
+        then."""
         if self.idle_since is None or self.is_lost:
             return float("inf")
         return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
 
     def add(self, num_bytes: int) -> None:
-        """Take bytes that came; they make up for time, and for none that is to come."""
+        """Count arrived bytes: they make up for time that has passed, and for none to come."""
         self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
-        """End what the body's reader waits for."""
+        """End the wait of the body's reader."""
         self.is_lost = True
         if self.timeout and not self.timeout.expired():
             self.timeout.reschedule(asyncio.get_running_loop().time())
@@ -85,7 +86,7 @@ class LongBodies:
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, size: int, tenant: str) -> Turn:
-        """Wait for a turn of so many bytes and take it.
+        """Wait for a turn of this many bytes and take it.
 
         Raises:
             TimeoutError: there was none in time.
@@ -100,26 +101,27 @@ class LongBodies:
         except BaseException:
             if came.cancel():
                 self._give_turns()
-            else:  # it came at this moment
+            else:  # the turn came at this moment
                 self.give_back(turn)
             raise
         return turn
 
     def shrink(self, turn: Turn, size: int) -> None:
-        """Give back what a body that is complete did not need of its turn."""
+        """Give back the part of its turn that a complete body did not need."""
         self._taken[turn.tenant] -= turn.size - size
         turn.size = size
         self._give_turns()
 
     @contextlib.contextmanager
     def awaited(self, turn: Turn, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Count the time of the block as one in which the client is to send more of the body.
+        """Count the time of the block as time in which the client is to send more of the body.
 
         Args:
             timeout: ends the block when the turn is lost.
         """
         loop = asyncio.get_running_loop()
-        turn.timeout, turn.idle_since = timeout, loop.time()
+        turn.timeout = timeout
+        turn.idle_since = loop.time()
         if self._waiting:
             self._make_room()
         try:
@@ -158,8 +160,8 @@ class LongBodies:
         return total <= self._limit and self._taken[tenant] + size <= most
 
     def _make_room(self) -> None:
-        """Take the turn of a body that others wait for and that brings too little, or do it once
-        that is due."""
+        """Take the turn of a slow body that others wait for, or schedule that for the time when it
+        is due."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -173,7 +175,7 @@ class LongBodies:
             slow.lose()
 
     def _in_the_way(self) -> Iterator[Turn]:
-        """Yield the turns that keep others from theirs: a tenant's own, or all."""
+        """Yield the turns that block others: those of the same tenant, or all."""
         waiting = {tenant: queue[0][0].size for tenant, queue in self._waiting.items()}
         is_full = any(self._taken.total() + size > self._limit for size in waiting.values())
         for turn in self._turns:

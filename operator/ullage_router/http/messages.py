@@ -102,14 +102,14 @@ class BodyRoom:
 
 
 class Request:
-    """One request, whose body may be still to come.
+    """One request, whose body may still be arriving.
 
     method, path
         the path percent-decoded and without the query
     headers
         by name in lower case; values of a name that came twice are joined by commas
     refusal
-        what is wrong with the request's bytes; None: nothing so far
+        the error of the request's bytes; None: none so far
     """
 
     def __init__(self, scope: Scope, receive: Receive, limits: Limits, room: BodyRoom) -> None:
@@ -137,7 +137,7 @@ class Request:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether it came over TLS, so that the client knows by a certificate who answers."""
+        """Whether the connection uses TLS, so that a certificate tells the client who answers."""
         return self._scope.get("scheme") == "https"
 
     @property
@@ -161,10 +161,10 @@ class Request:
         )
 
     def end_turn(self) -> None:
-        """Let other long bodies come, once this one is a prompt, never will be, or waits for others
+        """End the turn of a long body once this one is a prompt, never will be, or waits for others
         than this router.
 
-        What was made of it still takes its room, until that is released.
+        The values made of the body still take its room, until that is released.
         """
         if self._turn:
             self._room.long_bodies.give_back(self._turn)
@@ -174,16 +174,16 @@ class Request:
             self._handled = None
 
     def release(self) -> None:
-        """Give back the room for the body, which whoever reads it does not need any more."""
+        """Give back the room of a body that its reader does not need any more."""
         self.end_turn()
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
 
     async def read_json(self, tenant: str = "") -> bytes:
-        """Read a body that says that it is JSON; see `read`.
+        """Read a body whose content type is JSON; see `read`.
 
         Raises:
-            ServiceError: it says something else, or `read` raises it.
+            ServiceError: the content type is another one, or `read` raises it.
         """
         self._check_length()
         kind = self.headers.get("content-type", "")
@@ -193,10 +193,10 @@ class Request:
         return await self.read(tenant)
 
     async def read(self, tenant: str = "") -> bytes:
-        """The body.
+        """Read the body.
 
         Args:
-            tenant: in whose share of the room for bodies it is until it is released.
+            tenant: the owner of the body's room until the body is released.
 
         Raises:
             ServiceError: there is none, it is too large, malformed or late, or there is no room.
@@ -212,10 +212,10 @@ class Request:
         return body
 
     def _check_length(self) -> None:
-        """Raises ServiceError where there is no body, or one that says that it is too large."""
-        headers, limit = self.headers, self._limits.max_body_bytes
-        declared = headers.get("content-length")
-        if declared is None and "transfer-encoding" not in headers:
+        """Raise ServiceError if there is no body, or if its declared length is too large."""
+        limit = self._limits.max_body_bytes
+        declared = self.headers.get("content-length")
+        if declared is None and "transfer-encoding" not in self.headers:
             raise length_required()
         if declared is not None and int(declared) > limit:
             self._has_failed = True
@@ -236,8 +236,8 @@ class Request:
         return bytes(body)
 
     async def _read_long(self, body: bytearray, has_more: bool) -> None:
-        """Read the rest of a long body in its turn, and nothing of it before; then wait until few
-        others are becoming prompts."""
+        """Read the rest of a long body in its turn; then wait until few others are becoming
+        prompts."""
         bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
@@ -296,7 +296,7 @@ class Reply:
         await self._send({"type": "http.response.body", "body": body})
 
     def start(self, status: int, headers: Headers) -> None:
-        """The head; sent with the first part of the body."""
+        """Set the head, which is sent with the first part of the body."""
         if self._request.ends_connection:
             headers = [*headers, (b"connection", b"close")]
         if self.headers:
@@ -363,7 +363,7 @@ def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
 
 
 def _merged(headers: Headers) -> dict[str, str]:
-    """Return values by name; those of one name are joined by commas."""
+    """Return values by name; values of one name are joined by commas."""
     merged: dict[str, str] = {}
     for raw_name, raw_value in headers:
         name = raw_name.decode("latin-1")

@@ -41,7 +41,7 @@ Page = Callable[[], Awaitable[tuple[str, bytes]]]
 
 
 class Pages:
-    """Answers every request with one of the pages; /metrics for what is none.
+    """Answers every request with one of the pages; an unknown path gets /metrics.
 
     Args:
         stats: makes the body of /stats for a header `authorization`, or raises ServiceError.
@@ -72,7 +72,7 @@ class Pages:
             error = failure if isinstance(failure, ServiceError) else internal()
             if error is not failure:
                 log.exception("page failed", extra={"path": request.path})
-            # Its frames have the request, which may have the error: a cycle would keep both.
+            # The traceback holds the request, which may hold the error: a reference cycle.
             error.with_traceback(None)
             headers = [(b"content-type", JSON.encode()), *error_headers(error)]
             await reply.whole(http_status(error), headers, envelope(error))
@@ -153,7 +153,7 @@ class Siblings:
         self._shared: HTTPServer | None = None
 
     async def start(self, metrics_listener: socket.socket, shared: HTTPServer) -> None:
-        """Answers the others from now on, and the network on the port of the metrics.
+        """Serve the other processes from now on, and the network on the port of the metrics.
 
         Args:
             shared: serves `pages`.

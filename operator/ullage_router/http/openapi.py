@@ -44,7 +44,7 @@ REFUSING: tuple[type[Unsupported | EmbeddingsRequest], ...] = (
 
 
 def refused_fields(body: type[Unsupported | EmbeddingsRequest]) -> tuple[str, ...]:
-    """Return the names of such fields."""
+    """Return the names of a body's fields that are refused unless they ask for nothing."""
     if issubclass(body, EmbeddingsRequest):
         return tuple(body.NEUTRAL)
     return Unsupported.__struct_fields__
@@ -304,7 +304,7 @@ class Schemas:
         return schema
 
     def _complete(self, name: str) -> None:
-        """Describe the fields of a structure that its types say nothing of."""
+        """Describe the fields of a structure that its types do not describe."""
         for (struct, unread), kind in RAW_FIELDS.items():
             if struct.__name__ == name:
                 self._set(name, unread, self.of(kind))
@@ -321,7 +321,7 @@ class Schemas:
 
 
 def _any(kind: type) -> Json:
-    """Return the schema of `object`: any value has it."""
+    """Return the schema of `object`, which every value has."""
     if kind is object:
         return {"description": "any value"}  # an empty schema would count as none
     raise NotImplementedError

@@ -44,7 +44,7 @@ _PREFLIGHT_S = b"600"
 
 
 class OriginGuard:
-    """Answers what web pages may not ask for, and tells browsers what they may.
+    """Refuses requests of foreign web pages, and adds the headers of CORS to answers.
 
     Args:
         serve: answers all else.
@@ -82,7 +82,7 @@ class OriginGuard:
         await self._serve(request, reply)
 
     def _check(self, request: Request, origin: str | None) -> None:
-        """Raises ServiceError for a request that a stranger's page may have sent."""
+        """Raise ServiceError if a stranger's page may have sent the request."""
         if not self._is_local:
             if not is_loopback(request.local_address):
                 return
@@ -109,7 +109,7 @@ class OriginGuard:
         return origin in self._origins or ANY_ORIGIN in self._origins
 
     def _cors_headers(self, origin: str | None) -> Headers:
-        """Returns what every answer says of CORS; caches must keep answers by origin apart."""
+        """Return the CORS headers of every answer; caches must keep answers by origin apart."""
         vary = (b"vary", b"origin")
         if not (origin and self._allows(origin)):
             return [vary]
@@ -131,14 +131,14 @@ def _preflight_headers(request: Request) -> Headers:
 
 
 def _names_of(wanted: str) -> str:
-    """Returns the names in a list of headers; what is none is left out."""
+    """Return the names in a list of headers, without those that are no names."""
     names = (name.strip().lower() for name in wanted.split(","))
     return ", ".join(n for n in names if n and n.replace("-", "").replace("_", "").isalnum())
 
 
 @functools.lru_cache(maxsize=KEPT_NAMES)
 def is_loopback(host: str) -> bool:
-    """Whether a server on this address is reached from its own machine alone."""
+    """Return whether only the own machine reaches a server on this address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -148,15 +148,15 @@ def is_loopback(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Returns the name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].rstrip(".").lower()
 
 
 def _is_local_name(name: str) -> bool:
-    """Whether no stranger can make the name mean another address: an address itself, or a name that
-    nobody can register."""
+    """Return whether no stranger can make the name mean another address: it is an address, or a
+    name that nobody can register."""
     return len(name) <= MAX_NAME and _is_local(name)
 
 
@@ -172,5 +172,6 @@ def _is_local(name: str) -> bool:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Whether a page of the router itself sent the request: schemes differ behind a proxy."""
+    """Return whether a page of the router itself sent the request; schemes differ behind a
+    proxy."""
     return origin.partition("://")[2].lower() == host.lower()

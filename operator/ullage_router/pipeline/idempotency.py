@@ -88,7 +88,7 @@ class IdempotencyKeys:
         return self._folder.size if self._folder else self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Returns the answer to the first request with the key, or begins it.
+        """Return the answer to the first request with the key, or begin it.
 
         Raises:
             ServiceError: the key is too long or was sent with another request; or as `proceed`.

@@ -216,7 +216,7 @@ class CommonStages:
         self._prompts = prompts
 
     async def open(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Checks the request, counts it against its tenant's quota, and bounds the time until its
+        """Check the request, count it against its tenant's quota, and bound the time until its
         first token.
 
         Raises:
@@ -244,7 +244,7 @@ class CommonStages:
         return await proceed(call)
 
     async def render(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Renders the prompt.
+        """Render the prompt.
 
         Raises:
             ServiceError: no model is known, or the input is wrong.

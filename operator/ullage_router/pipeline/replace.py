@@ -34,7 +34,7 @@ class Replacer:
         self.replaced = 0
 
     async def replace_earlier(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Ends an earlier call with the same key; a later one ends this call.
+        """End an earlier call with the same key; a later call ends this one.
 
         Raises:
             ServiceError: it was replaced, or its key is too long.

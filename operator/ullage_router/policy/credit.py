@@ -220,7 +220,7 @@ class CreditBook:
         return limits[0][0] if limits else math.inf
 
     def held(self, holder: str) -> Held:
-        """Returns the reservations of somebody who pays nothing for them."""
+        """Return the unpaid reservations of one holder."""
         return self._held.get(holder, NOTHING_HELD)
 
     def reserve(

@@ -113,7 +113,7 @@ def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) ->
 
 
 def decide(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPolicy) -> NextStep:
-    """Makes one decision; the caller acts on it and asks again after ShrinkContext and Wait."""
+    """Make one decision; the caller acts on it and asks again after ShrinkContext and Wait."""
     able = [e for e in engines if room_of(facts, e) >= facts.min_tokens]
     if not engines:
         return Refuse(
@@ -306,7 +306,7 @@ class _LadderRun:
     def _turn_s(
         self, engines: Sequence[EngineView], *, comes_back: bool = False, is_first: bool = False
     ) -> float | None:
-        """Returns in how many seconds the request could run in its home and keep its limits.
+        """Return the seconds until the request could run in its home pool and keep its limits.
 
         Args:
             is_first: as if nobody waited before it.
@@ -361,8 +361,8 @@ class _LadderRun:
         return Refuse("busy", reason, message, demand, available, retry, self.home)
 
     def _retry_after(self, engines: Sequence[EngineView], needed: int) -> int:
-        """Returns the second by which there is memory, from which the limits can be kept, and by
-        which those who were refused before had their turn."""
+        """Return Retry-After: a second by which there is memory, the limits can be kept, and those
+        who were refused before had their turn."""
         facts = self.facts
         ahead = facts.ahead.get(self.home, 0)
         seconds = free_s(engines, needed, ahead)
@@ -477,7 +477,7 @@ class _LadderRun:
 def home_of(
     facts: RequestFacts, able: Sequence[EngineView], policy: RoutingPolicy
 ) -> tuple[str, str]:
-    """Returns (pool, reason): the first pool that can ever hold the request, or the large one for
+    """Return (pool, reason): the first pool that can ever hold the request, or the large one for
     large requests."""
     present = {engine.pool for engine in able}
     if policy.large_pool in present and is_large(facts, able[0], policy):

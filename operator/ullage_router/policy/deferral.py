@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Deferred(NamedTuple):
-    """Requests of one kind: whose they are, and the pool that would have served them."""
+    """A kind of requests: their pool, tenant and priority."""
 
     pool: str
     tenant: str
@@ -49,7 +49,7 @@ class DeferralBook:
         self._weights[kind.tenant] = weight
 
     def expire(self, now: float) -> None:
-        """Forget what is due: it came back, and is counted where it is, or will not come."""
+        """Remove requests that are due: they came back, and are counted there, or will not come."""
         for second in [second for second in self._due if second <= now]:
             for kind, size in self._due.pop(second).items():
                 self._sizes[kind] -= size
@@ -62,9 +62,11 @@ class DeferralBook:
         """Return the bytes before a tenant's next refused request of a pool.
 
         Higher priorities come first. Within one, tenants take turns by their weights, as in the
-        queue: what others sent counts as far as the tenant itself was refused as much.
+        queue: another tenant's bytes count up to those that the tenant itself was refused, scaled
+        by the ratio of the weights.
         """
-        own, ahead = self._sizes.get(Deferred(pool, tenant, priority), 0), 0
+        own = self._sizes.get(Deferred(pool, tenant, priority), 0)
+        ahead = 0
         for kind, size in self._sizes.items():
             if kind.pool != pool or kind.priority < priority:
                 continue
@@ -85,7 +87,7 @@ class DeferralBook:
 
 
 class Deferrals(NamedTuple):
-    """The book as one request sees it, which reads it only where it is refused itself."""
+    """The book as one request sees it; it is read only if the request is refused itself."""
 
     book: DeferralBook
     now: float = 0.0
@@ -94,7 +96,7 @@ class Deferrals(NamedTuple):
     priority: int = 0
 
     def ahead(self, pool: str) -> int:
-        """Return the bytes that were refused before it and will come back."""
+        """Return the bytes of requests that were refused before this one and will come back."""
         return self.book.ahead(pool, self.tenant, self.weight, self.priority)
 
     def returns(self, pool: str) -> Mapping[int, int]:

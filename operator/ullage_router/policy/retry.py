@@ -57,7 +57,9 @@ def release_s(available: int, releases: Iterable[Release], needed: int) -> float
     is known."""
     if available >= needed:
         return 0.0
-    released, last_s = 0, 0.0
+
+    released = 0
+    last_s = 0.0
     for release in sorted(releases, key=_AFTER):
         released += release.size
         last_s = release.after_s
@@ -69,13 +71,13 @@ def release_s(available: int, releases: Iterable[Release], needed: int) -> float
 
 
 def drain_s(engines: Sequence[EngineView], size: int) -> float:
-    """Return the seconds in which engines release so many bytes; 0 where no release is known."""
+    """Return the seconds in which engines release this many bytes; 0 where no release is known."""
     rate = sum(map(_release_rate, engines))
     return size / rate if rate else 0.0
 
 
 def _release_rate(engine: EngineView) -> float:
-    """Return bytes a second."""
+    """Return the release rate in bytes per second."""
     if not engine.releases:
         return 0.0
     last_s = max(release.after_s for release in engine.releases)
@@ -85,8 +87,8 @@ def _release_rate(engine: EngineView) -> float:
 def retry_after(
     seconds: float | None, returns: Mapping[int, int], draw: int, bounds: RejectSection
 ) -> int:
-    """Return whole seconds for a forecast: of those that are not much later, one at which few
-    others come back.
+    """Return Retry-After for a forecast: a whole second, not much later, at which few others come
+    back.
 
     Args:
         seconds: of the forecast; None: unknown.
@@ -111,12 +113,14 @@ def retry_after(
 
 
 def unknown_retry_after(draw: int) -> int:
-    """Return whole seconds with jitter for what nobody can predict, such as a first engine."""
+    """Return whole seconds with jitter for a wait that nobody can predict, such as for a first
+    engine."""
     return retry_after(None, {}, draw, RejectSection())
 
 
 def earliest_s(available: int, releases: Iterable[Release], needed: int) -> float:
-    """Seconds before which `needed` bytes are not available, as far as releases are predicted."""
+    """Return the seconds before which `needed` bytes are not available, by the predicted
+    releases."""
     releases = tuple(releases)
     last_s = max((release.after_s for release in releases), default=0.0)
     return min(last_s, release_s(available, releases, needed))

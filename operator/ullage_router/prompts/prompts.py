@@ -54,7 +54,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> int:
-        """About what this process keeps for it, from above: tokens, turns and the request."""
+        """An estimate from above of the bytes that this process keeps: tokens, turns and the
+        request."""
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
@@ -62,7 +63,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
     def render(self, turns: Sequence[Turn]) -> Sequence[int]:
-        """Token ids of another conversation with the same tools and variables."""
+        """Return the token ids of another conversation with the same tools and variables."""
         use = self.tool_use
         return self.model.render(turns, use.tools, use.opening, self.arguments)
 
@@ -102,7 +103,7 @@ class PromptBuilder:
         tenant: str,
         path: Sequence[str] = (),
     ) -> Prompt:
-        """Token ids of any input.
+        """Build the prompt of an input of any form.
 
         Args:
             tenant: whose request it is.
@@ -133,8 +134,8 @@ class PromptBuilder:
         most = COUNTED_CONTEXTS * self._engines.max_model_len
 
         def checked() -> "TokenIds | ServiceError":
-            # A copy each time, which need not wait for a thread; nor does an error that is not
-            # raised here keep it.
+            # Each access copies the text. Made here, the copy does not wait for a thread, and no
+            # error keeps it alive, since none is raised here.
             text = request.text
             fewest = model.fewest_tokens(text)
             if fewest > self._engines.max_model_len:
@@ -151,7 +152,7 @@ class PromptBuilder:
             try:
                 raise ids
             finally:
-                del ids  # the error has this frame, which would have the error
+                del ids  # the error holds this frame, which would hold the error
         check_prompt_tokens(ids, model.vocab_size)
         return Prompt(model, ids)
 
@@ -169,7 +170,7 @@ class PromptBuilder:
         most = MAX_CONTEXTS * self._engines.max_model_len
 
         def rendered() -> "TokenIds | ServiceError":
-            # An error that is not raised here keeps no frames, which have all forms of the text.
+            # An error that is returned keeps no frames, which hold all forms of the text.
             try:
                 return model.render(turns, use.tools, use.opening, arguments, most)
             except PromptError as error:
@@ -182,7 +183,7 @@ class PromptBuilder:
             try:
                 raise ids
             finally:
-                del ids  # the error has this frame, which would have the error
+                del ids  # the error holds this frame, which would hold the error
         check_prompt_tokens(ids, model.vocab_size, "messages")
         prompt = Prompt(model, ids, turns, degraded, tool_use=use, arguments=arguments, weight=size)
         return await self._summarized(prompt, tenant) if self._summarizer else prompt
@@ -190,8 +191,8 @@ class PromptBuilder:
     def _read(
         self, model: Model, request: inference_pb2.GenerateRequest
     ) -> tuple[tuple[Turn, ...], ToolUse, int]:
-        """Make turns of the messages, whose sizes are looked at first; returns also how the tools
-        are used, and how many characters all of it has."""
+        """Read messages, once their sizes are bounded; return the turns, the use of tools, and the
+        number of all their characters."""
         messages = request.messages
         # The last turn stays whatever else is dropped.
         self._check_size(model, messages.messages[-1].content, "messages")
@@ -221,7 +222,7 @@ class PromptBuilder:
     async def _cleansed(
         self, turns: tuple[Turn, ...], size: int, tenant: str
     ) -> tuple[tuple[Turn, ...], tuple[str, ...]]:
-        """The turns as the service wants them, and what was done."""
+        """Return the cleansed turns, and the changes for the record."""
         if not self._rules.is_any:
             return turns, ()
         cleansed, saved = await self._threads.run(
@@ -244,7 +245,7 @@ class PromptBuilder:
             raise invalid(field, message, "CONTEXT_TOO_LONG")
 
     def _check_count(self, num_tokens: int) -> None:
-        """Refuses more tokens than any engine takes before they become a list."""
+        """Refuse more tokens than any engine takes, before they become a list."""
         context = self._engines.max_model_len
         if num_tokens > context:
             message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
@@ -274,7 +275,7 @@ def _num_characters(messages: inference_pb2.Messages) -> int:
 
 
 def _check_calls(messages: inference_pb2.Messages) -> None:
-    """Refuse arguments of calls that would become very many values."""
+    """Refuse arguments of calls that would become too many values."""
     counter = JsonCounter("messages", VALUE_LIMITS, "messages: the arguments of all calls: JSON")
     for message in messages.messages:
         for call in message.tool_calls:

@@ -77,8 +77,8 @@ MAX_PLACES = 100
 
 
 def _has(text: str, fact: str) -> bool:
-    """Whether the fact stands there as a whole and not inside another word or number; not where it
-    is part of too many of these."""
+    """Return whether the fact occurs as a whole and not inside another word or number; False where
+    it is part of too many of these."""
     at = text.find(fact)
     for _ in range(MAX_PLACES):
         if at < 0:
@@ -296,7 +296,7 @@ class HistorySummarizer:
         tenant: str,
         size: int,
     ) -> SummarizedHistory | None:
-        """A shorter conversation; None when it is short enough or cannot be summed up.
+        """Return a shorter conversation; None if it is short enough or cannot be summed up.
 
         Args:
             num_tokens: of the whole prompt.
@@ -346,7 +346,7 @@ class HistorySummarizer:
         return shorter, ids
 
     async def _summary(self, turns: Sequence[Turn], tenant: str, size: int) -> str:
-        """The summary; empty when facts would be lost."""
+        """Return the summary; empty if facts would be lost."""
         key = await self._threads.run(size, lambda: _digest(turns, tenant), tenant)
         summary = self._cache.get(key)
         if summary is None:

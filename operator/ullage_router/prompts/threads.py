@@ -107,11 +107,11 @@ class TokenizerThreads:
         return job
 
     def _leave_queue(self, job: _Job) -> None:
-        """Count a job as one that does not wait, if it did; it may stay in its heap."""
+        """Remove a job from the count of those that wait, if it waited; it may stay in its heap."""
         if not job.is_waiting:
             return
         job.is_waiting = False
-        job.work = _do_nothing  # which has the text
+        job.work = _do_nothing  # the work itself holds the text
         self._total_size -= job.size
         self._sizes[job.tenant] -= job.size
         if not self._sizes[job.tenant]:
@@ -129,7 +129,7 @@ class TokenizerThreads:
             running.add_done_callback(lambda done, job=job: self._end_job(job, done))  # type: ignore[misc]
 
     def _pass_time(self, start: float) -> None:
-        """Move virtual time on, and forget the tenants whose jobs have ended by then."""
+        """Advance virtual time, and remove the tenants whose jobs have ended by then."""
         self._now = max(self._now, start)
         while self._end_times and self._end_times[0][0] <= self._now:
             end, tenant = heapq.heappop(self._end_times)
@@ -137,7 +137,7 @@ class TokenizerThreads:
                 del self._ends[tenant]
 
     def _next_job(self) -> _Job | None:
-        """Return the job to begin, long ones only where none is running."""
+        """Return the next job, a long one only if none is running."""
         heaps = [self._short] if self._is_long_running else [self._short, self._long]
         for heap in heaps:
             while heap and not heap[0].is_waiting:
@@ -157,7 +157,7 @@ class TokenizerThreads:
 
 
 def _do_nothing() -> None:
-    """Do what is left of a job that nobody waits for."""
+    """Do nothing, in place of a job that nobody waits for."""
 
 
 def _copy(done: "asyncio.Future[Any]", waiting: "asyncio.Future[Any]") -> None:

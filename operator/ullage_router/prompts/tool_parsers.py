@@ -130,7 +130,7 @@ class HarmonyReader:
     """Thoughts, text and calls of one answer.
 
     Args:
-        names: functions there are; what is said to another is a thought.
+        names: the known functions; a message to another one is a thought.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -147,7 +147,7 @@ class HarmonyReader:
         return pieces
 
     def close(self) -> list[Piece]:
-        """A header that was cut off says nothing; the word `assistant` alone is none."""
+        """Return the rest of the answer, without a truncated header; `assistant` alone is text."""
         rest, self._buffer = self._buffer, ""
         if self._make is None and not any(head in rest for head in _HEADS):
             self._make = Text
@@ -191,7 +191,7 @@ class HarmonyReader:
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether a text begins as a header does, or may once more of it has come."""
+    """Return whether a text begins as a header does, or may do so once more of it arrives."""
     if _ROLE.startswith(text):
         return True
     rest = text.removeprefix(_ROLE)
@@ -213,7 +213,7 @@ _BETWEEN = re.compile(r"[\s;,]*")
 
 
 def parse_json_calls(text: str) -> list[Call] | None:
-    """Parses one or several objects, perhaps in a list: {"name", "arguments" or "parameters"}."""
+    """Parse one or several objects, perhaps in a list: {"name", "arguments" or "parameters"}."""
     text = text.strip().removeprefix("<|python_tag|>").strip()
     if text.startswith("```"):
         text = text.removeprefix("```").removeprefix("json").removesuffix("```").strip()

@@ -18,7 +18,7 @@ INVISIBLE = CleanseSection(whitespace=True, zero_width=True)
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """A shorter conversation and what was done to it."""
+    """A shorter conversation, and the changes to it."""
 
     turns: Sequence[Turn]
     token_ids: Sequence[int]
@@ -47,7 +47,8 @@ def truncate(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int = 1,
 ) -> Truncated:
-    """The longest shorter conversation of at most `budget` tokens, or the shortest there is."""
+    """Return the longest shorter conversation of at most `budget` tokens, or the shortest there
+    is."""
     clean, saved = cleanse_turns(turns, INVISIBLE)
     words = (f"cleansed_chars={saved}",) if saved else ()
     ids = render(clean)
@@ -63,8 +64,7 @@ def _fewest_dropped(
     render: Callable[[Sequence[Turn]], Sequence[int]],
     keep: int,
 ) -> tuple[int, list[Turn]]:
-    """Finds the fewest turns to drop by bisection: every turn more that goes makes the prompt
-    shorter."""
+    """Find the fewest turns to drop by bisection: every dropped turn makes the prompt shorter."""
     places = droppable(turns, keep)
     cuts = _cuts(turns, places)
     low, high = 0, len(cuts) - 1

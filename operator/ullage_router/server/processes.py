@@ -39,7 +39,7 @@ class CannotListen(Exception):
 def listen(
     host: str | None, port: int, is_shared: bool = False, name: str = "http"
 ) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket.
 
     Args:
         host: None: every address.
@@ -56,7 +56,7 @@ def listen(
 
 
 def reserve(name: str, host: str | None, port: int) -> socket.socket:
-    """A socket that holds a port for processes that share it, and takes no connection.
+    """Return a socket that holds a port for processes that share it, and takes no connection.
 
     Raises:
         CannotListen: the port cannot be used.
@@ -145,7 +145,7 @@ class Ports:
 
 @contextlib.contextmanager
 def reserved(config: RouterConfig) -> Iterator[Ports]:
-    """The configured ports, or free ones where they are 0.
+    """Yield the configured ports, or free ones where they are 0.
 
     Raises:
         CannotListen: another program has one of them.

@@ -125,7 +125,8 @@ class RouterService:
         self._watch()
 
     def _stages(self) -> tuple[list[Stage], Handler]:
-        """The chain's stages in their order, those of features that are off left out; and its end.
+        """Return the chain's stages in their order, without those of features that are off, and its
+        end.
 
         The order is explained in `pipeline/pipeline.py`.
         """

@@ -89,7 +89,7 @@ class Metrics:
         self._saved_tokens.inc(saved_tokens)
 
     def on_end(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """Count a request that is over."""
         status, decision = str(record.status), record.decision
         if decision.action:
             self._decisions[decision.action, decision.route] += 1

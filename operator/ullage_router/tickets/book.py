@@ -77,7 +77,7 @@ class OpenTickets:
         """placed, ended, expired."""
 
     def open_of(self, holder: str) -> int:
-        """Returns the open uses of somebody who pays nothing."""
+        """Return the open uses of one holder that pays nothing."""
         return self._open_by_holder[holder]
 
     def add(
@@ -88,10 +88,10 @@ class OpenTickets:
         charge: TicketCharge | None,
         holder: str = "",
     ) -> None:
-        """A ticket for as many uses as there are credits.
+        """Add a ticket with as many uses as there are credits.
 
         Args:
-            holder: who picked it and pays nothing; empty where somebody pays.
+            holder: the caller that pays nothing; empty if the caller pays.
         """
         until = self._clock() + self._ticket_s
         self._fresh[number] = _OpenTicket(engine, credits, charge, until, holder)

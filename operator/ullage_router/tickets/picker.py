@@ -134,7 +134,7 @@ class Batch:
     def place(
         self, ask: Ask, draw: int, most: int = 1, room: Room | None = None
     ) -> tuple[Run | Refuse, int]:
-        """Places like requests on one engine, or says why they cannot run now as they are.
+        """Place like requests on one engine, or return the reason why none runs now as it is.
 
         Args:
             most: of them; 1 or more.
@@ -197,7 +197,7 @@ class Batch:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
     def _sample(self, facts: RequestFacts) -> list[EngineView]:
-        """Returns what `decide_among` takes: drawn engines and the preferred one."""
+        """Return the engines for `decide_among`: random ones and the preferred one."""
         sample = []
         for pool, group in self._groups.items():
             drawn = group.draw(facts.draw)
@@ -328,7 +328,7 @@ class TicketIssuer:
     Args:
         config: limits and the model's name.
         engines: where requests may go.
-        queue: who waits before.
+        queue: the requests that wait before.
         policy: of the ladder.
         balancer: which engine has a request's beginning.
         signer: None: Pick is off.
@@ -390,7 +390,7 @@ class TicketIssuer:
     def pick(
         self, request: pb.PickRequest, session: TenantSession | None, peer: str = ""
     ) -> pb.PickResponse:
-        """Takes the reports and places the requests, without waiting.
+        """Take the reports and place the requests, without waiting.
 
         Args:
             session: of the tenant; None where there are no tenants.
@@ -421,14 +421,14 @@ class TicketIssuer:
         return call.finish()
 
     def _unpaid(self, session: TenantSession | None, peer: str) -> Unpaid | None:
-        """Returns the bounds of a caller whose tickets cost it nothing."""
+        """Return the bounds of a caller whose tickets cost it nothing."""
         if session and session.is_limited:
             return None
         holder = session.name if session else caller_of(peer)
         return Unpaid(holder or NO_NAME, self._config.slo.ttft_p95)
 
     def _is_full(self, engine: Engine, unpaid: Unpaid) -> bool:
-        """Whether a caller may hold no more of an engine, however small a request is."""
+        """Return whether a caller may hold no more of an engine, for a request of any size."""
         view = engine.view(time.monotonic())
         return view is not None and not unpaid.room(view, engine.held(unpaid.holder), 1, 1)
 
@@ -558,16 +558,20 @@ class TicketIssuer:
         mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
-        """Grants one ticket, for as many requests as fit where one fits."""
-        number, priced = next(self._ids), pick.priced
+        """Grant one ticket, for as many requests as fit where one fits."""
+        number = next(self._ids)
+        priced = pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
         engine = self._engines.at(run.engine)
         size, prompt_tokens = run.demand.kv_bytes, priced.prompt_tokens
         samples = priced.samples or 1
-        holder, step_limit_s = "", run.step_limit_s
+
+        holder = ""
+        step_limit_s = run.step_limit_s
         if pick.unpaid:
-            # Nor may one keep an engine's steps short, and so the engine for itself.
-            holder, step_limit_s = pick.unpaid.holder, math.inf
+            holder = pick.unpaid.holder
+            # A ticket that costs nothing must not shorten the engine's steps for its caller alone.
+            step_limit_s = math.inf
         credits = [engine.reserve(size, prompt_tokens, step_limit_s, holder) for _ in range(count)]
         if pick.unpaid and self._is_full(engine, pick.unpaid):
             call.full.add(engine.key)
@@ -594,8 +598,8 @@ class TicketIssuer:
         return min(most, session.rules.max_tokens or most) if session else most
 
     def _run(self, pick: _PendingPick, call: _Call, draw: int, most: int) -> tuple[Run, int]:
-        """Returns where some of the requests go, and how many; raises ServiceError when none runs
-        now as it is."""
+        """Return the place of some of the requests, and their number; raise ServiceError when none
+        runs now as it is."""
         priced, balancer = pick.priced, self._balancer
         has_cache_key = bool(priced.session_id or priced.prefixes)
         tenant = pick.session.name if pick.session else ""
@@ -628,7 +632,7 @@ class TicketIssuer:
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Returns how many requests a caller may reserve on an engine; None: it pays for them."""
+        """Return how many requests a caller may reserve on an engine; None: it pays for them."""
         if unpaid is None:
             return None
 

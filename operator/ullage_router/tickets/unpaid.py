@@ -35,10 +35,10 @@ class Unpaid:
     ttft_s: float
 
     def room(self, view: EngineView, held: tuple[Held, Held], size: int, tokens: int) -> int:
-        """Return how many requests more may be reserved on an engine.
+        """Return how many more requests may be reserved on an engine.
 
         Args:
-            held: what the caller and all callers have reserved there.
+            held: the reservations of the caller, and of all callers, there.
             size: bytes of each request.
             tokens: prompt tokens of each request.
         """
@@ -59,7 +59,7 @@ def _room(view: EngineView, held: Held, share: float, size: int, tokens: int, tt
 
 
 def caller_of(peer: str) -> str:
-    """Return the name of a caller without a key: where its connection comes from.
+    """Return the name of a caller without a key: the address of its connection.
 
     Args:
         peer: as gRPC names it, such as `ipv4:10.0.0.1:5000` or `ipv6:%5B::1%5D:5000`.

@@ -30,13 +30,13 @@ class Affixes:
     suffix: tuple[int, ...] = ()
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return the ids of a text with what is missing around them: a text that begins with the
-        prefix, or ends with the suffix, keeps it as it is."""
+        """Return the ids of a text with its missing affixes: a text that begins with the prefix, or
+        ends with the suffix, keeps it as it is."""
         prefix, suffix = self.missing(ids)
         return [*prefix, *ids, *suffix] if prefix or suffix else ids
 
     def missing(self, ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return what is missing before and after the ids of a text."""
+        """Return the affixes that are missing before and after the ids of a text."""
         prefix = () if tuple(ids[: len(self.prefix)]) == self.prefix else self.prefix
         end = len(ids) - len(self.suffix)
         has_suffix = end >= 0 and tuple(ids[end:]) == self.suffix

@@ -60,12 +60,12 @@ class Marks:
         return text
 
     def clear_all(self, text: str) -> str:
-        """Return the text without these marks and those that may be beside them."""
+        """Return the text without these marks and those of `others`."""
         text = self.clear(text)
         return self.others.clear(text) if self.others else text
 
     def mark_deep(self, value: Any) -> Any:
-        """Return a JSON value with all texts in it marked, names of members included."""
+        """Return a JSON value with marks in all its texts, names of members included."""
         if isinstance(value, str):
             marked = self.mark(value)
             return value if marked is value else ClientText(marked, self)
@@ -94,10 +94,10 @@ class ClientText(str):
     _text: str | None
 
     def __new__(cls, text: str, marks: Marks | None = None) -> "ClientText":
-        made = super().__new__(cls, text)
-        made._marks = marks
-        made._text = None
-        return made
+        client_text = super().__new__(cls, text)
+        client_text._marks = marks
+        client_text._text = None
+        return client_text
 
     @property
     def plain(self) -> str:
@@ -113,7 +113,7 @@ class ClientText(str):
         return self._marks
 
     def _kept(self, text: str) -> "ClientText":
-        """Return client text of a text that has its marks."""
+        """Return client text of a text that still has its marks."""
         return ClientText(text, self._marks)
 
     def _changed(self, text: str) -> "ClientText":
@@ -237,7 +237,8 @@ class ClientText(str):
         return self._parts(self.plain.rsplit(plain_text(sep), maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        lines, start = list[str](), 0
+        lines = list[str]()
+        start = 0
         for whole, line in zip(
             self.plain.splitlines(True), self.plain.splitlines(keepends), strict=True
         ):
@@ -260,12 +261,13 @@ class ClientText(str):
 
         Parts come one after another with nothing but the separator, or white space, between them.
         """
-        found, start = list[str](), 0
+        marked_parts = list[str]()
+        start = 0
         for part in parts:
             place = self.plain.index(part, start)
-            found.append(self._slice(place, place + len(part)))
+            marked_parts.append(self._slice(place, place + len(part)))
             start = place + len(part) + (len(sep) if sep else 0)
-        return found
+        return marked_parts
 
     # Changed text: characters that a template puts in keep their meaning where they can be told.
 
@@ -302,7 +304,7 @@ def _plains(value: Any) -> Any:
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Join texts; where one of them is client text, the whole can be asked as it can."""
+    """Join texts; the result is client text if one of them is."""
     listed = list(parts)
     return _of("".join(listed), listed)
 
@@ -321,7 +323,7 @@ def formatted(form: str, values: Any) -> str:
 
 
 def _of(text: str, parts: Iterable[Any]) -> str:
-    """Return a text as client text where a part that it was made of is."""
+    """Return a text as client text if one of its parts is."""
     for part in parts:
         if type(part) is ClientText:
             return ClientText(text, part.marks)
@@ -329,7 +331,7 @@ def _of(text: str, parts: Iterable[Any]) -> str:
 
 
 def escaped(value: Any) -> str:
-    """Return a text in which characters that HTML has a meaning for are entities."""
+    """Return the text with entities for the characters that have a meaning in HTML."""
     if not isinstance(value, ClientText):
         return markupsafe.escape(value)
     text = str(markupsafe.escape(value.plain))

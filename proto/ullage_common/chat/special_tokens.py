@@ -73,7 +73,7 @@ def finder(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _pattern(tree: _Tree) -> str:
-    """Match the texts of a tree of characters; a place where a text may end has the key ''."""
+    """Return the pattern of a tree of characters; the key '' stands where a text may end."""
     branches = [re.escape(c) + _pattern(node) for c, node in tree.items() if c]
     if "" not in tree and len(branches) == 1:
         return branches[0]
@@ -108,14 +108,14 @@ def parted(text: str, pattern: re.Pattern[str] | None) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class ClearMarks:
-    """The way to take marks out of a text again."""
+    """Removes marks from a rendered text."""
 
     guard: "SpecialTokenGuard"
     own: Marks
     """Marks of texts of the assistant and the system."""
 
     def pieces(self, text: str) -> Iterator[Piece]:
-        """Cut a rendered text at the tokens that are the template's, without the marks."""
+        """Cut a rendered text at the template's own tokens; the pieces have no marks."""
         tags = self.guard.tag_finder
         for piece in parted(text, self.guard.finder):
             if piece.is_token:
@@ -133,7 +133,7 @@ class ClearMarks:
 
 @dataclass(frozen=True, slots=True)
 class MarkedRequest:
-    """The texts of a request with marks, and the way to take them out again."""
+    """The texts of a request with marks, and the means to remove them again."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]]
@@ -141,7 +141,7 @@ class MarkedRequest:
     marks: ClearMarks
 
     def pieces(self, text: str) -> Iterator[Piece]:
-        """Cut a rendered text at the tokens that are the template's, without the marks."""
+        """Cut a rendered text at the template's own tokens; the pieces have no marks."""
         return self.marks.pieces(text)
 
 
@@ -161,7 +161,7 @@ class SpecialTokenGuard:
 
         self._keys = _hitting_set(self.guarded)
         """Characters of which every guarded token has one."""
-        # Of no keys none is ever looked for.
+        # Without keys the pattern is never used.
         self._find_key = re.compile("|".join(map(re.escape, sorted(self._keys)))).search
         is_composed = _is_composed(literals, self.guarded, self._keys)
         needed = frozenset("".join(self.guarded)) if is_composed else self._keys
@@ -202,7 +202,7 @@ class SpecialTokenGuard:
         )
 
     def _marks(self, texts: Iterable[str]) -> tuple[Marks, Marks]:
-        """Return marks for the assistant and the system, and for others."""
+        """Return marks for the assistant and the system, and marks for others."""
         taken = set[str]()
         for text in texts:
             if not text.isascii():
@@ -221,15 +221,17 @@ class SpecialTokenGuard:
             )
         own = Marks(self._alphabet, "".join(free[:size]))
         others = Marks(self._alphabet, "".join(free[size : 2 * size]))
-        own.others, others.others = others, own
+        own.others = others
+        others.others = own
         return own, others
 
 
 def _kinds(
     tokenizer: Tokenizer, literals: Collection[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the controls and the tags."""
-    controls, tags = set[str](), set[str]()
+    """Return the controls and the tags of a tokenizer."""
+    controls = set[str]()
+    tags = set[str]()
     for token in tokenizer.get_added_tokens_decoder().values():
         text = token.content
         if not text.strip():
@@ -242,16 +244,18 @@ def _kinds(
 
 
 def _hitting_set(texts: Collection[str]) -> frozenset[str]:
-    """Return few characters of which every text has one, rare ones rather than letters."""
-    chosen, left = set[str](), set(texts)
-    while left:
-        counts = dict.fromkeys(sorted(set("".join(left))), 0)
-        for text in left:
+    """Return a hitting set: few characters of which every text has one, rare ones rather than
+    letters."""
+    chosen = set[str]()
+    unhit = set(texts)
+    while unhit:
+        counts = dict.fromkeys(sorted(set("".join(unhit))), 0)
+        for text in unhit:
             for character in set(text):
                 counts[character] += 1
         best = max(counts, key=lambda c: (*_rank(c), counts[c], c not in _COMMON, ord(c)))
         chosen.add(best)
-        left = {text for text in left if best not in text}
+        unhit = {text for text in unhit if best not in text}
     return frozenset(chosen)
 
 
@@ -262,7 +266,7 @@ def _rank(character: str) -> tuple[bool, bool]:
 
 def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collection[str]) -> bool:
     """Return whether a word of the template is a part of a guarded token that has a key, so that a
-    client's text beside it could complete the token."""
+    client's text next to it could complete the token."""
 
     def has_key(part: str) -> bool:
         return any(key in part for key in keys)
@@ -284,17 +288,17 @@ def _is_composed(literals: Collection[str], texts: Collection[str], keys: Collec
 
 
 def _with_cases(characters: Collection[str]) -> set[str]:
-    """Return the characters with those that a change of case turns into them."""
+    """Return the characters, and those that a change of case turns into them."""
     letters = {character for character in characters if character.isalpha()}
-    found = {*characters}
+    related = {*characters}
     if not letters:
-        return found
+        return related
     for code_point in (*range(0x80), *_CASED):
         character = chr(code_point)
         changed = {character.lower(), character.upper(), character.title(), character.casefold()}
         if not letters.isdisjoint("".join(changed)):
-            found.add(character)
-    return found
+            related.add(character)
+    return related
 
 
 def _keeps_out(normalizer: Any, keys: Collection[str]) -> bool:
@@ -323,16 +327,16 @@ def _composes(key: str) -> bool:
 
 def _texts(values: list[Any]) -> list[str]:
     """Return all texts in JSON values, names of members included."""
-    found = list[str]()
-    for item in values:  # which grow meanwhile
+    texts = list[str]()
+    for item in values:  # the list grows meanwhile
         if isinstance(item, str):
-            found.append(item)
+            texts.append(item)
         elif isinstance(item, Mapping):
             values += item
             values += item.values()
         elif isinstance(item, list | tuple):
             values += item
-    return found
+    return texts
 
 
 def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:
@@ -383,7 +387,7 @@ class GuardedTokenizer:
         """Ids of guarded tokens that the model itself could make of a text."""
 
     def spell(self, pieces: Iterable[Piece]) -> str:
-        """Return a text for `encode` in which the pieces that are tokens are guarded ones."""
+        """Return a text for `encode`, whose only guarded tokens are the pieces that are tokens."""
         return "".join(
             self._aliases.get(piece.text, piece.text) if piece.is_token else piece.text
             for piece in pieces
@@ -439,9 +443,9 @@ def _alias() -> str:
 
 
 def _sharing(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer of the same model that has no added tokens yet."""
-    made = Tokenizer(tokenizer.model)
+    """Return a tokenizer of the same model without added tokens."""
+    bare = Tokenizer(tokenizer.model)
     for name in ("normalizer", "pre_tokenizer"):
         if (part := getattr(tokenizer, name)) is not None:
-            setattr(made, name, part)
-    return made
+            setattr(bare, name, part)
+    return bare

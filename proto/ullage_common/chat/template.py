@@ -164,8 +164,8 @@ class ChatTemplate:
             raise ChatTemplateError(_one_line(f"chat template: {error}")) from error
 
     def _samples(self) -> Iterator[str]:
-        """Yield prompts of short conversations, in which words stand that a template composes, such
-        as `'<|' + role + '|>'`."""
+        """Yield prompts of short conversations, with the words that a template composes, such as
+        `'<|' + role + '|>'`."""
         for turns, tools in _TALKS:
             with contextlib.suppress(ChatTemplateError):  # it may refuse an order of roles
                 yield self.render(turns, tools=tools)
@@ -173,7 +173,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """One template and what its source knows of."""
+    """One compiled template, and the facts that its source shows."""
 
     render: Callable[..., str]
     names: frozenset[str]

@@ -357,7 +357,7 @@ MAX_CPU_KV = 20 << 30
 
 
 def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
-    """Return the most KV bytes of a device; None: all that its budget leaves.
+    """Return the most KV bytes of a device; None if its budget is the only limit.
 
     A GPU's memory is there for nothing else. Of a CPU's, other processes want a part, and KV that
     its cores cannot read in time is of no use.
@@ -583,14 +583,15 @@ DEFAULT_MAX_LORAS = 8
 
 
 def default_max_loras(asked: int | None, *, has_adapters: bool) -> int:
-    """Return how many adapters are loaded at a time where nobody asked for a number."""
+    """Return the default number of adapters loaded at a time."""
     if asked is not None:
         return asked
     return DEFAULT_MAX_LORAS if has_adapters else 0
 
 
 def name_taken_twice(model: str, adapters: Iterable[AdapterSection]) -> str:
-    """Return that an adapter has the name of the model or of another adapter; empty: none has."""
+    """Return the problem of an adapter with the name of the model or of another adapter; empty if
+    none has."""
     taken = {model}
     for place, adapter in enumerate(adapters):
         if adapter.name in taken:
@@ -607,8 +608,8 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def refusal_by_vllm(model: ModelSection, memory: MemoryLimits) -> str:
-    """Returns why vLLM does not take these settings, as a line that names the field and what to
-    set; empty: it takes them."""
+    """Return the reason why vLLM refuses these settings, as a line that names the field and its
+    remedy; empty if vLLM takes them."""
     if model.quantization not in ("auto", "none", "fp8"):
         return (
             f"model.quantization: {model.quantization} is the native engine's; with vLLM set fp8, "

@@ -559,7 +559,7 @@ class SLOSection(Strict, frozen=True, kw_only=True):
 
 
 def large_pool(pools: Iterable[PoolSection]) -> str:
-    """Return the name of the pool that takes large requests; empty: there is none."""
+    """Return the name of the pool for large requests; empty if there is none."""
     return next((pool.name for pool in pools if pool.role == "large"), "")
 
 

@@ -13,8 +13,8 @@ _BACKLOG = 128
 
 
 def host_of(host: str | None) -> str:
-    """Return the address to listen at; without `host`, that of all, of IPv4 alone where the kernel
-    has no IPv6."""
+    """Return the address to listen at: `host`, or the wildcard address, of IPv4 if the kernel has
+    no IPv6."""
     if host is not None:
         return host.removeprefix("[").removesuffix("]")
     return EVERY_IPV6 if socket.has_dualstack_ipv6() else _EVERY_IPV4

@@ -26,7 +26,7 @@ DROPPED = "log lines were dropped, since nobody read them"
 
 
 class LineWriter(logging.Handler):
-    """Writes formatted records to a file descriptor, and never waits.
+    """Writes formatted records to a file descriptor without waiting.
 
     Args:
         fd: stays open and its own; what else is written to it may come between two lines.
@@ -40,7 +40,7 @@ class LineWriter(logging.Handler):
         os.register_at_fork(after_in_child=self._start_anew)
 
     def _start_anew(self) -> None:
-        """Wait for nothing: what waits at a fork is the parent's."""
+        """Start with an empty queue after a fork: its lines are the parent's."""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         """With the line that is being written."""
@@ -67,7 +67,7 @@ class LineWriter(logging.Handler):
                 self._changed.wait(until - time.monotonic())
 
     def _write_now(self, line: bytes) -> bool:
-        """Write a line whose turn it is, if that needs no waiting."""
+        """Write a line whose turn it is, if the write does not block."""
         if self._direct_fd is None or self._waiting_bytes or len(line) > _AT_ONCE_BYTES:
             return False
         try:
@@ -96,7 +96,7 @@ class LineWriter(logging.Handler):
             self._changed.notify_all()
 
     def _write_all(self) -> None:
-        """Write what waits, for ever."""
+        """Write queued lines for ever."""
         while True:
             with self._changed:
                 while not self._waiting:
@@ -114,13 +114,14 @@ class LineWriter(logging.Handler):
 
     def _notice(self, num_dropped: int) -> bytes:
         record = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING"})
-        record.name, record.msg = __name__, DROPPED
+        record.name = __name__
+        record.msg = DROPPED
         vars(record)["dropped"] = num_dropped
         return self.format(record).encode(errors="backslashreplace") + b"\n"
 
 
 def new_handler(stream: TextIO) -> logging.Handler:
-    """Return what writes to a stream: a LineWriter where it has a file descriptor."""
+    """Return a handler for a stream: a LineWriter if the stream has a file descriptor."""
     try:
         fd = stream.fileno()
     except (OSError, ValueError):
@@ -129,7 +130,7 @@ def new_handler(stream: TextIO) -> logging.Handler:
 
 
 def _unblocked(fd: int) -> int | None:
-    """Return a descriptor of the same file on which no write waits; None where there is none.
+    """Return a non-blocking descriptor of the same file; None if there is none.
 
     The one that is given may be shared with other programs, whose writes would fail. A regular file
     takes everything, and a socket cannot be opened again.

@@ -96,9 +96,9 @@ def configure(
     stream: TextIO = sys.stderr,
     fields: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Sends every log record of this process to `stream` as JSON, with `fields` in each line.
+    """Send every log record of this process to `stream` as JSON, with `fields` in each line.
 
-    Whoever reads the stream slowly delays nobody (`log_writer`).
+    A slow reader of the stream delays nobody (`log_writer`).
     """
     # What no line here shows is not looked up for each (logging's own advice).
     logging._srcfile = None
@@ -124,7 +124,8 @@ def serve_metrics(
     host: str | None,
     is_ready: Callable[[], bool] | None = None,
 ) -> Callable[[], None]:
-    """Serves `registry` at http://host:port/metrics from a thread; returns what stops it.
+    """Serve `registry` at http://host:port/metrics from a thread; return the function that stops
+    it.
 
     With `is_ready` also /readyz, 200 or 503.
 
@@ -139,7 +140,8 @@ def serve_metrics(
     server = ThreadingWSGIServer((address, number), _QuietHandler, bind_and_activate=False)
     server.socket.close()
     server.socket = listener
-    server.server_name, server.server_port = address, number
+    server.server_name = address
+    server.server_port = number
     server.setup_environ()
     server.set_app(_pages(registry, is_ready))
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)

@@ -210,7 +210,7 @@ class Tracer:
 def start_tracing(
     section: TracingSection | None, service_name: str, attributes: Mapping[str, str] | None = None
 ) -> Tracer | None:
-    """Begins to trace this process; returns None where no collector is configured.
+    """Start tracing this process; return None if no collector is configured.
 
     `attributes`: of the process, such as `service.instance.id`; OTEL_RESOURCE_ATTRIBUTES adds to
     them, and OTEL_EXPORTER_OTLP_HEADERS has what the collector wants of its clients.

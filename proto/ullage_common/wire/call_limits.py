@@ -25,7 +25,7 @@ class Place:
     is_lost: bool = False
 
     def lose(self) -> None:
-        """End what the holder waits for."""
+        """End the holder's wait."""
         self.is_lost = True
         if not self.timeout.expired():
             self.timeout.reschedule(self.since)
@@ -43,7 +43,7 @@ class _Held:
         return place
 
     def remove(self, place: Place) -> bool:
-        """Return whether it was there."""
+        """Remove a place; return whether it was there."""
         of_owner = self._by_owner.get(place.owner, {})
         if place not in of_owner:
             return False
@@ -86,7 +86,7 @@ class OpenPlaces:
 
 
 class CallCount:
-    """The calls that a server has, of which one owner has at most half."""
+    """The calls of a server; one owner has at most half."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -94,7 +94,7 @@ class CallCount:
         self._by_owner = Counter[str]()
 
     def add(self, owner: str) -> bool:
-        """Return False, and count nothing, where there are too many."""
+        """Count a call; return False, without counting it, if there are too many."""
         if self._total >= self._most or self._by_owner[owner] >= self._most // 2:
             return False
         self._total += 1
@@ -109,7 +109,7 @@ class CallCount:
 
 
 class ReceiveRoom:
-    """Places for requests that arrive or are parsed, of which one owner has at most half.
+    """Places for requests that arrive or are parsed; one owner has at most half.
 
     Owners who wait have their turns one after the other. One that has more places than who waits
     loses the oldest whose request has not come for `grace_s`.
@@ -165,7 +165,7 @@ class ReceiveRoom:
             async with asyncio.timeout(self._wait_s):
                 await asyncio.shield(turn)
         except BaseException:
-            if not turn.cancel():  # it came at this moment
+            if not turn.cancel():  # the place came at this moment
                 self._give_back(owner)
             raise
 
@@ -198,7 +198,8 @@ class ReceiveRoom:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Take a place away for the first who waits for one of others, or do it once it is due."""
+        """Take a place for the first waiter that needs one of others, or schedule that for the time
+        when it is due."""
         if self._timer:
             self._timer.cancel()
             self._timer = None

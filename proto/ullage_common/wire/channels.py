@@ -77,12 +77,12 @@ Run = Callable[[int, str, Callable[[], Any]], Awaitable[Any]]
 
 
 def admit_all(method: str, metadata: Mapping[str, str]) -> str | None:
-    """Let every call in, as one of nobody."""
+    """Admit every call, as a call of nobody."""
     return ""
 
 
 async def run_apart(num_bytes: int, tenant: str, work: Callable[[], Any]) -> Any:
-    """Run a function, in a thread if it has many bytes."""
+    """Run a function, in a thread if it handles many bytes."""
     if num_bytes <= SMALL_REQUEST_BYTES:
         return work()
     return await asyncio.to_thread(work)
@@ -104,8 +104,8 @@ class RequestGuard(grpc.aio.ServerInterceptor):
         MALFORMED_MESSAGE  not the wire format of the message, or a string that is not UTF-8
 
     Args:
-        admit: who may call what.
-        run: parses what is long.
+        admit: returns the tenant of a call, or refuses it.
+        run: parses long requests.
     """
 
     def __init__(self, admit: Admit = admit_all, run: Run = run_apart) -> None:
@@ -199,10 +199,10 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             except TimeoutError:
                 await abort(context, _late("the stream's end", STREAM_TIMEOUT_S))
 
-        made = grpc.stream_stream_rpc_method_handler(
+        limited = grpc.stream_stream_rpc_method_handler(
             respond, handler.request_deserializer, handler.response_serializer
         )
-        return _handler(made)
+        return _handler(limited)
 
     async def _read(
         self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes], context: Context
@@ -274,18 +274,18 @@ def text_metadata(metadata: Any) -> dict[str, str]:
 
 
 def _handler(handler: Any) -> "Handler":
-    """Return what gRPC made, whose stubs know no handlers of asyncio."""
-    made: Handler = handler
-    return made
+    """Return a handler with asyncio's types, which gRPC's stubs lack."""
+    typed: Handler = handler
+    return typed
 
 
 def _address(context: Context) -> str:
-    """Return a peer's address without its port, which is another for each connection."""
+    """Return a peer's address without the port, which differs for each connection."""
     return str(context.peer()).rpartition(":")[0]
 
 
 def _served(behavior: Any, handler: "Handler") -> "Handler":
-    """Return a handler of a behaviour that receives its request itself, or its requests."""
+    """Return a handler whose behaviour receives its request, or its requests, itself."""
     parse = handler.request_deserializer if handler.request_streaming else None
     is_streaming = handler.response_streaming or inspect.isasyncgenfunction(behavior)
     make = (
@@ -457,7 +457,7 @@ NO_RECORDS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME
 
 
 def addresses(records: Iterable[tuple[Any, ...]], port: str) -> set[str]:
-    """Returns `ip:port` of every A record that getaddrinfo gave, or `[ip]:port` of every AAAA
+    """Return `ip:port` of every A record that getaddrinfo gave, or `[ip]:port` of every AAAA
     record where there is no A record.
 
     A process that has both is one process, whose address of the first kind is taken.
@@ -495,12 +495,12 @@ def new_server(
     guard: RequestGuard | None = None,
     options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
-    """Creates a server without services and ports; it refuses requests that it cannot read.
+    """Create a server without services and ports; it refuses requests that it cannot read.
 
     Args:
         is_shared: other processes of the same user may listen on its port too.
-        guard: who may call what; None: everybody everything.
-        options: beside those of all servers.
+        guard: admits calls; None: everybody may call everything.
+        options: in addition to those of all servers.
     """
     server = Server(
         interceptors=(guard or RequestGuard(),),

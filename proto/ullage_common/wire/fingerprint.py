@@ -48,15 +48,15 @@ def differences(engines: Mapping[str, Fingerprint]) -> Differences:
     """
     if len({each.digest for each in engines.values()}) < 2:
         return {}
-    known = {name: each.facts for name, each in engines.items() if each.digest}
+    reported = {name: each.facts for name, each in engines.items() if each.digest}
     by_fact: Differences = {}
-    if len(known) < len(engines):
-        silent = sorted(engines.keys() - known.keys())
-        by_fact[_UNREPORTED] = {"none": silent, "reported": sorted(known)}
-    for fact in sorted({fact for facts in known.values() for fact in facts}):
+    if len(reported) < len(engines):
+        silent = sorted(engines.keys() - reported.keys())
+        by_fact[_UNREPORTED] = {"none": silent, "reported": sorted(reported)}
+    for fact in sorted({fact for facts in reported.values() for fact in facts}):
         by_value: dict[str, list[str]] = {}
-        for name in sorted(known):
-            by_value.setdefault(known[name].get(fact, ""), []).append(name)
+        for name in sorted(reported):
+            by_value.setdefault(reported[name].get(fact, ""), []).append(name)
         if len(by_value) > 1:
             by_fact[fact] = dict(sorted(by_value.items()))
     return by_fact

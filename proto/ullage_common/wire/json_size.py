@@ -62,7 +62,7 @@ class JsonCounter:
             start = end
 
     def _add_block(self, block: bytes, is_inside: bool) -> bool:
-        """Count a block that cuts no escape; returns whether it ends inside of a string."""
+        """Count a block that splits no escape; return whether it ends inside a string."""
         if b"\\" in block:
             block = block.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = block.split(b'"')
@@ -85,7 +85,7 @@ class JsonCounter:
 
 
 def _end_of_block(text: bytes, start: int) -> int:
-    """Return where a block ends that begins with no half of an escape and ends with none."""
+    """Return the end of a block, so that neither it nor the next one begins within an escape."""
     end = min(start + BLOCK_BYTES, len(text))
     last = end - 1
     while last >= start and text[last] == ord("\\"):

@@ -19,7 +19,7 @@ _SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 def check_message(data: bytes, descriptor: Descriptor) -> None:
-    """Look through a serialized message; one that cannot be read is the parser's to refuse.
+    """Check a serialized message; the parser refuses one that cannot be read.
 
     Raises:
         ServiceError: INVALID_ARGUMENT, it has too many parts or a list of too many numbers.
@@ -59,7 +59,7 @@ def check_message(data: bytes, descriptor: Descriptor) -> None:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a number and the place behind it; -1 where there is none."""
+    """Return a varint and the place behind it; -1 if there is none."""
     value = 0
     shift = 0
     while 0 <= at < end and shift < 70:
@@ -73,7 +73,7 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 def _check_numbers(descriptor: Descriptor, field: FieldDescriptor, packed: bytes) -> None:
-    """Count the numbers of a packed list; those of fixed size are counted from above."""
+    """Count the numbers of a packed list; those of fixed size by an upper bound."""
     if len(packed.translate(None, _LAST_BYTES)) > MAX_PROMPT_TOKENS:
         raise _too_many(descriptor, f"{MAX_PROMPT_TOKENS} numbers in {field.name}")
 

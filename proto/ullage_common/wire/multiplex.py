@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve_multiplex(generate: Generate, context: Context) -> None:
-    """Serves one stream until the router closes it; what is unfinished then is cancelled.
+    """Serve one stream until the router closes it; then cancel unfinished calls.
 
     Args:
         generate: the service's method, in either of gRPC's two styles.

@@ -217,7 +217,7 @@ def _blank_slots(executor: Executor) -> int:
 
 
 def compute(config: VllmConfig, on_loaded: Callable[[], None]) -> None:
-    """Runs the ranks of a node that follows another one, until one of them ends.
+    """Run the ranks of a follower node until one of them ends.
 
     `on_loaded` is called once they have loaded the model.
     """
@@ -236,7 +236,7 @@ class VllmCore:
         load_vocabulary: Callable[[int], LLTokenizer],
         on_stage: Callable[[str], None],
     ) -> None:
-        """Loads the model and allocates everything.
+        """Load the model and allocate everything.
 
         `load_vocabulary`: makes what grammars need of the tokenizer, for a vocabulary of so many
         tokens, when the first grammar comes.

@@ -225,7 +225,7 @@ class Console:
                 await self._closing.wait()
 
     async def _begin_overload(self, request: Request, reply: Reply) -> None:
-        """Sends many long requests to this process, and answers at once how their ids begin."""
+        """Send many long requests to this process; answer at once with the prefix of their ids."""
         try:
             asked = msgspec.json.decode(await request.read_json(), type=Overload)
         except msgspec.DecodeError as error:
@@ -250,7 +250,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 256
 
     async def send(self, app: Endpoint, prefix: str, authorization: str) -> None:
-        """Sends them as a server would, and returns when all have been answered."""
+        """Send the requests as a server would, and return when all have been answered."""
         serve = asgi(app, Limits())
 
         async def send_one(index: int) -> None:

@@ -109,7 +109,7 @@ class EmbeddingsEndpoint:
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
-            # Its frames have the body, and this one would have the error: a cycle.
+            # The traceback holds the body, and this frame would hold the error: a reference cycle.
             refusal = as_service_error(error, record).with_traceback(None)
             service.pipeline.refuse(record, refusal, tenant, trace_context(request.headers))
             await Writer(reply, record, "input").error(refusal)
@@ -322,7 +322,7 @@ def _parsed(data: bytes) -> tuple[EmbeddingsRequest, list[inference_pb2.Generate
 
 
 def _requests(body: EmbeddingsRequest) -> list[inference_pb2.GenerateRequest]:
-    """Returns one request for each input.
+    """Return one request for each input.
 
     Raises:
         ServiceError: there is none, or there are too many.

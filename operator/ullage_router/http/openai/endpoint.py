@@ -50,7 +50,7 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What is kept of a body: the request that it asks for, and the form of the answer."""
+    """The parts of a body that are kept: the request, and the form of the answer."""
 
     request: inference_pb2.GenerateRequest
     is_streamed: bool
@@ -225,7 +225,7 @@ class GenerateEndpoint:
         except Exception as error:
             request.end_turn()
             record = RequestRecord(record_id)
-            # Its frames have the body, and this one would have the error: a cycle.
+            # The traceback holds the body, and this frame would hold the error: a reference cycle.
             refusal = as_service_error(error, record).with_traceback(None)
             self._pipeline.refuse(record, refusal, trace=trace_context(headers))
             await self._writer(reply, record).error(refusal)

@@ -332,7 +332,7 @@ def _check_no_chat(completion: CompletionRequest) -> None:
 
 
 def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decodes a body; raises ServiceError INVALID_ARGUMENT that names the field."""
+    """Decode a body; raise ServiceError INVALID_ARGUMENT that names the field."""
     try:
         if len(body) <= INLINE_BYTES:
             parsed = decoder.decode(body)
@@ -357,8 +357,8 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def _decode_long(kind: type[T], body: bytes) -> T:
-    """Decode a body field by field, each of bounded bytes: a parser keeps the interpreter's lock
-    until it is through, and looks at the length of a list when it has made all of it.
+    """Decode a body field by field, each of bounded size: a parser holds the interpreter's lock to
+    its end, and checks the length of a list only when it has built all of it.
 
     Raises:
         ServiceError: a field is wrong or too long, or the body has too many parts.
@@ -370,7 +370,7 @@ def _decode_long(kind: type[T], body: bytes) -> T:
     values = {}
     for name, decoder in decoders.items():
         raw = getattr(given, name)
-        if raw is NULL:  # it is not there
+        if raw is NULL:  # the field is absent
             continue
         limit = max_field_bytes(name)
         if limit is not None and len(raw) > limit:
@@ -387,7 +387,8 @@ _Decoders = Mapping[str, msgspec.json.Decoder[object] | None]
 
 @functools.cache
 def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _Decoders]:
-    """Return what reads a body into unparsed fields, and what decodes each; None: nothing does."""
+    """Return the decoder of a body into raw fields, and each field's decoder; None if it has
+    none."""
     fields = msgspec.structs.fields(kind)
     unparsed = msgspec.defstruct("Unparsed", [(f.name, msgspec.Raw, NULL) for f in fields])
     decoders = {
@@ -398,7 +399,7 @@ def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _
 
 
 def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) -> V:
-    """Decode a field; raises ServiceError INVALID_ARGUMENT that names the place in it."""
+    """Decode a field; raise ServiceError INVALID_ARGUMENT that names the place in it."""
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -406,11 +407,11 @@ def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) 
 
 
 def _is_half_pair(text: str, body: bytes) -> bool:
-    """Return whether half a surrogate pair is escaped, which msgspec reports as a body cut short
-    where it is at the end.
+    """Return whether a field escapes half a surrogate pair, which msgspec reports as a truncated
+    body where it is at the end.
 
     Args:
-        text: of msgspec's error.
+        text: the message of msgspec's error.
     """
     if "truncated" not in text:
         return any(words in text for words in _HALF_PAIR_ERRORS)
@@ -422,7 +423,7 @@ def _is_half_pair(text: str, body: bytes) -> bool:
 
 
 def _validation_error(text: str, name: str = "") -> ServiceError:
-    """Return the error that msgspec's text tells of.
+    """Return the ServiceError for an error of msgspec.
 
     Args:
         name: of the field that was decoded; empty: the whole body was.
@@ -442,7 +443,7 @@ def _lower(text: str) -> str:
 
 
 def _short(value: object) -> str:
-    """Return JSON of a value, cut where it is long."""
+    """Return the JSON of a value, truncated if it is long."""
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -518,7 +519,7 @@ _TOKENS = msgspec.json.Decoder(list[Token])
 
 
 def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
-    """Sets the prompt from a text, token ids, or a list of one of these."""
+    """Set the prompt from a text, token ids, or a list of one of these."""
     lists = long_token_lists(raw, "prompt")
     if lists is not None and len(lists) == 1:
         set_tokens(request, lists[0])
@@ -542,7 +543,8 @@ def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
 def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
     """Return the token ids of a long JSON list of them, or of each list in it, four bytes an id.
 
-    None: it is short or anything else, or has an error that the decoder of the whole names.
+    Returns:
+        None if the JSON is short or of another form, or has an error that the full decoder names.
 
     Raises:
         ServiceError: there are more than any prompt has.
@@ -569,7 +571,7 @@ def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
 
 
 def _token_ids(text: bytes) -> "array[int] | None":
-    """Return the ids of a list without its brackets; None where something is no token id."""
+    """Return the ids of a list without its brackets; None if an item is no token id."""
     ids = array("I")
     start = 0
     while start < len(text):

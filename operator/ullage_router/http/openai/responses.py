@@ -256,8 +256,8 @@ def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
-    """Return the logprobs object of chat answers, which is about their content: the token that ends
-    a turn is no part of that."""
+    """Return the logprobs object of chat answers, which covers their content: the token that ends a
+    turn is no part of that."""
     return {
         "content": [
             _logprob(entry) | {"top_logprobs": [_logprob(top) for top in entry.top]}

@@ -32,7 +32,7 @@ NULL = msgspec.Raw(b"null")
 
 
 def unread() -> Any:
-    """Return a field whose JSON is read later, null unless it is given.
+    """Return a field whose JSON is decoded later, null unless it is given.
 
     A default would be a part of the type's JSON schema, which has no form for unread JSON.
     """
@@ -269,7 +269,7 @@ MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
 
 
 def max_field_bytes(name: str) -> int | None:
-    """Return how many bytes of JSON a field may have; None: as many as there are."""
+    """Return the most bytes of JSON that a field may have; None if there is no limit."""
     if name in INPUT_FIELDS:
         return None
     return MAX_GRAMMAR_FIELD_BYTES if name in GRAMMAR_FIELDS else MAX_FIELD_BYTES
