@@ -1,19 +1,25 @@
 """Ports for processes of a benchmark, and their end."""
 
+import atexit
+import contextlib
 import socket
 import subprocess
 
-_held: list[socket.socket] = []
+_held = contextlib.ExitStack()
+atexit.register(_held.close)
 
 
 def free_ports(count: int) -> list[int]:
     """Return ports that nobody else is given while this process lives; servers may bind them."""
+    ports = []
     for _ in range(count):
-        _held.append(socket.socket())
-        _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # llama.cpp sets it alone
-        _held[-1].bind(("127.0.0.1", 0))
-    return [int(each.getsockname()[1]) for each in _held[-count:]]
+        held = _held.enter_context(socket.socket())
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # llama.cpp sets this one alone.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        ports.append(int(held.getsockname()[1]))
+    return ports
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float = 40.0) -> None:

@@ -112,23 +112,45 @@ def run(job, report):
 """
 
 
-def write_part(monkeypatch: pytest.MonkeyPatch, folder: Path, programme: Any, body: str) -> Any:
-    """Make a part of the programme, in a package that children import in the place of the real."""
+RUN_PARTS = """
+import sys
+from pathlib import Path
+from benchmarks.gpu import programme
+from benchmarks.gpu.figures import Job
+
+root, out, scratch, limit_s, *names = sys.argv[1:]
+programme.ROOT = Path(root)
+wrong = programme.Part("wrong", 1, 20.0, "nothing")
+parts = [wrong if name == "wrong" else programme.BY_NAME[name] for name in names]
+job = Job("cpu", True, Path(out), Path(scratch), None)
+sys.exit(0 if programme.run_parts(parts, job, float(limit_s), again=False) else 3)
+"""
+
+
+def write_part(folder: Path, body: str) -> None:
+    """Make the part "wrong", in a package that children import in the place of the real one."""
     package = folder / "benchmarks" / "gpu"
     package.mkdir(parents=True)
     for path in (ROOT / "benchmarks" / "gpu").glob("*.py"):
         (package / path.name).symlink_to(path)
     (package / "wrong.py").write_text(PART.format(body=body))
-    monkeypatch.setattr(programme, "ROOT", folder)
-    return programme.Part("wrong", 1, 20.0, "nothing")
 
 
-def job(programme: Any, tmp_path: Path) -> Any:
-    from benchmarks.gpu.figures import Job
+def run_parts(*names: str, root: Path, scratch: Path, limit_s: float) -> Path:
+    """Run parts that do not pass, and return the folder of their results.
 
-    out = tmp_path / "out"
+    They run below a process of their own: the programme ends all descendants of its process, and
+    this one has a soak among them.
+    """
+    out = scratch / "out"
     out.mkdir()
-    return Job("cpu", True, out, tmp_path, None)
+    folders = map(str, (root, out, scratch))
+    command = [sys.executable, "-c", RUN_PARTS, *folders, str(limit_s), *names]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 3, done.stdout + done.stderr
+    return out
 
 
 BODIES = {
@@ -145,13 +167,10 @@ REASONS = {
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_a_part_that_proves_nothing_does_not_pass(
-    kind: str, programme: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    part = write_part(monkeypatch, tmp_path, programme, BODIES[kind])
-    given = job(programme, tmp_path)
-    assert not programme.run_parts([part, programme.BY_NAME["machine"]], given, 12.0, again=False)
-    rows = rows_of(given.out)
+def test_a_part_that_proves_nothing_does_not_pass(kind: str, tmp_path: Path) -> None:
+    write_part(tmp_path, BODIES[kind])
+    out = run_parts("wrong", "machine", root=tmp_path, scratch=tmp_path, limit_s=12.0)
+    rows = rows_of(out)
     ended = next(row for row in rows if row["part"] == "wrong" and "ended" in row)
     assert ended["ended"] == ("crashed" if kind.startswith("crashed") else "failed")
     if kind == "failed":
@@ -162,15 +181,13 @@ def test_a_part_that_proves_nothing_does_not_pass(
             True,
         ]
     assert REASONS.get(kind, "") in ended["message"]
-    has_traceback = (given.out / "wrong.traceback.log").exists()
+    has_traceback = (out / "wrong.traceback.log").exists()
     assert has_traceback == kind.startswith("crashed")
     # The next part had its turn.
     assert any(row["part"] == "machine" for row in rows)
 
 
-def test_what_a_hung_part_leaves_behind_is_ended(
-    programme: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_a_hung_part_leaves_behind_is_ended(tmp_path: Path) -> None:
     """A grandchild in a session of its own that ignores SIGTERM, as a worker's driver call does."""
     pid_file = tmp_path / "pid"
     stubborn = (
@@ -181,13 +198,12 @@ def test_what_a_hung_part_leaves_behind_is_ended(
         f"subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True); "
         "report(Figure('before', 1.0, '', 1.0)); signal.pause()"
     )
-    part = write_part(monkeypatch, tmp_path, programme, body)
-    given = job(programme, tmp_path)
-    assert not programme.run_parts([part], given, 6.0, again=False)
-    rows = rows_of(given.out)
+    write_part(tmp_path, body)
+    out = run_parts("wrong", root=tmp_path, scratch=tmp_path, limit_s=6.0)
+    rows = rows_of(out)
     assert rows[-1]["ended"] == "timed out"
     assert "wrong.traceback.log" in rows[-1]["message"]
-    assert "in run" in (given.out / "wrong.traceback.log").read_text(), "where it hung"
+    assert "in run" in (out / "wrong.traceback.log").read_text(), "where it hung"
     figures = [row["figure"] for row in rows if "figure" in row]
     assert figures == ["before"], "what was found before the limit is kept"
     pid = int(pid_file.read_text())
@@ -252,10 +268,9 @@ def test_folders_of_killed_runs_are_removed(programme: Any, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_without_time_are_told(programme: Any, tmp_path: Path) -> None:
-    given = job(programme, tmp_path)
-    assert not programme.run_parts([programme.BY_NAME["machine"]], given, 1.0, again=False)
-    assert rows_of(given.out)[-1]["ended"] == "not run"
+def test_parts_without_time_are_told(tmp_path: Path) -> None:
+    out = run_parts("machine", root=ROOT, scratch=tmp_path, limit_s=1.0)
+    assert rows_of(out)[-1]["ended"] == "not run"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

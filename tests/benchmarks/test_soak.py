@@ -108,7 +108,9 @@ def test_it_ends_when_its_time_has_passed_and_each_tier_was_used(soak: Any) -> N
 @pytest.mark.timeout(1000)
 def test_two_minutes_of_the_real_model(two_minutes: Any) -> None:
     two_minutes.process.wait(900)
-    assert two_minutes.process.returncode == 0, two_minutes.errors()
+    # A process that somebody else waited for has the return code 0, too.
+    is_written = (two_minutes.folder / "soak.json").exists()
+    assert two_minutes.process.returncode == 0 and is_written, two_minutes.errors()
     row = json.loads((two_minutes.folder / "soak.json").read_text())
     assert row["seconds"] >= 118
     assert all(row["cached_tokens"][tier] > 0 for tier in ("device", "host", "file"))
