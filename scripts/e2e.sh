@@ -17,8 +17,8 @@ fi
 
 lanes=(faults rollouts others)
 faults=(serving drift faults)
-rollouts=(rollout)
-others=(wrong_manifests lifecycle scaling drain)
+rollouts=(rollout tls)
+others=(wrong_manifests lifecycle extensions model_cache scaling drain)
 
 logs=$(mktemp -d)
 export ULLAGE_E2E_NAMESPACE=${ULLAGE_E2E_NAMESPACE:-ullage-e2e-$(date +%s)}

@@ -2,8 +2,9 @@
 
 import json
 
+import pytest
 from ullage_cluster.client import Answer, Client
-from ullage_cluster.faults import exhaust_memory, force_delete, kill_worker
+from ullage_cluster.faults import exhaust_memory, force_delete, hang, kill_worker, servers
 from ullage_cluster.kubectl import Kubectl, names, restarts, until
 from ullage_cluster.release import Release
 from ullage_cluster.service import Service
@@ -69,6 +70,25 @@ def test_streams_outlive_an_engine_that_is_killed_for_memory(
     until(lambda: restarts([kubectl.get("pod", victim)]) > before, "the container is started anew")
     [status] = kubectl.get("pod", victim)["status"]["containerStatuses"]
     assert status["lastState"]["terminated"]["reason"] == "OOMKilled", status
+    service.settle()
+
+
+def test_streams_outlive_a_server_that_hangs(
+    kubectl: Kubectl, service: Service, client: Client
+) -> None:
+    pods = names(service.pods())
+    if not all(servers(kubectl.uid("pod", name)) for name in pods):
+        pytest.skip("the nodes are other machines: their processes cannot be stopped from here")
+
+    undisturbed = client.ask(service, PROMPTS, max_tokens=160)
+    with client.streams(service, PROMPTS, max_tokens=160) as streams:
+        victim = streams.started(len(PROMPTS))[0]
+        before = restarts([kubectl.get("pod", victim)])
+        hang(servers(kubectl.uid("pod", victim)))
+        answers = streams.answers()
+
+    assert outcomes(answers) == outcomes(undisturbed)
+    until(lambda: restarts([kubectl.get("pod", victim)]) > before, "its probe has it restarted")
     service.settle()
 
 

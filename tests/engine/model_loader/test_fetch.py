@@ -8,98 +8,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from ullage_testing.hub import COMMIT, Hub
 from ullage_testing.ports import free_port
 
-COMMIT = "c" * 40
 WEIGHTS = bytes(range(256)) * 40_000
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": WEIGHTS, "x.bin": b"no"}
 
 
-class Hub(ThreadingHTTPServer):
-    """What `huggingface_hub` asks of a hub with one repository, org/name."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.files = dict(FILES)
-        self.fetched: list[str] = []
-        self.may_send = threading.Event()
-        self.may_send.set()
-        self.has_sent_half = threading.Event()
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self) -> None:
-        self._answer(has_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(has_body=True)
-
-    def _answer(self, *, has_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith("/api/models/org/name/tree/"):
-            self._json([self._entry(name) for name in self.server.files])
-        elif path.startswith("/api/models/org/name"):
-            siblings = [{"rfilename": n, "size": len(d)} for n, d in self.server.files.items()]
-            self._json({"id": "org/name", "sha": COMMIT, "siblings": siblings})
-        elif path.startswith("/org/name/resolve/"):
-            self._file(path.rpartition("/")[2], has_body)
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    def _entry(self, name: str) -> dict[str, object]:
-        data = self.server.files[name]
-        entry: dict[str, object] = {"type": "file", "path": name, "size": len(data)}
-        entry["oid"] = hashlib.sha1(data).hexdigest()
-        if name.endswith(".safetensors"):
-            lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 1}
-            entry["lfs"] = lfs
-        return entry
-
-    def _json(self, document: object) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _file(self, name: str, has_body: bool) -> None:
-        data = self.server.files[name]
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-        self.end_headers()
-        if not has_body:
-            return
-
-        self.server.fetched.append(name)
-        half = len(data) // 2
-        self.wfile.write(data[:half])
-        if name.endswith(".safetensors"):
-            self.server.has_sent_half.set()
-            self.server.may_send.wait()
-        self.wfile.write(data[half:])
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    server = Hub()
+    server = Hub(dict(FILES))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server

@@ -1,6 +1,13 @@
 """Breaks things inside pods."""
 
+import os
+import signal
+from pathlib import Path
+
 from ullage_cluster.kubectl import Kubectl
+
+SERVER = "ullage-engine"
+"""Program of an engine's server, the first process of its container."""
 
 _KILL_WORKER = """
 import os, pathlib, signal
@@ -41,3 +48,30 @@ def force_delete(kubectl: Kubectl, pod: str) -> None:
     """Ends a pod without a word to it; one that is gone already is no error."""
     now = ("--grace-period=0", "--force", "--wait=false", "--ignore-not-found")
     kubectl("delete", "pod", pod, *now)
+
+
+def servers(pod_uid: str) -> list[int]:
+    """Return the pids of a pod's engine servers, as its node sees them.
+
+    Empty where the node is another machine, for nobody inside of a container can stop its first
+    process.
+    """
+    spellings = (pod_uid, pod_uid.replace("-", "_"))
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            groups = (folder / "cgroup").read_text()
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            # The process ended meanwhile.
+            continue
+        is_server = any(Path(os.fsdecode(word)).name == SERVER for word in words)
+        if is_server and any(spelling in groups for spelling in spellings):
+            found.append(int(folder.name))
+    return found
+
+
+def hang(pids: list[int]) -> None:
+    """Stop processes, which keep their connections and answer nothing any more."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
