@@ -77,7 +77,7 @@ class Service:
     def is_rolled(self) -> bool:
         """Whether every workload runs its newest template in as many pods as it should."""
         listed = self.everything("statefulsets,deployments,pods")
-        pods = [obj for obj in listed if obj["kind"] == "Pod"]
+        pods = [obj for obj in listed if obj["kind"] == "Pod" and not _is_done(obj)]
         workloads = [obj for obj in listed if obj["kind"] != "Pod"]
         wanted = sum(w["spec"]["replicas"] for w in workloads)
         return (
@@ -89,6 +89,11 @@ class Service:
 
     def settle(self) -> None:
         until(self.is_settled, f"{self.name} is settled; it has {self.status()}")
+
+
+def _is_done(pod: Object) -> bool:
+    """Whether a pod has done its work, as that of a Job does."""
+    return bool(pod["status"].get("phase") == "Succeeded")
 
 
 def _is_rolled(workload: Object) -> bool:
