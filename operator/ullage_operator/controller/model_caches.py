@@ -28,6 +28,7 @@ FAILED = "Failed"
 RECHECK_S = 10.0
 """Time after which the operator asks a running Job for its progress again."""
 _LONGEST = 512
+_MIB = 1 << 20
 _GIB = 1 << 30
 
 
@@ -71,7 +72,8 @@ class CacheState:
         cache = self.cache
         text = f"claim {cache.claim}, {cache.source}"
         if self.total_bytes:
-            sizes = f"{self.bytes / _GIB:.1f} of {self.total_bytes / _GIB:.1f} GiB"
+            unit, name = (_GIB, "GiB") if self.total_bytes >= _GIB else (_MIB, "MiB")
+            sizes = f"{self.bytes / unit:.1f} of {self.total_bytes / unit:.1f} {name}"
             text = f"{text}: {sizes}"
         return f"{text}: {self.message}" if self.message else text
 

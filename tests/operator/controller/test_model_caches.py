@@ -97,6 +97,8 @@ def test_new_engines_wait_until_the_model_is_there() -> None:
     assert cache(second).items() >= expected.items()
     assert "3.0 of 4.0 GiB" in condition(second)["message"]
     assert second.recheck_s is not None and second.recheck_s <= 10
+    small = with_pod(seen, pod(seen, "Running"), bytes=3 << 20, total_bytes=20 << 20)
+    assert "3.0 of 20.0 MiB" in condition(planned(small))["message"]
 
     third = planned(with_job(after(running, second), "Complete"))
     assert "StatefulSet" in kinds(third) and "Job" not in kinds(third)
