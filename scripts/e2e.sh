@@ -18,7 +18,7 @@ fi
 lanes=(faults rollouts others)
 faults=(serving drift faults)
 rollouts=(rollout tls)
-others=(wrong_manifests lifecycle extensions model_cache scaling drain)
+others=(wrong_manifests lifecycle extensions model_cache image_volume scaling drain)
 
 logs=$(mktemp -d)
 export ULLAGE_E2E_NAMESPACE=${ULLAGE_E2E_NAMESPACE:-ullage-e2e-$(date +%s)}
