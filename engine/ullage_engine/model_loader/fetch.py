@@ -22,7 +22,7 @@ from typing import Any
 
 from ullage_common.process.addresses import listen
 from ullage_engine.model_loader.digest import Digests
-from ullage_engine.model_loader.source import HUB_FILES, hub_repository, resolve_source
+from ullage_engine.model_loader.source import MODEL_FILES, hub_repository, resolve_source
 from ullage_engine.protocol.errors import WeightsError
 
 PATH = "/progress"
@@ -121,7 +121,7 @@ class Fetch:
         self._files = [
             RemoteFile(each.rfilename, each.size or 0, snapshot / each.rfilename)
             for each in info.siblings or ()
-            if any(fnmatch(each.rfilename, pattern) for pattern in HUB_FILES)
+            if any(fnmatch(each.rfilename, pattern) for pattern in MODEL_FILES)
         ]
         if not any(file.name.endswith(".safetensors") for file in self._files):
             raise Misuse(

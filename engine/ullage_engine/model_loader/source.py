@@ -1,4 +1,4 @@
-"""Where a model's files are: one URI field, five schemes.
+"""Where a model's files are: one URI field, six schemes.
 
 Imports no torch and no model code, so the server process finds the tokenizer with it too.
 """
@@ -12,6 +12,7 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from ullage_engine.model_loader.gguf_file import check_parts, gguf_parts
+from ullage_engine.model_loader.s3 import fetch, fetch_model
 from ullage_engine.protocol.errors import WeightsError
 
 PVC_ROOT = Path("/models")
@@ -20,15 +21,15 @@ PVC_ROOT = Path("/models")
 IMAGE_ROOT = Path("/model-image")
 """Folder in which the operator mounts the image of an `oci://` source."""
 
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""Files that are downloaded of an `hf://` source."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""Files that are downloaded from a repository of the hub or a folder of a bucket."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 """File that makes a folder that of a LoRA adapter."""
 
 SCHEMES = (
-    "pkg://package/file, file:///path, hf://org/name@revision, pvc://claim/path or "
-    "oci://image#folder"
+    "pkg://package/file, file:///path, hf://org/name@revision, s3://bucket/prefix, "
+    "pvc://claim/path or oci://image#folder"
 )
 
 _TORCH = (
@@ -67,7 +68,7 @@ class ModelFiles:
 
 
 def resolve_source(source: str) -> ModelFiles:
-    """Find the files that a source URI names; only `hf://` may use the network.
+    """Find the files that a source URI names; only `hf://` and `s3://` may use the network.
 
     Of a split GGUF any part may be named.
 
@@ -75,11 +76,15 @@ def resolve_source(source: str) -> ModelFiles:
         WeightsError: the URI is malformed or what it names does not exist.
     """
     what = f"model.source {source!r}"
+    if source.startswith("s3://"):
+        return _check(what, fetch_model(what, source, *_bucket_and_key(what, source), MODEL_FILES))
     return _check(what, _path_of(what, source))
 
 
 def resolve_adapter(source: str) -> Path:
-    """Find the folder of a LoRA adapter in PEFT's format; only `hf://` may use the network.
+    """Find the folder of a LoRA adapter in PEFT's format.
+
+    Only `hf://` and `s3://` may use the network.
 
     Raises:
         WeightsError: the URI is malformed or names no such folder.
@@ -92,6 +97,8 @@ def resolve_adapter(source: str) -> Path:
 
 
 def _path_of(what: str, source: str) -> Path:
+    if source.startswith("s3://"):
+        return fetch(what, *_bucket_and_key(what, source), MODEL_FILES)
     parts = urlsplit(source)
     if parts.scheme == "oci":
         return _image_path(what, unquote(parts.fragment))
@@ -142,6 +149,16 @@ def hub_repository(source: str) -> tuple[str, str]:
     return _repository(what, parts.netloc, unquote(parts.path))
 
 
+def _bucket_and_key(what: str, source: str) -> tuple[str, str]:
+    parts = urlsplit(source)
+    if parts.query or parts.fragment or not parts.netloc:
+        raise WeightsError(
+            f"{what}: write s3://bucket/prefix, or s3://bucket/path/model.gguf, with %23 for # and "
+            "%3F for ?"
+        )
+    return parts.netloc, unquote(parts.path)
+
+
 def _repository(what: str, organisation: str, path: str) -> tuple[str, str]:
     name, _, revision = path.lstrip("/").partition("@")
     if not organisation or not name or "/" in name:
@@ -162,7 +179,7 @@ def _hub_path(what: str, organisation: str, path: str) -> Path:
         folder = snapshot_download(
             repository,
             revision=revision or None,
-            allow_patterns=list(HUB_FILES),
+            allow_patterns=list(MODEL_FILES),
         )
     except Exception as error:  # errors of the connection are of the client's HTTP library
         reason = " ".join(str(error).split())

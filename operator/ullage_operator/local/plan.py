@@ -80,7 +80,9 @@ def make_pod(workload: Manifest, name: str, run_dir: Path, ports: Mapping[str, i
     spec = workload["spec"]["template"]["spec"]
     container = spec["containers"][0]
     mounts = mount_paths(container, run_dir, name)
-    given = {item["name"]: env_value(item, name) for item in container.get("env", ())}
+    # Keys of Secrets are those in the environment of `ullage up`, which processes inherit.
+    known = [item for item in container.get("env", ()) if not is_of_secret(item)]
+    given = {item["name"]: env_value(item, name) for item in known}
     env = {key: translate(value, {}, mounts) for key, value in given.items()}
     arguments = [translate(text, env, mounts) for text in container.get("args", ())]
     return Pod(
@@ -102,6 +104,10 @@ def spec_part(workload: Manifest) -> str:
 
 def entry_point(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", ENTRY_POINTS[command[0]], *command[1:]]
+
+
+def is_of_secret(item: Mapping[str, Any]) -> bool:
+    return "secretKeyRef" in item.get("valueFrom", {})
 
 
 def env_value(item: Mapping[str, Any], pod_name: str) -> str:

@@ -122,6 +122,17 @@ def test_everything_stays_in_the_run_directory(manifest: Make, tmp_path: Path) -
     assert plan.pods[0].env["HF_HOME"] == str(tmp_path / "cache" / "huggingface")
 
 
+def test_credentials_of_buckets_are_those_of_the_environment(
+    manifest: Make, tmp_path: Path
+) -> None:
+    model = {"source": "s3://models/m.gguf", "name": "m"}
+    s3 = {"endpoint": "http://127.0.0.1:9000", "secretName": "models"}
+    env = local(manifest(model=model, s3=s3), tmp_path).pods[0].env
+    assert env["ULLAGE_S3_CACHE"] == str(tmp_path / "cache" / "s3")
+    assert env["AWS_ENDPOINT_URL_S3"] == "http://127.0.0.1:9000"
+    assert "AWS_ACCESS_KEY_ID" not in env, "inherited from ullage up"
+
+
 def test_a_pool_without_engines_is_no_target(manifest: Make, tmp_path: Path) -> None:
     plan = local(manifest(pools={"large": LARGE | {"replicas": 0}}), tmp_path)
     assert [pool.name for pool in read(plan, "demo-router-0", RouterConfig).pools] == ["single"]
