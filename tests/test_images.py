@@ -259,6 +259,7 @@ def test_a_program_needs_nothing_beyond_its_images_extras(program: str) -> None:
         "safetensors",
         "llguidance",
         "transformers",
+        "awscrt",
     ]
     absent += ["celpy", "jsonschema", "kubernetes_validate", "rich", "httpx", "pytest"]
     code = BLOCKED.format(absent=set(absent), program=program)

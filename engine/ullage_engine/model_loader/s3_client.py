@@ -1,15 +1,15 @@
 """Requests to a bucket of S3, or of a store that speaks it: list, head and ranges of objects.
 
 Endpoint, region, credentials and certificates are those that the AWS SDKs take from the
-environment; AWS's Common Runtime finds credentials, signs, and tries again what a store refuses for
-a moment.
+environment. AWS's Common Runtime finds credentials, signs requests and retries those that a store
+refuses for a moment. It is imported with the first bucket.
 """
 
 import os
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -25,6 +25,10 @@ _MEMORY_BYTES = 1 << 30
 """The least bound of memory that the runtime takes."""
 _LONGEST_ANSWER = 8 << 20
 _MOST_OBJECTS = 10_000
+_MOST_PAGES = 100
+"""Pages of a listing; a page may name folders alone."""
+_TRY_LATER = (408, 412, 429)
+"""Answers below 500 that may differ the next time: a timeout, a changed object, too many calls."""
 _BUCKET = re.compile(r"[a-z0-9][-a-z0-9.]{1,61}[a-z0-9]")
 _TRUE = ("1", "true", "yes")
 
@@ -42,10 +46,21 @@ _REMEDIES = {
 class S3Error(Exception):
     """A request that was not answered as asked; the text gives the cause and a remedy."""
 
-    def __init__(self, text: str, status: int | None = None) -> None:
+    def __init__(self, text: str, *, is_outage: bool = False, is_final: bool = False) -> None:
         super().__init__(text)
-        self.status = status
-        """Status of the answer; None: there was none."""
+        self.is_outage = is_outage
+        """Whether the store did not answer, or could not."""
+        self.is_final = is_final
+        """Whether the next try would fail, too, unless something is corrected."""
+
+
+class BucketError(WeightsError):
+    """An `S3Error` that names the source, the bucket and the key."""
+
+    def __init__(self, what: str, bucket: str, key: str, error: S3Error) -> None:
+        super().__init__(f"{what}: bucket {bucket}, key {key!r}: {error}")
+        self.is_outage = error.is_outage
+        self.is_final = error.is_final
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +100,18 @@ def endpoint_of(bucket: str, environ: Mapping[str, str]) -> Endpoint:
     """
     if not _BUCKET.fullmatch(bucket):
         raise S3Error(
-            f"{bucket!r} is no bucket's name; write 3 to 63 lower-case letters, digits, - and ."
+            f"{bucket!r} is no bucket's name; write 3 to 63 lower-case letters, digits, - and .",
+            is_final=True,
         )
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     given = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if given:
         parts = urllib.parse.urlsplit(given)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
-            raise S3Error(f"s3.endpoint {given!r} is no address; write https://host or http://host")
+            raise S3Error(
+                f"s3.endpoint {given!r} is no address; write https://host or http://host",
+                is_final=True,
+            )
         return Endpoint(parts.scheme == "https", parts.netloc, f"/{bucket}/", region)
     suffix = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
     host = f"s3.{region}.{suffix}"
@@ -110,12 +129,14 @@ class Bucket:
         Raises:
             S3Error: the environment's settings cannot be used, or the runtime is not installed.
         """
+        self.name = bucket
         self.endpoint = endpoint_of(bucket, environ)
         try:
             from awscrt import auth, http, io, s3
         except ImportError as error:
             raise S3Error(
-                "s3:// needs the awscrt package; pip install 'ullage[s3]', or use file://"
+                "s3:// needs the awscrt package; pip install 'ullage[s3]', or use file://",
+                is_final=True,
             ) from error
         self._http, self._types = http, s3.S3RequestType
         bootstrap = io.ClientBootstrap(group := io.EventLoopGroup(1), io.DefaultHostResolver(group))
@@ -123,7 +144,7 @@ class Bucket:
         if environ.get(UNSIGNED, "").lower() not in _TRUE:
             signing = s3.create_default_s3_signing_config(
                 region=self.endpoint.region,
-                credential_provider=auth.AwsCredentialsProvider.new_default_chain(bootstrap),
+                credential_provider=_credentials(auth, bootstrap, environ),
             )
         tls_mode, tls = s3.S3RequestTlsMode.DISABLED, None
         if self.endpoint.is_secure:
@@ -148,24 +169,22 @@ class Bucket:
         """
         query = {"list-type": "2", "delimiter": "/", "encoding-type": "url", "prefix": prefix}
         num_objects = 0
-        while True:
+        for _ in range(_MOST_PAGES):
             encoded = urllib.parse.urlencode(query, quote_via=urllib.parse.quote)
             path = f"{self.endpoint.path}?{encoded}"
             page = _xml(self._answer("GET", path, "ListObjectsV2")[1])
-            is_encoded = page.findtext("EncodingType") == "url"
-            for item in page.iter("Contents"):
-                key = item.findtext("Key", "")
-                yield Listed(
-                    urllib.parse.unquote_plus(key) if is_encoded else key,
-                    int(item.findtext("Size", "0")),
-                    item.findtext("ETag", ""),
-                )
+            for item in _listed(page, prefix):
+                yield item
                 num_objects += 1
             if page.findtext("IsTruncated") != "true":
                 return
             if num_objects > _MOST_OBJECTS:
-                raise S3Error(f"more than {_MOST_OBJECTS} objects are there; name a model's folder")
+                break
             query["continuation-token"] = page.findtext("NextContinuationToken", "")
+        raise S3Error(
+            f"more than {_MOST_OBJECTS} objects or folders are there; name a model's folder",
+            is_final=True,
+        )
 
     def head(self, item: Listed) -> dict[str, str]:
         """Return the headers of an object that is still the listed one, with its checksums.
@@ -185,28 +204,32 @@ class Bucket:
         """
         asked = {"If-Match": item.etag, "Range": f"bytes={start}-"}
         position = start
-        failures: list[Exception] = []
+        failed: Future[None] = Future()
 
         def on_body(chunk: Any, offset: int, **_: Any) -> None:
             nonlocal position
-            if failures:
+            if failed.done():
                 return
             try:
                 if offset != position:
                     raise S3Error(f"the store sent byte {offset} in the place of {position}")
                 take(memoryview(chunk))
                 position += len(chunk)
-            except (OSError, S3Error) as error:
-                failures.append(error)
-                request.cancel()
+            except Exception as error:
+                failed.set_exception(error)
 
         request, done = self._send("GET", self._path(item.key), "", asked, on_body=on_body)
+        wait([request.finished_future, failed], return_when=FIRST_COMPLETED)
+        if failed.done():
+            request.cancel()
         try:
             request.finished_future.result()
         except (Exception, CancelledError) as error:
-            raise failures[0] if failures else _error_of(error, done, self.endpoint) from error
-        if failures:
-            raise failures[0]
+            if not failed.done():
+                known = _error_of(error, done, self.endpoint)
+                raise _ended_early(known, position, item.size) from error
+        if failed.done():
+            failed.result()
         if position != item.size:
             raise S3Error(f"the store sent {position} of {item.size} bytes; start again")
 
@@ -258,6 +281,23 @@ class Bucket:
         return request, done
 
 
+def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
+    """Return what finds credentials: the environment's keys, or else the SDKs' usual chain.
+
+    Only the chain needs the system's certificates, which an image may lack.
+    """
+    if environ.get("AWS_ACCESS_KEY_ID"):
+        return auth.AwsCredentialsProvider.new_environment()
+    try:
+        return auth.AwsCredentialsProvider.new_default_chain(bootstrap)
+    except RuntimeError as error:
+        raise S3Error(
+            f"the pod's identity cannot be used: {error}; install ca-certificates in the image, or "
+            "name a Secret in s3.secretName",
+            is_final=True,
+        ) from error
+
+
 def _tls(io: Any, environ: Mapping[str, str]) -> Any:
     """Return options of TLS: the certificates of AWS_CA_BUNDLE, or those of certifi, since an image
     may have none."""
@@ -271,11 +311,35 @@ def _tls(io: Any, environ: Mapping[str, str]) -> Any:
             certificates = file.read()
     except OSError as error:
         raise S3Error(
-            f"AWS_CA_BUNDLE {path}: {error.strerror}; name a file of certificates"
+            f"AWS_CA_BUNDLE {path}: {error.strerror}; name a file of certificates", is_final=True
         ) from error
     options = io.TlsContextOptions()
     options.override_default_trust_store(certificates)
-    return io.ClientTlsContext(options).new_connection_options()
+    try:
+        return io.ClientTlsContext(options).new_connection_options()
+    except Exception as error:  # the runtime raises several kinds
+        raise S3Error(
+            f"AWS_CA_BUNDLE {path} cannot be used: {error}; name a file of certificates in PEM",
+            is_final=True,
+        ) from error
+
+
+def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
+    """Yield the objects of one page of a listing that may be files of the folder."""
+    is_encoded = page.findtext("EncodingType") == "url"
+    for item in page.iter("Contents"):
+        key, size = item.findtext("Key", ""), item.findtext("Size", "")
+        key = urllib.parse.unquote_plus(key) if is_encoded else key
+        if not key.startswith(prefix):
+            raise S3Error(
+                f"the store lists {key!r}, which is not of {prefix!r}; check s3.endpoint",
+                is_final=True,
+            )
+        if not size.isascii() or not size.isdecimal():
+            raise S3Error(f"the store lists {key!r} with size {size!r}; check s3.endpoint")
+        # Some stores list what is in folders below, too, and no file's name has a NUL.
+        if "/" not in key[len(prefix) :] and "\0" not in key:
+            yield Listed(key, int(size), item.findtext("ETag", ""))
 
 
 def _xml(body: bytes) -> ElementTree.Element:
@@ -291,38 +355,65 @@ def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint)
     status = done.get("status_code")
     name = getattr(error, "name", type(error).__name__)
     if status is None:
-        if "CREDENTIALS" in name:
-            return S3Error(
-                "there are no credentials; name a Secret in s3.secretName, give the pod an "
-                "identity of the cloud by serviceAccount, or set s3.anonymous for a public bucket"
-            )
-        reason = getattr(error, "message", str(error))
-        return S3Error(
-            f"{endpoint.address} cannot be reached ({name}: {reason}); check s3.endpoint and the "
-            "network"
-        )
+        return _outage(name, getattr(error, "message", str(error)), endpoint)
     headers = {key.lower(): value for key, value in done.get("error_headers") or ()}
-    code, message = _code(done.get("error_body") or b"")
-    region = headers.get("x-amz-bucket-region", endpoint.region)
+    fault = _Fault.of(done.get("error_body") or b"")
+    region = headers.get("x-amz-bucket-region") or fault.region or endpoint.region
     if region != endpoint.region:
-        return S3Error(f"the bucket is in {region}; set s3.region to it", status)
+        return S3Error(f"the bucket is in {region}; set s3.region to it", is_final=True)
     if status == 412:
-        return S3Error("it has changed since it was listed; start again", status)
+        return S3Error("it has changed since it was listed; start again")
     # An answer to HEAD says no more than its status.
-    code = code or {403: "AccessDenied", 404: "NoSuchKey"}.get(status, "")
+    code = fault.code or {403: "AccessDenied", 404: "NoSuchKey"}.get(status, "")
     remedy = _REMEDIES.get(code, "check s3.endpoint, s3.region and the credentials")
-    said = " ".join(f"{status} {code} {message}".split())
-    return S3Error(f"{said}: {remedy}", status)
+    said = " ".join(f"{status} {code} {fault.message}".split())
+    return S3Error(
+        f"{said}: {remedy}",
+        is_outage=status >= 500 or status == 429,
+        is_final=status < 500 and status not in _TRY_LATER,
+    )
 
 
-def _code(body: bytes) -> tuple[str, str]:
-    try:
-        root = _xml(body)
-    except S3Error:
-        return "", ""
-    return root.findtext("Code", "")[:100], root.findtext("Message", "")[:300]
+def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
+    """Return the error of a request that nobody answered."""
+    # The service that gives credentials may be away, as the store may be.
+    if "CREDENTIALS" in name:
+        return S3Error(
+            "there are no credentials; name a Secret in s3.secretName, give the pod an identity of "
+            "the cloud by serviceAccount, or set s3.anonymous for a public bucket",
+            is_outage=True,
+        )
+    return S3Error(
+        f"{endpoint.address} cannot be reached ({name}: {reason}); check s3.endpoint and the "
+        "network",
+        is_outage=True,
+    )
 
 
-def refusal(what: str, bucket: str, key: str, error: S3Error) -> WeightsError:
-    """Return an error that names bucket and key."""
-    return WeightsError(f"{what}: bucket {bucket}, key {key!r}: {error}")
+def _ended_early(error: S3Error, position: int, size: int) -> S3Error:
+    """Return the error of an answer that ended, where it began."""
+    if not error.is_outage or not position:
+        return error
+    return S3Error(f"the download ended after {position} of {size} bytes: {error}", is_outage=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """The words of a refusal."""
+
+    code: str = ""
+    message: str = ""
+    region: str = ""
+    """Region that the store expects instead; empty where the region is not the cause."""
+
+    @classmethod
+    def of(cls, body: bytes) -> "_Fault":
+        try:
+            root = _xml(body)
+        except S3Error:
+            return cls()
+        code = root.findtext("Code", "")[:100]
+        # Some stores write their region into every refusal.
+        is_of_region = code == "AuthorizationHeaderMalformed"
+        region = root.findtext("Region", "")[:100] if is_of_region else ""
+        return cls(code, root.findtext("Message", "")[:300], region)

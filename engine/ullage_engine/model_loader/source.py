@@ -12,7 +12,6 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from ullage_engine.model_loader.gguf_file import check_parts, gguf_parts
-from ullage_engine.model_loader.s3 import fetch, fetch_model
 from ullage_engine.protocol.errors import WeightsError
 
 PVC_ROOT = Path("/models")
@@ -23,6 +22,9 @@ IMAGE_ROOT = Path("/model-image")
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """Files that are downloaded from a repository of the hub or a folder of a bucket."""
+
+CONFIG = "config.json"
+"""File that makes a folder that of a model."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 """File that makes a folder that of a LoRA adapter."""
@@ -76,9 +78,12 @@ def resolve_source(source: str) -> ModelFiles:
         WeightsError: the URI is malformed or what it names does not exist.
     """
     what = f"model.source {source!r}"
-    if source.startswith("s3://"):
-        return _check(what, fetch_model(what, source, *_bucket_and_key(what, source), MODEL_FILES))
-    return _check(what, _path_of(what, source))
+    if not is_of_bucket(source):
+        return _check(what, _path_of(what, source))
+    from ullage_engine.model_loader.s3 import Wanted, fetch_model
+
+    wanted = Wanted(MODEL_FILES, CONFIG)
+    return _check(what, fetch_model(what, source, *bucket_and_key(what, source), wanted))
 
 
 def resolve_adapter(source: str) -> Path:
@@ -90,15 +95,19 @@ def resolve_adapter(source: str) -> Path:
         WeightsError: the URI is malformed or names no such folder.
     """
     what = f"adapters: source {source!r}"
-    path = _path_of(what, source)
+    path = _bucket_adapter(what, source) if is_of_bucket(source) else _path_of(what, source)
     if not (path / ADAPTER_CONFIG).is_file():
         raise WeightsError(f"{what}: {path} has no {ADAPTER_CONFIG}; name an adapter's folder")
     return path
 
 
+def _bucket_adapter(what: str, source: str) -> Path:
+    from ullage_engine.model_loader.s3 import Wanted, fetch
+
+    return fetch(what, *bucket_and_key(what, source), Wanted(MODEL_FILES, ADAPTER_CONFIG))
+
+
 def _path_of(what: str, source: str) -> Path:
-    if source.startswith("s3://"):
-        return fetch(what, *_bucket_and_key(what, source), MODEL_FILES)
     parts = urlsplit(source)
     if parts.scheme == "oci":
         return _image_path(what, unquote(parts.fragment))
@@ -149,7 +158,17 @@ def hub_repository(source: str) -> tuple[str, str]:
     return _repository(what, parts.netloc, unquote(parts.path))
 
 
-def _bucket_and_key(what: str, source: str) -> tuple[str, str]:
+def is_of_bucket(source: str) -> bool:
+    """Return whether a source names a folder or a file of a bucket."""
+    return source.startswith("s3://")
+
+
+def bucket_and_key(what: str, source: str) -> tuple[str, str]:
+    """Return the bucket and the key or prefix of an `s3://` source.
+
+    Raises:
+        WeightsError: the source is malformed.
+    """
     parts = urlsplit(source)
     if parts.query or parts.fragment or not parts.netloc:
         raise WeightsError(
@@ -210,7 +229,7 @@ def _look(what: str, path: Path) -> ModelFiles:
         raise WeightsError(f"{what}: {path}: {_not_gguf(path)}")
     if not path.is_dir():
         raise WeightsError(f"{what}: {path} {_absence(path)}")
-    if not os.path.lexists(path / "config.json"):
+    if not os.path.lexists(path / CONFIG):
         raise WeightsError(f"{what}: {path} has no config.json; {_remedy(path)}")
     return ModelFiles(path, "directory")
 
@@ -250,7 +269,7 @@ def _remedy(folder: Path) -> str:
     for name in names:
         if name.endswith(".gguf"):
             return f"name one of its .gguf files, such as {folder / name}"
-    folders = [name for name in names if (folder / name / "config.json").is_file()]
+    folders = [name for name in names if (folder / name / CONFIG).is_file()]
     if folders:
         return f"name the folder in it that has one, such as {folder / folders[0]}"
     snapshots = sorted(folder.glob("snapshots/*/config.json"))

