@@ -63,7 +63,7 @@ from ullage_operator.api.sections import (
 
 
 class S3Spec(Strict, frozen=True, kw_only=True):
-    """The store of sources in buckets; all None: AWS with the pod's own identity."""
+    """The store of `s3://` sources; without a field of it, AWS with the pod's own identity."""
 
     endpoint: str | None = None
     region: str | None = None

@@ -80,7 +80,7 @@ def make_pod(workload: Manifest, name: str, run_dir: Path, ports: Mapping[str, i
     spec = workload["spec"]["template"]["spec"]
     container = spec["containers"][0]
     mounts = mount_paths(container, run_dir, name)
-    # Keys of Secrets are those in the environment of `ullage up`, which processes inherit.
+    # Processes inherit the environment of `ullage up`, which has what Secrets have in a cluster.
     known = [item for item in container.get("env", ()) if not is_of_secret(item)]
     given = {item["name"]: env_value(item, name) for item in known}
     env = {key: translate(value, {}, mounts) for key, value in given.items()}

@@ -495,11 +495,15 @@ def group_env(pool: PoolSpec) -> list[Manifest]:
 
 
 def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
-    """Return by which environment engines read buckets, as the SDKs of AWS do; a pod template may
-    set any variable otherwise."""
-    spec, s3 = service.spec, service.spec.s3 or S3Spec()
+    """Return the variables by which engines read buckets, which are those of AWS's SDKs.
+
+    Variables of the pod template come before them.
+    """
+    spec = service.spec
+    s3 = spec.s3 or S3Spec()
     if spec.s3 is None and not spec.model.source.startswith("s3://"):
         return []
+
     values = {
         "ULLAGE_S3_CACHE": f"{naming.CACHE_DIR}/s3",
         "AWS_ENDPOINT_URL_S3": s3.endpoint,
@@ -510,15 +514,17 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
         {"name": name, "value": value} for name, value in values.items() if value
     ]
     if s3.secret_name:
-        secret = {"name": s3.secret_name}
-        keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-        for key in keys:
-            # Only temporary credentials have a token.
-            optional = {"optional": True} if key == "AWS_SESSION_TOKEN" else {}
-            reference = {"secretKeyRef": {**secret, "key": key, **optional}}
-            env.append({"name": key, "valueFrom": reference})
+        env += _keys_of(s3.secret_name)
     given = given_env(pool)
     return [variable for variable in env if variable["name"] not in given]
+
+
+def _keys_of(secret: str) -> Iterator[Manifest]:
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        # Only temporary credentials have a token.
+        optional = {"optional": True} if key == "AWS_SESSION_TOKEN" else {}
+        reference = {"secretKeyRef": {"name": secret, "key": key, **optional}}
+        yield {"name": key, "valueFrom": reference}
 
 
 def follower_template(

@@ -321,7 +321,7 @@ RULES = [
     ),
     rule(
         "pools",
-        "modelCache.warm fetches models of hf:// alone",
+        "modelCache.warm fetches models of hf:// and s3:// alone",
         {"pools.single.modelCache": {"claimName": "c", "warm": True}},
     ),
     rule(
