@@ -119,6 +119,7 @@ def fetch_now(what: str, bucket: str, path: str, wanted: Wanted, download: Downl
 def _listing(what: str, bucket: str, key: str, wanted: Wanted) -> tuple[Bucket, list[Listed]]:
     try:
         store = Bucket(bucket)
+        log.info("%s: listing bucket %s at %s", what, bucket, store.endpoint.address)
         if _is_file(key):
             return store, _list_file(store, key)
         return store, _list_folder(store, key, wanted)

@@ -213,6 +213,8 @@ class Bucket:
             try:
                 if offset != position:
                     raise S3Error(f"the store sent byte {offset} in the place of {position}")
+                if position + len(chunk) > item.size:
+                    raise S3Error(f"the store sent more than the {item.size} bytes that it listed")
                 take(memoryview(chunk))
                 position += len(chunk)
             except Exception as error:
@@ -354,7 +356,8 @@ def _xml(body: bytes) -> ElementTree.Element:
 def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint) -> S3Error:
     status = done.get("status_code")
     name = getattr(error, "name", type(error).__name__)
-    if status is None:
+    # An answer that began well and broke is no refusal.
+    if status is None or 200 <= status < 300:
         return _outage(name, getattr(error, "message", str(error)), endpoint)
     headers = {key.lower(): value for key, value in done.get("error_headers") or ()}
     fault = _Fault.of(done.get("error_body") or b"")

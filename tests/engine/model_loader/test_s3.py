@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from ullage_testing.certificates import Authority
 from ullage_testing.ports import free_port
 from ullage_testing.s3_peer import MOTO, Answer, S3Peer, s3_peer, s3_store
 
@@ -379,6 +380,33 @@ def test_keys_need_no_certificates_of_the_image(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     message = refused()
     assert "trust store not found" in message and "install ca-certificates in the image" in message
+
+
+@needs_moto
+def test_a_private_authority_is_that_of_the_bundle(
+    store: str, bucket_env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Authority().issue(tmp_path / "tls", "store")
+    with s3_peer(store, folder) as peer:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", peer.address)
+        peer.put("/models")
+        peer.put("/models/m.gguf", b"GGUF")
+        # Without it the runtime says so after two minutes, as its TLS delays each failure.
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(folder / "ca.crt"))
+        assert resolve_source("s3://models/m.gguf").path.read_bytes() == b"GGUF"
+
+
+@needs_moto
+def test_no_more_is_taken_than_was_listed(peer: S3Peer, bucket_env: Path) -> None:
+    def more(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        if method != "GET" or not path.endswith("config.json"):
+            return answer
+        whole = ("Content-Range", "bytes 0-99/100")
+        return 206, [("Content-Length", "100"), whole, ("ETag", '"e"')], b"x" * 100
+
+    peer.breaks = more
+    assert "the store sent more than the 2 bytes that it listed" in refused()
+    assert sum(path.stat().st_size for path in bucket_env.rglob("config.json")) == 0
 
 
 @needs_moto

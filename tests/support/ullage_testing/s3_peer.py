@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import os
 import re
+import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -99,8 +100,11 @@ def s3_store(log: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def s3_peer(store: str) -> Iterator[S3Peer]:
-    """Run the proxy before a store, without what it holds from other tests."""
+def s3_peer(store: str, certificate: Path | None = None) -> Iterator[S3Peer]:
+    """Run the proxy before a store, without what it holds from other tests.
+
+    It speaks TLS with the certificate of a folder that has tls.crt and tls.key.
+    """
     peer = S3Peer(store)
 
     class Handler(BaseHTTPRequestHandler):
@@ -132,9 +136,17 @@ def s3_peer(store: str) -> Iterator[S3Peer]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if certificate is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate / "tls.crt", certificate / "tls.key")
+        # Each connection's thread shakes hands, so that no client holds up others.
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    peer.address = f"http://127.0.0.1:{server.server_address[1]}"
+    scheme = "https" if certificate else "http"
+    peer.address = f"{scheme}://127.0.0.1:{server.server_address[1]}"
     peer.ask("POST", "/moto-api/reset", {})
     try:
         yield peer
