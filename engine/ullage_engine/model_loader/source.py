@@ -1,4 +1,4 @@
-"""Where a model's files are: one URI field, five schemes.
+"""Where a model's files are: one URI field, six schemes.
 
 Imports no torch and no model code, so the server process finds the tokenizer with it too.
 """
@@ -20,15 +20,18 @@ PVC_ROOT = Path("/models")
 IMAGE_ROOT = Path("/model-image")
 """Folder in which the operator mounts the image of an `oci://` source."""
 
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""Files that are downloaded of an `hf://` source."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+"""Files that are downloaded from a repository of the hub or a folder of a bucket."""
+
+CONFIG = "config.json"
+"""File that makes a folder that of a model."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 """File that makes a folder that of a LoRA adapter."""
 
 SCHEMES = (
-    "pkg://package/file, file:///path, hf://org/name@revision, pvc://claim/path or "
-    "oci://image#folder"
+    "pkg://package/file, file:///path, hf://org/name@revision, s3://bucket/prefix, "
+    "pvc://claim/path or oci://image#folder"
 )
 
 _TORCH = (
@@ -67,7 +70,7 @@ class ModelFiles:
 
 
 def resolve_source(source: str) -> ModelFiles:
-    """Find the files that a source URI names; only `hf://` may use the network.
+    """Find the files that a source URI names; only `hf://` and `s3://` may use the network.
 
     Of a split GGUF any part may be named.
 
@@ -75,20 +78,33 @@ def resolve_source(source: str) -> ModelFiles:
         WeightsError: the URI is malformed or what it names does not exist.
     """
     what = f"model.source {source!r}"
-    return _check(what, _path_of(what, source))
+    if not is_of_bucket(source):
+        return _check(what, _path_of(what, source))
+    from ullage_engine.model_loader.s3 import Wanted, fetch_model
+
+    wanted = Wanted(MODEL_FILES, CONFIG)
+    return _check(what, fetch_model(what, source, *bucket_and_key(what, source), wanted))
 
 
 def resolve_adapter(source: str) -> Path:
-    """Find the folder of a LoRA adapter in PEFT's format; only `hf://` may use the network.
+    """Find the folder of a LoRA adapter in PEFT's format.
+
+    Only `hf://` and `s3://` may use the network.
 
     Raises:
         WeightsError: the URI is malformed or names no such folder.
     """
     what = f"adapters: source {source!r}"
-    path = _path_of(what, source)
+    path = _bucket_adapter(what, source) if is_of_bucket(source) else _path_of(what, source)
     if not (path / ADAPTER_CONFIG).is_file():
         raise WeightsError(f"{what}: {path} has no {ADAPTER_CONFIG}; name an adapter's folder")
     return path
+
+
+def _bucket_adapter(what: str, source: str) -> Path:
+    from ullage_engine.model_loader.s3 import Wanted, fetch
+
+    return fetch(what, *bucket_and_key(what, source), Wanted(MODEL_FILES, ADAPTER_CONFIG))
 
 
 def _path_of(what: str, source: str) -> Path:
@@ -142,6 +158,26 @@ def hub_repository(source: str) -> tuple[str, str]:
     return _repository(what, parts.netloc, unquote(parts.path))
 
 
+def is_of_bucket(source: str) -> bool:
+    """Return whether a source names a folder or a file of a bucket."""
+    return source.startswith("s3://")
+
+
+def bucket_and_key(what: str, source: str) -> tuple[str, str]:
+    """Return the bucket and the key or prefix of an `s3://` source.
+
+    Raises:
+        WeightsError: the source is malformed.
+    """
+    parts = urlsplit(source)
+    if parts.query or parts.fragment or not parts.netloc:
+        raise WeightsError(
+            f"{what}: write s3://bucket/prefix, or s3://bucket/path/model.gguf, with %23 for # and "
+            "%3F for ?"
+        )
+    return parts.netloc, unquote(parts.path)
+
+
 def _repository(what: str, organisation: str, path: str) -> tuple[str, str]:
     name, _, revision = path.lstrip("/").partition("@")
     if not organisation or not name or "/" in name:
@@ -162,7 +198,7 @@ def _hub_path(what: str, organisation: str, path: str) -> Path:
         folder = snapshot_download(
             repository,
             revision=revision or None,
-            allow_patterns=list(HUB_FILES),
+            allow_patterns=list(MODEL_FILES),
         )
     except Exception as error:  # errors of the connection are of the client's HTTP library
         reason = " ".join(str(error).split())
@@ -193,7 +229,7 @@ def _look(what: str, path: Path) -> ModelFiles:
         raise WeightsError(f"{what}: {path}: {_not_gguf(path)}")
     if not path.is_dir():
         raise WeightsError(f"{what}: {path} {_absence(path)}")
-    if not os.path.lexists(path / "config.json"):
+    if not os.path.lexists(path / CONFIG):
         raise WeightsError(f"{what}: {path} has no config.json; {_remedy(path)}")
     return ModelFiles(path, "directory")
 
@@ -233,7 +269,7 @@ def _remedy(folder: Path) -> str:
     for name in names:
         if name.endswith(".gguf"):
             return f"name one of its .gguf files, such as {folder / name}"
-    folders = [name for name in names if (folder / name / "config.json").is_file()]
+    folders = [name for name in names if (folder / name / CONFIG).is_file()]
     if folders:
         return f"name the folder in it that has one, such as {folder / folders[0]}"
     snapshots = sorted(folder.glob("snapshots/*/config.json"))

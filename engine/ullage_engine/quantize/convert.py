@@ -523,7 +523,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="hf://, file://, pvc:// or pkg:// URI")
+    parser.add_argument(
+        "--model", required=True, help="hf://, s3://, file://, pvc:// or pkg:// URI"
+    )
     parser.add_argument("--format", required=True, choices=["int8", "int4", "fp8", "w8a8"])
     parser.add_argument("--output", type=Path, required=True, help="folder to write, new or empty")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="text for w8a8, UTF-8")

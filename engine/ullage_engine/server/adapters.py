@@ -94,7 +94,7 @@ class _Attempt:
 
 
 def find_adapter(section: AdapterSection, max_rank: int, digests: Digests) -> AdapterVersion:
-    """Find an adapter's files, which `hf://` downloads, and check all that needs no model.
+    """Find an adapter's files, which may be downloaded, and check all that needs no model.
 
     Raises:
         WeightsError: they are not there, are damaged, or do not fit the slots.

@@ -62,6 +62,15 @@ from ullage_operator.api.sections import (
 )
 
 
+class S3Spec(Strict, frozen=True, kw_only=True):
+    """The store of `s3://` sources; without a field of it, AWS with the pod's own identity."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    secret_name: str | None = None
+    anonymous: bool = False
+
+
 class StepTLSSpec(Strict, frozen=True, kw_only=True):
     secret_name: str
     server_name: str | None = None
@@ -224,6 +233,7 @@ class Spec(Strict, frozen=True, kw_only=True):
     image_pull_secrets: tuple[PullSecret, ...] = ()
     model_pull_policy: str | None = None
     """Pull policy of the model's image; None: Kubernetes chooses by its tag."""
+    s3: S3Spec | None = None
     router: RouterSpec
     replicas: int
     """Engine pods of the first pool, unless it says how many it has."""

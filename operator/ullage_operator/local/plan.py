@@ -63,25 +63,36 @@ def pod_names(workload: Manifest) -> list[str]:
 
 
 def pods(
-    objects: Sequence[Manifest], run_dir: Path, ports: Mapping[str, Mapping[str, int]]
+    objects: Sequence[Manifest],
+    run_dir: Path,
+    ports: Mapping[str, Mapping[str, int]],
+    secrets: Path | None = None,
 ) -> list[Pod]:
     """The processes of a plan.
 
     `ports` gives the loopback port of every named container port, by pod name.
     """
     return [
-        make_pod(workload, name, run_dir, ports[name])
+        make_pod(workload, name, run_dir, ports[name], secrets)
         for workload in workloads(objects)
         for name in pod_names(workload)
     ]
 
 
-def make_pod(workload: Manifest, name: str, run_dir: Path, ports: Mapping[str, int]) -> Pod:
+def make_pod(
+    workload: Manifest,
+    name: str,
+    run_dir: Path,
+    ports: Mapping[str, int],
+    secrets: Path | None = None,
+) -> Pod:
     spec = workload["spec"]["template"]["spec"]
     container = spec["containers"][0]
     mounts = mount_paths(container, run_dir, name)
-    given = {item["name"]: env_value(item, name) for item in container.get("env", ())}
+    listed = container.get("env", ())
+    given = {item["name"]: env_value(item, name) for item in listed if not is_of_secret(item)}
     env = {key: translate(value, {}, mounts) for key, value in given.items()}
+    env |= secret_env(filter(is_of_secret, listed), secrets)
     arguments = [translate(text, env, mounts) for text in container.get("args", ())]
     return Pod(
         name=name,
@@ -102,6 +113,31 @@ def spec_part(workload: Manifest) -> str:
 
 def entry_point(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", ENTRY_POINTS[command[0]], *command[1:]]
+
+
+def is_of_secret(item: Mapping[str, Any]) -> bool:
+    return "secretKeyRef" in item.get("valueFrom", {})
+
+
+def secret_env(items: Iterable[Mapping[str, Any]], secrets: Path | None) -> dict[str, str]:
+    """Return the variables that are keys of Secrets.
+
+    Without a folder of Secrets there are none: processes inherit the environment of `ullage up`.
+
+    Raises:
+        LocalFailure: a Secret has no folder, or lacks a key.
+    """
+    if secrets is None:
+        return {}
+    env = {}
+    for item in items:
+        reference = item["valueFrom"]["secretKeyRef"]
+        path = folder_of(reference["name"], secrets) / reference["key"]
+        if path.is_file():
+            env[item["name"]] = path.read_text(encoding="utf-8").removesuffix("\n")
+        elif not reference.get("optional"):
+            raise LocalFailure(f"--secrets {secrets}: there is no {path}; write the key to it")
+    return env
 
 
 def env_value(item: Mapping[str, Any], pod_name: str) -> str:
@@ -305,7 +341,7 @@ def plan_local(
     decided = plan(adapted(service, log_level), observed, Settings(on_kubernetes=False))
     router_ports = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
     ports = assign(decided.apply, router_ports, kept)
-    planned = pods(decided.apply, run_dir, ports)
+    planned = pods(decided.apply, run_dir, ports, secrets)
     check_engines(planned)
     check_length(planned, run_dir)
     objects = share_memory(decided.apply)

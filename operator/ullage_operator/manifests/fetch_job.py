@@ -21,6 +21,7 @@ from ullage_operator.manifests.pod_templates import (
     container_security,
     pod_defaults,
     port,
+    s3_env,
     scratch_volume,
 )
 
@@ -134,7 +135,10 @@ def _pod_spec(service: Service, pool: PoolSpec, cache: SharedCache, settings: Se
             "--report",
             "/dev/termination-log",
         ],
-        "env": [each for each in ENGINE_ENV if each["name"] == "HF_HOME"],
+        "env": [
+            *(each for each in ENGINE_ENV if each["name"] == "HF_HOME"),
+            *s3_env(service, pool),
+        ],
         "ports": [port("probe", naming.PROBE_PORT)],
         "resources": {"requests": {"cpu": "250m", "memory": "1Gi"}},
         "securityContext": container_security(),

@@ -15,7 +15,7 @@ from ullage_operator.api.errors import Problem
 from ullage_operator.api.overlay import conflicts, over_template, overlap
 from ullage_operator.api.pod_rules import template_problems
 from ullage_operator.api.sections import USER, PoolSpec, canonical
-from ullage_operator.api.spec import Service, Settings, claim_of, image_of
+from ullage_operator.api.spec import S3Spec, Service, Settings, claim_of, image_of
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.healing import HUNG_GRACE_S
 from ullage_operator.manifests.config_files import digest
@@ -425,6 +425,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
             *ENGINE_ENV,
             *user_env(service, pool, settings),
             *group_env(pool),
+            *s3_env(service, pool),
             *vllm_env(service, pool, settings),
         ],
         "ports": [
@@ -491,6 +492,39 @@ def group_env(pool: PoolSpec) -> list[Manifest]:
         {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "ULLAGE_GROUP_REVISION", "valueFrom": {"fieldRef": {"fieldPath": revision}}},
     ]
+
+
+def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
+    """Return the variables by which engines read buckets, which are those of AWS's SDKs.
+
+    Variables of the pod template come before them.
+    """
+    spec = service.spec
+    s3 = spec.s3 or S3Spec()
+    if spec.s3 is None and not spec.model.source.startswith("s3://"):
+        return []
+
+    values = {
+        "ULLAGE_S3_CACHE": f"{naming.CACHE_DIR}/s3",
+        "AWS_ENDPOINT_URL_S3": s3.endpoint,
+        "AWS_REGION": s3.region,
+        "AWS_NO_SIGN_REQUEST": "true" if s3.anonymous else None,
+    }
+    env: list[Manifest] = [
+        {"name": name, "value": value} for name, value in values.items() if value
+    ]
+    if s3.secret_name:
+        env += _keys_of(s3.secret_name)
+    given = given_env(pool)
+    return [variable for variable in env if variable["name"] not in given]
+
+
+def _keys_of(secret: str) -> Iterator[Manifest]:
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        # Only temporary credentials have a token.
+        optional = {"optional": True} if key == "AWS_SESSION_TOKEN" else {}
+        reference = {"secretKeyRef": {"name": secret, "key": key, **optional}}
+        yield {"name": key, "valueFrom": reference}
 
 
 def follower_template(

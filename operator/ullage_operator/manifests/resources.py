@@ -79,7 +79,7 @@ def cache_bytes(service: Service, pool: PoolSpec) -> int:
     cache = pool.model_cache
     model = service.spec.model
     is_elsewhere = cache.claim_name or cache.host_path or cache.claim_template
-    if is_elsewhere or not model.source.startswith("hf://"):
+    if is_elsewhere or not model.source.startswith(("hf://", "s3://")):
         return 0
     weights = math.ceil(_num_parameters(model) * _published_bits(model) / 8)
     size = weights + weights // 10 + _COMPILED_BYTES

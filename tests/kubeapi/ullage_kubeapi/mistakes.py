@@ -169,6 +169,8 @@ FORMS = [
     form("securityContext.runAsUser", 0, "must be at least 1, not 0"),
     form("securityContext.fsGroup", "root", "must be of type integer, not 'root'"),
     form("serviceAccount.name", "Mine", "must match"),
+    form("s3.endpoint", "minio.storage:9000", "must match"),
+    form("s3.secretName", "Keys", "must match"),
     form("pools.single.podTemplate.metadata.labels.team", "a b", "must match"),
     form("memory.thresholdPercent", 85.5, "must be a whole number, not 85.5"),
     form("memory.thresholdPercent", 0, "must be at least 1, not 0"),
@@ -319,7 +321,7 @@ RULES = [
     ),
     rule(
         "pools",
-        "modelCache.warm fetches models of hf:// alone",
+        "modelCache.warm fetches models of hf:// and s3:// alone",
         {"pools.single.modelCache": {"claimName": "c", "warm": True}},
     ),
     rule(
@@ -353,6 +355,12 @@ RULES = [
     rule("model.source", "source of a claim is pvc://claim/path", value="pvc://Claim/path"),
     rule("model.source", "source of a package is", value="pkg://a-b/model.gguf"),
     rule("model.source", "source of an image is", value="oci://llama:1"),
+    rule("model.source", "source of a bucket is s3://bucket/prefix", value="s3://Models/llama"),
+    rule(
+        "s3.anonymous",
+        "with the credentials of secretName or anonymously",
+        {"s3.secretName": "keys", "s3.anonymous": True},
+    ),
     rule(
         "model.quantization",
         "quantization W8A8 needs a calibrated model",

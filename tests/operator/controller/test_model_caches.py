@@ -106,6 +106,37 @@ def test_new_engines_wait_until_the_model_is_there() -> None:
     assert [item["kind"] for item in third.delete] == []
 
 
+def test_a_job_reads_a_bucket_as_the_engines_do() -> None:
+    manifest = {
+        "apiVersion": "serving.ullage.dev/v1alpha1",
+        "kind": "LLMService",
+        "metadata": {"name": "s", "namespace": "n", "uid": "u", "generation": 1},
+        "spec": {
+            "model": {"source": "s3://models/m", "name": "m"},
+            "s3": {"endpoint": "http://minio:9000", "secretName": "keys"},
+            "pools": {"single": {"modelCache": CACHE}},
+        },
+    }
+    first = planned(SEEN, parse(manifest))
+    [job] = [item for item in first.apply if item["kind"] == "Job"]
+    engines = planned(with_job(after(SEEN, first), "Complete"), parse(manifest))
+    [workload] = [item for item in engines.apply if item["kind"] == "StatefulSet"]
+
+    def env(item: dict[str, Any]) -> list[dict[str, Any]]:
+        listed = item["spec"]["template"]["spec"]["containers"][0]["env"]
+        return [each for each in listed if "AWS" in each["name"] or "S3" in each["name"]]
+
+    assert [each["name"] for each in env(job)] == [
+        "ULLAGE_S3_CACHE",
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+    ]
+    assert env(job) == env(workload)
+    assert cache(engines)["source"] == "s3://models/m"
+
+
 def test_what_was_fetched_is_remembered_when_its_job_is_gone() -> None:
     seen = after(SEEN, planned(SEEN))
     fetched = planned(with_job(seen, "Complete"))

@@ -100,6 +100,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"device": "CUDA", "pools": {"single": {"resourceClaims": [CLAIM]}}}, ENGINES),
     ({"image": "registry.example/engine:2"}, ENGINES),
     ({"engine": "Native"}, ENGINES),
+    ({"s3": {"region": "eu-west-1"}}, ENGINES),
     ({"vllm": {"args": {"enforce_eager": True}}}, ENGINES),
     ({"adapters": [{"name": "a", "source": "file:///a", "rank": 8}]}, ENGINES),
     ({"allowFaultInjection": True}, ENGINES),

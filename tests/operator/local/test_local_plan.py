@@ -36,9 +36,12 @@ def local(
     http_port: int = 0,
     grpc_port: int = 0,
     kept: contextlib.ExitStack | None = None,
+    secrets: Path | None = None,
 ) -> LocalPlan:
     ports = {"http_port": http_port, "grpc_port": grpc_port}
-    return plan_local(parse(manifest), run_dir, **ports, log_level="warning", kept=kept)
+    return plan_local(
+        parse(manifest), run_dir, **ports, log_level="warning", kept=kept, secrets=secrets
+    )
 
 
 def read(plan: LocalPlan, pod: str, kind: type[Any]) -> Any:
@@ -120,6 +123,27 @@ def test_everything_stays_in_the_run_directory(manifest: Make, tmp_path: Path) -
     plan = local(manifest(), tmp_path)
     assert all(file.path.is_relative_to(tmp_path) for file in plan.files)
     assert plan.pods[0].env["HF_HOME"] == str(tmp_path / "cache" / "huggingface")
+
+
+def test_credentials_of_buckets_are_of_the_environment_or_the_folder_of_secrets(
+    manifest: Make, tmp_path: Path
+) -> None:
+    model = {"source": "s3://models/m.gguf", "name": "m"}
+    s3 = {"endpoint": "http://127.0.0.1:9000", "secretName": "models"}
+    env = local(manifest(model=model, s3=s3), tmp_path).pods[0].env
+    assert env["ULLAGE_S3_CACHE"] == str(tmp_path / "cache" / "s3")
+    assert env["AWS_ENDPOINT_URL_S3"] == "http://127.0.0.1:9000"
+    assert "AWS_ACCESS_KEY_ID" not in env, "inherited from ullage up"
+
+    folder = tmp_path / "secrets" / "models"
+    folder.mkdir(parents=True)
+    (folder / "AWS_ACCESS_KEY_ID").write_text("AKIDEXAMPLE\n")
+    with pytest.raises(LocalFailure, match=r"there is no .*AWS_SECRET_ACCESS_KEY; write the key"):
+        local(manifest(model=model, s3=s3), tmp_path, secrets=folder.parent)
+    (folder / "AWS_SECRET_ACCESS_KEY").write_text("secret")
+    env = local(manifest(model=model, s3=s3), tmp_path, secrets=folder.parent).pods[0].env
+    keys = {name: value for name, value in env.items() if "KEY" in name or "TOKEN" in name}
+    assert keys == {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "secret"}
 
 
 def test_a_pool_without_engines_is_no_target(manifest: Make, tmp_path: Path) -> None:

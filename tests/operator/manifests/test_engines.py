@@ -18,6 +18,7 @@ from ullage_common.config.engine import (
     EngineConfig,
 )
 from ullage_engine.model_loader.source import IMAGE_ROOT
+from ullage_operator.api import naming
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, parse, parse_stored
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
@@ -140,6 +141,49 @@ def test_a_model_in_an_image_is_a_volume_that_the_node_pulls(
 def test_images_that_no_node_could_pull_are_refused(manifest: Make, spec: dict[str, Any]) -> None:
     with pytest.raises(InvalidManifest):
         parse(manifest(**spec))
+
+
+def env_of(container: dict[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+
+
+def test_engines_read_buckets_by_the_environment_of_aws(make_plan: MakePlan) -> None:
+    model = MODEL | {"source": "s3://models/llama-8b"}
+    s3 = {"endpoint": "http://minio.storage:9000", "region": "eu-west-1", "secretName": "models"}
+    plan = make_plan(model=model, s3=s3)
+    env = env_of(container(plan))
+    assert env["ULLAGE_S3_CACHE"].startswith(f"{naming.CACHE_DIR}/")
+    assert env["AWS_ENDPOINT_URL_S3"] == "http://minio.storage:9000"
+    assert env["AWS_REGION"] == "eu-west-1"
+    assert "AWS_NO_SIGN_REQUEST" not in env
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        assert env[name] == {"secretKeyRef": {"name": "models", "key": name}}
+    token = {"name": "models", "key": "AWS_SESSION_TOKEN", "optional": True}
+    assert env["AWS_SESSION_TOKEN"] == {"secretKeyRef": token}
+    kubernetes_validate.validate(find(plan, "StatefulSet"), "1.35", strict=True)
+
+    identity = env_of(container(make_plan(model=model)))
+    assert [name for name in identity if name.startswith("AWS_")] == []
+    public = env_of(container(make_plan(model=model, s3={"anonymous": True})))
+    assert public["AWS_NO_SIGN_REQUEST"] == "true"
+    assert [name for name in env_of(container(make_plan())) if "S3" in name] == []
+
+
+def test_a_pod_template_may_set_what_engines_read_buckets_by(make_plan: MakePlan) -> None:
+    own = {"name": "engine", "env": [{"name": "AWS_REGION", "value": "eu-north-1"}]}
+    pools = {"single": {"podTemplate": {"spec": {"containers": [own]}}}}
+    model = MODEL | {"source": "s3://models/m.gguf"}
+    plan = make_plan(model=model, s3={"region": "eu-west-1"}, pools=pools)
+    assert env_of(container(plan))["AWS_REGION"] == "eu-north-1"
+
+
+def test_followers_fetch_with_the_same_credentials(make_plan: MakePlan) -> None:
+    model = MODEL | {"source": "s3://models/llama-8b"}
+    pools = {"large": {"gpus": 4, "nodes": 2}}
+    made = make_plan(engine="VLLM", model=model, s3={"secretName": "models"}, pools=pools).apply
+    pods = [item["spec"]["template"]["spec"] for item in made if item["kind"] == "StatefulSet"]
+    assert len(pods) > 1
+    assert all("AWS_ACCESS_KEY_ID" in env_of(pod["containers"][0]) for pod in pods)
 
 
 def test_routers_do_not_read_what_engines_compute_with(make_plan: MakePlan) -> None:

@@ -1,0 +1,392 @@
+"""Models and adapters in buckets: all files of one listing, fetched and checked, or none.
+
+The cache has a folder for each listing, which has another name until its last file is there. A
+process and those that it starts use one listing of a model. So the tokenizer and the weights are of
+one version, in a restarted worker, too.
+"""
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Protocol
+
+from ullage_engine.memory.ledger import mib
+from ullage_engine.model_loader.gguf_file import gguf_parts
+from ullage_engine.model_loader.room import check_room
+from ullage_engine.model_loader.s3_client import (
+    Bucket,
+    BucketError,
+    Listed,
+    S3Error,
+    endpoint_of,
+)
+from ullage_engine.protocol.errors import WeightsError
+
+log = logging.getLogger(__name__)
+
+CACHE = "ULLAGE_S3_CACHE"
+"""Variable with the folder that objects are fetched into."""
+PINS = "ULLAGE_S3_PINS"
+"""Variable by which a process tells those it starts which files its sources are, as JSON."""
+
+_LOG_S = 10.0
+"""Seconds between two lines of log about a download."""
+_READ_BYTES = 1 << 20
+_PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
+_MD5 = re.compile(r'"[0-9a-f]{32}"')
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The objects of a folder that are fetched."""
+
+    patterns: tuple[str, ...]
+    """Patterns of their names."""
+    config: str
+    """Name of the file without which the folder is not of the kind."""
+
+
+@dataclass(slots=True)
+class Download:
+    """A download's progress, which any thread may read."""
+
+    total_bytes: int = 0
+    """0 until the bucket has listed the files."""
+    bytes: int = 0
+    """Bytes of the files in the cache."""
+    version: str = ""
+    """Name of the listing that is fetched."""
+
+
+def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) -> Path:
+    """Return a model's files, which this process and those that it starts keep for good.
+
+    Raises:
+        WeightsError: they cannot be fetched whole.
+    """
+    pins = json.loads(os.environ.get(PINS, "{}"))
+    if source in pins and Path(pins[source]).exists():
+        return Path(pins[source])
+    found = fetch(what, bucket, path, wanted)
+    os.environ[PINS] = json.dumps(pins | {source: str(found)})
+    return found
+
+
+def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
+    """Return a folder with the wanted files of a prefix, or a GGUF file beside its parts.
+
+    They are those that the bucket has now. Where the store cannot be reached, they are those that
+    were fetched last.
+
+    Raises:
+        WeightsError: they cannot be fetched whole.
+    """
+    key = path.strip("/")
+    try:
+        store, items = _listing(what, bucket, key, wanted)
+    except BucketError as error:
+        kept = _kept(bucket, key) if error.is_outage else None
+        if kept is None:
+            raise
+        log.warning("%s: using the files of an earlier start in %s: %s", what, kept, error)
+        return kept
+    return _fetch(what, store, key, items, Download())
+
+
+def fetch_now(what: str, bucket: str, path: str, wanted: Wanted, download: Download) -> Path:
+    """Return the files that the bucket has now, and count what is fetched.
+
+    Raises:
+        WeightsError: they cannot be fetched whole; `BucketError` where the bucket is the cause.
+    """
+    key = path.strip("/")
+    store, items = _listing(what, bucket, key, wanted)
+    return _fetch(what, store, key, items, download)
+
+
+def _listing(what: str, bucket: str, key: str, wanted: Wanted) -> tuple[Bucket, list[Listed]]:
+    try:
+        store = Bucket(bucket)
+        log.info("%s: listing bucket %s at %s", what, bucket, store.endpoint.address)
+        if _is_file(key):
+            return store, _list_file(store, key)
+        return store, _list_folder(store, key, wanted)
+    except S3Error as error:
+        raise BucketError(what, bucket, key, error) from error
+
+
+def _is_file(key: str) -> bool:
+    return key.endswith(".gguf")
+
+
+def _fetch(what: str, store: Bucket, key: str, items: Sequence[Listed], download: Download) -> Path:
+    folder = cache_folder() / store.name
+    slug = _slug(store.endpoint.address, key)
+    download.total_bytes = sum(item.size for item in items)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{slug}.lock", what):
+            found = _fetch_listed(what, store, items, folder, slug, download)
+    except OSError as error:
+        raise WeightsError(
+            f"{what}: {folder}: {error.strerror}; check the disk, or name another folder in {CACHE}"
+        ) from error
+    return _named(found, key)
+
+
+def _named(folder: Path, key: str) -> Path:
+    """Return what a source names of its fetched folder: a file of it, or itself."""
+    return folder / key.rpartition("/")[2] if _is_file(key) else folder
+
+
+def cache_folder() -> Path:
+    """Return the folder that objects are fetched into."""
+    given = os.environ.get(CACHE)
+    if given:
+        return Path(given)
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "ullage" / "s3"
+
+
+def _list_folder(store: Bucket, key: str, wanted: Wanted) -> list[Listed]:
+    prefix = f"{key}/" if key else ""
+    listed = list(store.objects(prefix))
+    if not listed:
+        raise _absence("nothing is there; check the prefix, which is that of a model's folder")
+    items = [item for item in listed if any(fnmatch(item.name, each) for each in wanted.patterns)]
+    names = {item.name for item in items}
+    if not any(name.endswith(".safetensors") for name in names):
+        for item in listed:
+            if _is_file(item.key):
+                words = f"name one of its .gguf, such as {item.key!r}"
+                raise _absence(f"no *.safetensors is there; {words}")
+        raise _absence("no *.safetensors is there, and no other weights are fetched; convert them")
+    if wanted.config not in names:
+        raise _absence(f"no {wanted.config} is there; upload it beside the *.safetensors")
+    return items
+
+
+def _list_file(store: Bucket, key: str) -> list[Listed]:
+    head, slash, name = key.rpartition("/")
+    names = [each.name for each in gguf_parts(Path(name))]
+    start = name if len(names) == 1 else _PART.sub("", name)
+    by_name = {item.name: item for item in store.objects(f"{head}{slash}{start}")}
+    missing = [each for each in names if each not in by_name]
+    if missing:
+        raise _absence(f"{missing[0]} is not there; check the key, and upload all parts of a file")
+    return [by_name[each] for each in names]
+
+
+def _absence(text: str) -> S3Error:
+    return S3Error(text, is_final=True)
+
+
+def _slug(address: str, key: str) -> str:
+    """Return a name for what a source means, which every version of it has."""
+    digest = hashlib.sha256(f"{address} {key}".encode()).hexdigest()[:12]
+    words = re.sub(r"[^A-Za-z0-9._-]+", "-", key.rpartition("/")[2])[:64]
+    return f"{words or 'root'}-{digest}"
+
+
+def _fetch_listed(
+    what: str, store: Bucket, items: Sequence[Listed], folder: Path, slug: str, download: Download
+) -> Path:
+    listing = json.dumps([[item.key, item.size, item.etag] for item in items])
+    download.version = hashlib.sha256(listing.encode()).hexdigest()[:16]
+    target = folder / f"{slug}-{download.version}"
+    partial = target.with_name(f"{target.name}.partial")
+    if target.exists() and not _is_whole(target, items):
+        log.warning("%s: files in %s are not as they were fetched; fetching them", what, target)
+        shutil.rmtree(target)
+
+    if target.exists():
+        download.bytes = download.total_bytes
+    else:
+        for other in folder.glob(f"{slug}-*.partial"):
+            if other != partial:  # of a listing that is not the bucket's any more
+                shutil.rmtree(other)
+        partial.mkdir(exist_ok=True)
+        _fetch_objects(what, store, items, partial, download)
+        partial.rename(target)
+
+    latest = folder / f"{slug}.latest"
+    latest.with_suffix(".new").write_text(target.name, encoding="utf-8")
+    latest.with_suffix(".new").rename(latest)
+    return target
+
+
+def _fetch_objects(
+    what: str, store: Bucket, items: Sequence[Listed], folder: Path, download: Download
+) -> None:
+    download.bytes = sum(path.stat().st_size for path in folder.iterdir())
+    missing = download.total_bytes - download.bytes
+    check_room(folder, missing, f"{what}: the cache", "the model's files")
+    report = _Log(what, download)
+    for item in items:
+        try:
+            _fetch_object(store, item, folder / item.name, report)
+        except S3Error as error:
+            raise BucketError(what, store.name, item.key, error) from error
+    report.line("fetched all:")
+
+
+def _is_whole(folder: Path, items: Sequence[Listed]) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return all((folder / item.name).stat().st_size == item.size for item in items)
+    return False
+
+
+def _kept(bucket: str, key: str) -> Path | None:
+    """Return the files of a source that were fetched whole last, if they are still there."""
+    folder = cache_folder() / bucket
+    slug = _slug(endpoint_of(bucket, os.environ).address, key)
+    with contextlib.suppress(OSError):
+        kept = folder / (folder / f"{slug}.latest").read_text(encoding="utf-8")
+        return _named(kept, key) if kept.is_dir() else None
+    return None
+
+
+@contextlib.contextmanager
+def _locked(path: Path, what: str) -> Iterator[None]:
+    """Hold the right to fetch; the kernel drops the lock of a process that dies."""
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("%s: waiting for another engine that fetches it into %s", what, path.parent)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch_object(store: Bucket, item: Listed, path: Path, report: "_Log") -> None:
+    """Fetch one object, from where an earlier process ended, and compare its checksums."""
+    headers = store.head(item)
+    if headers.get("content-length", str(item.size)) != str(item.size):
+        raise S3Error("it has another size than it was listed with; start again")
+    checks = list(_checks(item, headers))
+    with path.open("ab+") as file:
+        if file.tell() > item.size:
+            report.add(-file.tell())
+            file.truncate(0)
+        file.seek(0)
+        while chunk := file.read(_READ_BYTES):
+            for check in checks:
+                check.update(chunk)
+        start = file.tell()
+
+        def take(chunk: memoryview) -> None:
+            file.write(chunk)
+            for check in checks:
+                check.update(chunk)
+            report.add(len(chunk))
+
+        if start < item.size:
+            store.read(item, start, take)
+        file.flush()
+        os.fsync(file.fileno())
+    for check in checks:
+        if check.value() != check.wanted:
+            path.unlink()
+            report.add(-item.size)
+            raise S3Error(
+                f"its bytes have another {check.name} than the bucket says; start again, and "
+                "upload the object again if that stays"
+            )
+
+
+class _Hash(Protocol):
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+
+
+class _Crc:
+    """A cyclic redundancy check with the interface of hashlib."""
+
+    def __init__(self, function: Callable[[bytes | memoryview, int], int], num_bytes: int) -> None:
+        self._function = function
+        self._num_bytes = num_bytes
+        self._value = 0
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        self._value = self._function(data, self._value)
+
+    def digest(self) -> bytes:
+        return self._value.to_bytes(self._num_bytes, "big")
+
+
+class _Check:
+    """A checksum that an object's bytes must have."""
+
+    def __init__(self, name: str, hasher: _Hash, wanted: str, is_hex: bool = False) -> None:
+        self.name = name
+        self.wanted = wanted
+        self._hasher = hasher
+        self._is_hex = is_hex
+        self.update = hasher.update
+
+    def value(self) -> str:
+        digest = self._hasher.digest()
+        return digest.hex() if self._is_hex else base64.b64encode(digest).decode()
+
+
+def _checks(item: Listed, headers: dict[str, str]) -> Iterator[_Check]:
+    """Yield the checksums that the bucket has of an object's bytes as a whole.
+
+    Checksums of an upload's parts are not of the whole. An ETag is no MD5 where a key of KMS
+    encrypts the object, and MD5 is slower than a network, so it is for objects without checksums.
+    """
+    from awscrt import checksums
+
+    hashers: dict[str, Callable[[], _Hash]] = {
+        "sha256": hashlib.sha256,
+        "sha1": hashlib.sha1,
+        "crc32": lambda: _Crc(zlib.crc32, 4),
+        "crc32c": lambda: _Crc(checksums.crc32c, 4),
+        "crc64nvme": lambda: _Crc(checksums.crc64nvme, 8),
+    }
+    is_whole = headers.get("x-amz-checksum-type", "FULL_OBJECT") == "FULL_OBJECT"
+    for name, make in hashers.items():
+        wanted = headers.get(f"x-amz-checksum-{name}", "")
+        if wanted and is_whole and "-" not in wanted:
+            yield _Check(name, make(), wanted)
+            return
+    encryption = headers.get("x-amz-server-side-encryption", "AES256")
+    if _MD5.fullmatch(item.etag) and encryption == "AES256":
+        md5 = hashlib.md5(usedforsecurity=False)
+        yield _Check("MD5", md5, item.etag.strip('"'), is_hex=True)
+
+
+class _Log:
+    """Lines of log about a download, whose bytes it counts."""
+
+    def __init__(self, what: str, download: Download) -> None:
+        self._what = what
+        self._download = download
+        self._present = download.bytes
+        self._began = self._logged = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes; they come from one thread at a time."""
+        self._download.bytes += num_bytes
+        now = time.monotonic()
+        if now - self._logged >= _LOG_S:
+            self._logged = now
+            self.line("fetched")
+
+    def line(self, verb: str) -> None:
+        took = max(time.monotonic() - self._began, 1e-3)
+        done, total = self._download.bytes, self._download.total_bytes
+        speed = int((done - self._present) / took)
+        log.info("%s: %s %s of %s, %s/s", self._what, verb, mib(done), mib(total), mib(speed))

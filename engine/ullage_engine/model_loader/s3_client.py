@@ -1,0 +1,422 @@
+"""Requests to a bucket of S3, or of a store that speaks it: list, head and ranges of objects.
+
+Endpoint, region, credentials and certificates are those that the AWS SDKs take from the
+environment. AWS's Common Runtime finds credentials, signs requests and retries those that a store
+refuses for a moment. It is imported with the first bucket.
+"""
+
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+from ullage_engine.protocol.errors import WeightsError
+
+UNSIGNED = "AWS_NO_SIGN_REQUEST"
+"""Variable that asks for requests without credentials, for buckets that anybody may read."""
+
+_PART_BYTES = 8 << 20
+_CONNECTIONS = 8
+_MEMORY_BYTES = 1 << 30
+"""The least bound of memory that the runtime takes."""
+_LONGEST_ANSWER = 8 << 20
+_MOST_OBJECTS = 10_000
+_MOST_PAGES = 100
+"""Pages of a listing; a page may name folders alone."""
+_TRY_LATER = (408, 412, 429)
+"""Answers below 500 that may differ the next time: a timeout, a changed object, too many calls."""
+_BUCKET = re.compile(r"[a-z0-9][-a-z0-9.]{1,61}[a-z0-9]")
+_TRUE = ("1", "true", "yes")
+
+_REMEDIES = {
+    "NoSuchBucket": "there is no such bucket; check the name, s3.endpoint and s3.region",
+    "NoSuchKey": "the object is gone; name one that is there",
+    "AccessDenied": "access is denied; allow s3:ListBucket and s3:GetObject to these credentials",
+    "InvalidAccessKeyId": "the access key is not known; check the Secret of s3.secretName",
+    "SignatureDoesNotMatch": "the secret key is wrong; check the Secret of s3.secretName",
+    "ExpiredToken": "the credentials have expired; renew those of s3.secretName",
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
+}
+
+
+class S3Error(Exception):
+    """A request that was not answered as asked; the text gives the cause and a remedy."""
+
+    def __init__(self, text: str, *, is_outage: bool = False, is_final: bool = False) -> None:
+        super().__init__(text)
+        self.is_outage = is_outage
+        """Whether the store did not answer, or could not."""
+        self.is_final = is_final
+        """Whether the next try would fail, too, unless something is corrected."""
+
+
+class BucketError(WeightsError):
+    """An `S3Error` that names the source, the bucket and the key."""
+
+    def __init__(self, what: str, bucket: str, key: str, error: S3Error) -> None:
+        super().__init__(f"{what}: bucket {bucket}, key {key!r}: {error}")
+        self.is_outage = error.is_outage
+        self.is_final = error.is_final
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object as the bucket lists it."""
+
+    key: str
+    size: int
+    etag: str
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a bucket is."""
+
+    is_secure: bool
+    host: str
+    """Host and port, as in the header Host."""
+    path: str
+    """What stands before a key."""
+    region: str
+
+    @property
+    def address(self) -> str:
+        return f"{'https' if self.is_secure else 'http'}://{self.host}"
+
+
+def endpoint_of(bucket: str, environ: Mapping[str, str]) -> Endpoint:
+    """Return where the environment says that a bucket is.
+
+    Raises:
+        S3Error: the bucket or the endpoint cannot be one.
+    """
+    if not _BUCKET.fullmatch(bucket):
+        raise S3Error(
+            f"{bucket!r} is no bucket's name; write 3 to 63 lower-case letters, digits, - and .",
+            is_final=True,
+        )
+    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    given = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
+    if given:
+        parts = urllib.parse.urlsplit(given)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+            raise S3Error(
+                f"s3.endpoint {given!r} is no address; write https://host or http://host",
+                is_final=True,
+            )
+        return Endpoint(parts.scheme == "https", parts.netloc, f"/{bucket}/", region)
+    suffix = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+    host = f"s3.{region}.{suffix}"
+    if "." in bucket:  # which no certificate of *.s3 is for
+        return Endpoint(True, host, f"/{bucket}/", region)
+    return Endpoint(True, f"{bucket}.{host}", "/", region)
+
+
+class Bucket:
+    """A bucket that is read with the credentials of the environment."""
+
+    def __init__(self, bucket: str, environ: Mapping[str, str] = os.environ) -> None:
+        """Prepare requests; nothing is sent yet.
+
+        Raises:
+            S3Error: the environment's settings cannot be used, or the runtime is not installed.
+        """
+        self.name = bucket
+        self.endpoint = endpoint_of(bucket, environ)
+        try:
+            from awscrt import auth, http, io, s3
+        except ImportError as error:
+            raise S3Error(
+                "s3:// needs the awscrt package; pip install 'ullage[s3]', or use file://",
+                is_final=True,
+            ) from error
+        self._http, self._types = http, s3.S3RequestType
+        bootstrap = io.ClientBootstrap(group := io.EventLoopGroup(1), io.DefaultHostResolver(group))
+        signing = None
+        if environ.get(UNSIGNED, "").lower() not in _TRUE:
+            signing = s3.create_default_s3_signing_config(
+                region=self.endpoint.region,
+                credential_provider=_credentials(auth, bootstrap, environ),
+            )
+        tls_mode, tls = s3.S3RequestTlsMode.DISABLED, None
+        if self.endpoint.is_secure:
+            tls_mode, tls = s3.S3RequestTlsMode.ENABLED, _tls(io, environ)
+        self._client = s3.S3Client(
+            bootstrap=bootstrap,
+            region=self.endpoint.region,
+            tls_mode=tls_mode,
+            tls_connection_options=tls,
+            signing_config=signing,
+            part_size=_PART_BYTES,
+            max_active_connections_override=_CONNECTIONS,
+            memory_limit=_MEMORY_BYTES,
+            connect_timeout_ms=10_000,
+        )
+
+    def objects(self, prefix: str) -> Iterator[Listed]:
+        """Yield the objects whose keys begin so, without those in folders below.
+
+        Raises:
+            S3Error: they cannot be listed, or are too many for a model's folder.
+        """
+        query = {"list-type": "2", "delimiter": "/", "encoding-type": "url", "prefix": prefix}
+        num_objects = 0
+        for _ in range(_MOST_PAGES):
+            encoded = urllib.parse.urlencode(query, quote_via=urllib.parse.quote)
+            path = f"{self.endpoint.path}?{encoded}"
+            page = _xml(self._answer("GET", path, "ListObjectsV2")[1])
+            for item in _listed(page, prefix):
+                yield item
+                num_objects += 1
+            if page.findtext("IsTruncated") != "true":
+                return
+            if num_objects > _MOST_OBJECTS:
+                break
+            query["continuation-token"] = page.findtext("NextContinuationToken", "")
+        raise S3Error(
+            f"more than {_MOST_OBJECTS} objects or folders are there; name a model's folder",
+            is_final=True,
+        )
+
+    def head(self, item: Listed) -> dict[str, str]:
+        """Return the headers of an object that is still the listed one, with its checksums.
+
+        Raises:
+            S3Error: it has changed, or cannot be read.
+        """
+        asked = {"If-Match": item.etag, "x-amz-checksum-mode": "ENABLED"}
+        return self._answer("HEAD", self._path(item.key), "HeadObject", asked)[0]
+
+    def read(self, item: Listed, start: int, take: Callable[[memoryview], None]) -> None:
+        """Hand all bytes of a listed object from `start` on to `take`, in order, by one thread.
+
+        Raises:
+            S3Error: the object has changed, or the store ended the answer for good.
+            OSError: `take` raised it.
+        """
+        asked = {"If-Match": item.etag, "Range": f"bytes={start}-"}
+        position = start
+        failed: Future[None] = Future()
+
+        def on_body(chunk: Any, offset: int, **_: Any) -> None:
+            nonlocal position
+            if failed.done():
+                return
+            try:
+                if offset != position:
+                    raise S3Error(f"the store sent byte {offset} in the place of {position}")
+                if position + len(chunk) > item.size:
+                    raise S3Error(f"the store sent more than the {item.size} bytes that it listed")
+                take(memoryview(chunk))
+                position += len(chunk)
+            except Exception as error:
+                failed.set_exception(error)
+
+        request, done = self._send("GET", self._path(item.key), "", asked, on_body=on_body)
+        wait([request.finished_future, failed], return_when=FIRST_COMPLETED)
+        if failed.done():
+            request.cancel()
+        try:
+            request.finished_future.result()
+        except (Exception, CancelledError) as error:
+            if not failed.done():
+                known = _error_of(error, done, self.endpoint)
+                raise _ended_early(known, position, item.size) from error
+        if failed.done():
+            failed.result()
+        if position != item.size:
+            raise S3Error(f"the store sent {position} of {item.size} bytes; start again")
+
+    def _path(self, key: str) -> str:
+        return self.endpoint.path + urllib.parse.quote(key, "/")
+
+    def _answer(
+        self, method: str, path: str, operation: str, asked: Mapping[str, str] | None = None
+    ) -> tuple[dict[str, str], bytes]:
+        body = bytearray()
+
+        def on_body(chunk: Any, **_: Any) -> None:
+            if len(body) <= _LONGEST_ANSWER:
+                body.extend(chunk)
+
+        request, done = self._send(method, path, operation, asked or {}, on_body=on_body)
+        try:
+            request.finished_future.result()
+        except Exception as error:
+            raise _error_of(error, done, self.endpoint) from error
+        return done["headers"], bytes(body)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        operation: str,
+        asked: Mapping[str, str],
+        on_body: Callable[..., None],
+    ) -> tuple[Any, dict[str, Any]]:
+        """Send a request; the dictionary has what is known of the answer once it is there."""
+        done: dict[str, Any] = {"headers": {}}
+
+        def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:
+            done["headers"] = {name.lower(): value for name, value in headers}
+
+        def on_done(**known: Any) -> None:
+            done.update(known)
+
+        headers = self._http.HttpHeaders([("Host", self.endpoint.host), *asked.items()])
+        request = self._client.make_request(
+            type=self._types.DEFAULT if operation else self._types.GET_OBJECT,
+            request=self._http.HttpRequest(method, path, headers),
+            operation_name=operation or None,
+            on_headers=on_headers,
+            on_body=on_body,
+            on_done=on_done,
+        )
+        return request, done
+
+
+def _credentials(auth: Any, bootstrap: Any, environ: Mapping[str, str]) -> Any:
+    """Return what finds credentials: the environment's keys, or else the SDKs' usual chain.
+
+    Only the chain needs the system's certificates, which an image may lack.
+    """
+    if environ.get("AWS_ACCESS_KEY_ID"):
+        return auth.AwsCredentialsProvider.new_environment()
+    try:
+        return auth.AwsCredentialsProvider.new_default_chain(bootstrap)
+    except RuntimeError as error:
+        raise S3Error(
+            f"the pod's identity cannot be used: {error}; install ca-certificates in the image, or "
+            "name a Secret in s3.secretName",
+            is_final=True,
+        ) from error
+
+
+def _tls(io: Any, environ: Mapping[str, str]) -> Any:
+    """Return options of TLS: the certificates of AWS_CA_BUNDLE, or those of certifi, since an image
+    may have none."""
+    path = environ.get("AWS_CA_BUNDLE")
+    if not path:
+        import certifi
+
+        path = certifi.where()
+    try:
+        with open(path, "rb") as file:
+            certificates = file.read()
+    except OSError as error:
+        raise S3Error(
+            f"AWS_CA_BUNDLE {path}: {error.strerror}; name a file of certificates", is_final=True
+        ) from error
+    options = io.TlsContextOptions()
+    options.override_default_trust_store(certificates)
+    try:
+        return io.ClientTlsContext(options).new_connection_options()
+    except Exception as error:  # the runtime raises several kinds
+        raise S3Error(
+            f"AWS_CA_BUNDLE {path} cannot be used: {error}; name a file of certificates in PEM",
+            is_final=True,
+        ) from error
+
+
+def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
+    """Yield the objects of one page of a listing that may be files of the folder."""
+    is_encoded = page.findtext("EncodingType") == "url"
+    for item in page.iter("Contents"):
+        key, size = item.findtext("Key", ""), item.findtext("Size", "")
+        key = urllib.parse.unquote_plus(key) if is_encoded else key
+        if not key.startswith(prefix):
+            raise S3Error(
+                f"the store lists {key!r}, which is not of {prefix!r}; check s3.endpoint",
+                is_final=True,
+            )
+        if not size.isascii() or not size.isdecimal():
+            raise S3Error(f"the store lists {key!r} with size {size!r}; check s3.endpoint")
+        # Some stores list what is in folders below, too, and no file's name has a NUL.
+        if "/" not in key[len(prefix) :] and "\0" not in key:
+            yield Listed(key, int(size), item.findtext("ETag", ""))
+
+
+def _xml(body: bytes) -> ElementTree.Element:
+    """Return an answer's root, with names as they are without the name space."""
+    try:
+        root = ElementTree.fromstring(re.sub(rb'\sxmlns="[^"]*"', b"", body, count=1))
+    except ElementTree.ParseError as error:
+        raise S3Error(f"the answer is not S3's ({error}); check s3.endpoint") from error
+    return root
+
+
+def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint) -> S3Error:
+    status = done.get("status_code")
+    name = getattr(error, "name", type(error).__name__)
+    # An answer that began well and broke is no refusal.
+    if status is None or 200 <= status < 300:
+        return _outage(name, getattr(error, "message", str(error)), endpoint)
+    headers = {key.lower(): value for key, value in done.get("error_headers") or ()}
+    fault = _Fault.of(done.get("error_body") or b"")
+    region = headers.get("x-amz-bucket-region") or fault.region or endpoint.region
+    if region != endpoint.region:
+        return S3Error(f"the bucket is in {region}; set s3.region to it", is_final=True)
+    if status == 412:
+        return S3Error("it has changed since it was listed; start again")
+    # An answer to HEAD says no more than its status.
+    code = fault.code or {403: "AccessDenied", 404: "NoSuchKey"}.get(status, "")
+    remedy = _REMEDIES.get(code, "check s3.endpoint, s3.region and the credentials")
+    said = " ".join(f"{status} {code} {fault.message}".split())
+    return S3Error(
+        f"{said}: {remedy}",
+        is_outage=status >= 500 or status == 429,
+        is_final=status < 500 and status not in _TRY_LATER,
+    )
+
+
+def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
+    """Return the error of a request that nobody answered."""
+    # The service that gives credentials may be away, as the store may be.
+    if "CREDENTIALS" in name:
+        return S3Error(
+            "there are no credentials; name a Secret in s3.secretName, give the pod an identity of "
+            "the cloud by serviceAccount, or set s3.anonymous for a public bucket",
+            is_outage=True,
+        )
+    return S3Error(
+        f"{endpoint.address} cannot be reached ({name}: {reason}); check s3.endpoint and the "
+        "network",
+        is_outage=True,
+    )
+
+
+def _ended_early(error: S3Error, position: int, size: int) -> S3Error:
+    """Return the error of an answer that ended, where it began."""
+    if not error.is_outage or not position:
+        return error
+    return S3Error(f"the download ended after {position} of {size} bytes: {error}", is_outage=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """The words of a refusal."""
+
+    code: str = ""
+    message: str = ""
+    region: str = ""
+    """Region that the store expects instead; empty where the region is not the cause."""
+
+    @classmethod
+    def of(cls, body: bytes) -> "_Fault":
+        try:
+            root = _xml(body)
+        except S3Error:
+            return cls()
+        code = root.findtext("Code", "")[:100]
+        # Some stores write their region into every refusal.
+        is_of_region = code == "AuthorizationHeaderMalformed"
+        region = root.findtext("Region", "")[:100] if is_of_region else ""
+        return cls(code, root.findtext("Message", "")[:300], region)
