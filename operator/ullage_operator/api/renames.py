@@ -157,7 +157,7 @@ def remedy(path: str, value: Any) -> str:
 
 def _matches(rename: Rename, path: str) -> bool:
     steps = rename.old.split(".")
-    wild = {"*": r"[^.\[\]]+", "[]": r"\[\d+\]"}
+    wild = {"*": r"[^.\[\]]+", "[]": r"\[[^\]]+\]"}
     parts = [wild.get(step, re.escape(step)) for step in steps]
     pattern = r"\.".join(parts).replace(r"\.\[", r"\[")
     return re.fullmatch(rf"spec\.{pattern}", path) is not None and not _is_kept(rename)
@@ -190,6 +190,10 @@ def upgraded(
     return result
 
 
+class _Items(dict[str, Any]):
+    """Items of a list by their places, or by their keys where the places are not known."""
+
+
 def _sections(
     value: Any, steps: Sequence[str], path: str = "spec"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -199,8 +203,8 @@ def _sections(
             yield path, value
         return
     first, *rest = steps
-    if first == "[]" and isinstance(value, list):
-        for place, item in enumerate(value):
+    if first == "[]" and isinstance(value, list | _Items):
+        for place, item in value.items() if isinstance(value, _Items) else enumerate(value):
             yield from _sections(item, rest, f"{path}[{place}]")
     elif isinstance(value, dict):
         for name in value if first == "*" else [first]:
@@ -311,21 +315,51 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
     for entry in metadata.get("managedFields") or ():
         if entry.get("operation") == "Apply" and not entry.get("subresource"):
             tree = (entry.get("fieldsV1") or {}).get("f:spec")
-            fields |= dict.fromkeys(dict(_old_fields(_plain(tree))))
+            declared = _plain(tree, manifest.get("spec"))
+            fields |= dict.fromkeys(dict(_old_fields(declared)))
 
     present = dict(_old_fields(manifest.get("spec")))
     return {path: value for path, value in fields.items() if path not in present}
 
 
-def _plain(tree: Any) -> Any:
-    """Return the nested field names of a fieldsV1 tree, without its `f:` prefixes."""
+def _plain(tree: Any, live: Any) -> Any:
+    """Return the nested fields of a fieldsV1 tree, without its prefixes.
+
+    Args:
+        live: the value in the object, for the places of items that the tree has by their keys.
+    """
     if not isinstance(tree, Mapping):
         return {}
-    return {
-        name.removeprefix("f:"): _plain(below)
-        for name, below in tree.items()
-        if name.startswith("f:")
-    }
+    is_list = any(step.startswith(("k:", "i:", "v:")) for step in tree)
+    result: dict[str, Any] = _Items() if is_list else {}
+    for step, below in tree.items():
+        kind, _, name = step.partition(":")
+        if kind == "f":
+            inner = live.get(name) if isinstance(live, Mapping) else None
+            result[name] = _plain(below, inner)
+        elif kind in ("k", "i"):
+            place = _place(kind, name, live)
+            inner = live[place] if isinstance(place, int) else None
+            result[str(place)] = _plain(below, inner)
+    return result
+
+
+def _place(kind: str, name: str, live: Any) -> int | str:
+    """Return the place of an item in a live list; return its key if no live item has it."""
+    items = live if isinstance(live, list) else []
+    try:
+        key = json.loads(name)
+    except ValueError:
+        return name
+    if kind == "i" and isinstance(key, int):
+        return key if 0 <= key < len(items) else str(key)
+    if not isinstance(key, dict):
+        return name
+
+    for place, item in enumerate(items):
+        if isinstance(item, Mapping) and all(item.get(each) == key[each] for each in key):
+            return place
+    return ", ".join(f"{each}={value}" for each, value in key.items())
 
 
 def _old_fields(spec: Any) -> Iterator[tuple[str, Any]]:

@@ -268,6 +268,62 @@ def test_what_an_api_server_dropped_is_known_by_what_was_applied(manifest: Make)
     assert not dropped_fields(record)
 
 
+def fields_v1(value: Any, key: str) -> dict[str, Any]:
+    """Return the fieldsV1 of a value, in which items of lists have a key or their place."""
+    if isinstance(value, dict):
+        return {f"f:{name}": fields_v1(item, key) for name, item in value.items()}
+    tree: dict[str, Any] = {}
+    for place, item in enumerate(value) if isinstance(value, list) else ():
+        name = f"i:{place}"
+        if isinstance(item, dict) and key in item:
+            name = "k:" + json.dumps({key: item[key]}, separators=(",", ":"))
+        elif not isinstance(item, dict):
+            name = "v:" + json.dumps(item)
+        tree[name] = {".": {}} | fields_v1(item, key)
+    return tree
+
+
+LEVELS = st.fixed_dictionaries(
+    {"name": st.sampled_from(["a", "b", "c"])},
+    optional={"below": st.just(0.1), "batchShare": st.just(0.5), "maxTopP": st.just(0.5)},
+)
+
+
+@given(levels=st.lists(LEVELS, max_size=3, unique_by=lambda level: level["name"]))
+@pytest.mark.parametrize("key", ["name", ""])
+def test_fields_in_lists_that_were_dropped_are_known_by_server_side_apply(
+    key: str, levels: list[dict[str, Any]]
+) -> None:
+    spec = {"degrade": {"levels": levels}, "imagePullSecrets": ["a"], "slo": {}}
+    entry = {"operation": "Apply", "fieldsV1": {"f:spec": fields_v1(spec, key)}}
+
+    def dropped(live: dict[str, Any]) -> set[str]:
+        found = dropped_fields({"metadata": {"managedFields": [entry]}, "spec": live})
+        assert all(remedy(path, None).startswith("write ") for path in found)
+        return set(found)
+
+    def expected(places: list[str]) -> set[str]:
+        return {
+            f"spec.degrade.levels[{place}].{name}"
+            for place, level in zip(places, levels, strict=True)
+            for name in level
+            if name in ("below", "batchShare")
+        }
+
+    assert not dropped(spec)
+    # Items that the object no longer has are called by their keys.
+    absent = [f"name={level['name']}" if key else str(n) for n, level in enumerate(levels)]
+    assert dropped({"slo": {}}) == expected(absent) | {"spec.degrade.levels"}
+
+    # Items that it has are called by their places.
+    kept = [{"name": level["name"]} for level in levels]
+    there = {"degrade": {"levels": kept}}
+    assert dropped(there) == expected([str(n) for n in range(len(levels))])
+    if key:
+        there["degrade"]["levels"] = kept[::-1]
+        assert dropped(there) == expected([str(n) for n in range(len(levels))][::-1])
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"spec": 1}', '{"spec": {"memory": []}}'])
 def test_an_annotation_that_says_nothing_is_passed_over(text: str) -> None:
     annotations = {"kubectl.kubernetes.io/last-applied-configuration": text}
