@@ -6,12 +6,14 @@ spec, so one table converts all of them.
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
+from ullage_operator.api.errors import Problem
 from ullage_operator.api.sections import api_word
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -20,6 +22,8 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 def _percent(value: Any) -> Any:
     """Return 85 for 0.85; leave a share of another form to the checks."""
     if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if not math.isfinite(value):
         return value
     percent = Decimal(str(value)) * 100
     return int(percent) if percent == percent.to_integral_value() else float(percent)
@@ -151,8 +155,53 @@ def remedy(path: str, value: Any) -> str:
     if not rename.new:
         return "it has no effect any more; leave it out"
     written = rename.convert(value)
+    if rename.convert is _percent and isinstance(written, float) and math.isfinite(written):
+        return f"write {rename.new}: {_whole(written)} instead, {_difference(written)}"
     shown = f": {written}" if isinstance(written, int | float) else ""
     return f"write {rename.new}{shown} instead"
+
+
+def _whole(percent: float) -> int:
+    """Return the nearest whole percent; of two, the larger."""
+    return int(Decimal(str(percent)).to_integral_value(ROUND_HALF_UP))
+
+
+def _difference(percent: float) -> str:
+    """Say how far the nearest whole percent is from a percentage."""
+    more = Decimal(_whole(percent)) - Decimal(str(percent))
+    side = "more" if more > 0 else "less"
+    return f"{abs(more):f} percentage points {side}: shares are whole percentages"
+
+
+def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return a spec of 0.1.0 whose shares are whole percentages, and what an upgrade of it changes.
+
+    Fields that have another value afterwards, or none, are named with the old value and the new
+    one.
+    """
+    result = copy.deepcopy(dict(spec))
+    changes: list[Problem] = []
+    for rename in RENAMES:
+        *above, name = rename.old.split(".")
+        for path, section in _sections(result, above):
+            if name in section and (text := _round(section, name, rename)):
+                changes.append(Problem(f"{path}.{name}", text))
+    return result, changes
+
+
+def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
+    """Round a share to a whole percent; return what changes by it or by the rename."""
+    value = section[name]
+    if not rename.new:
+        return f"{value!r} is left out; it has no effect any more"
+    if rename.convert is _method and _method(value) != value:
+        return f"{value!r} is {rename.new}: {_method(value)} now: extracts, without the model"
+    if rename.convert is not _percent or not isinstance(percent := _percent(value), float):
+        return ""
+    if not math.isfinite(percent):
+        return ""
+    section[name] = float(Decimal(_whole(percent)) / 100)
+    return f"{value!r} is {rename.new}: {_whole(percent)} now, {_difference(percent)}"
 
 
 def _matches(rename: Rename, path: str) -> bool:

@@ -12,11 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.renames import RENAMES, Rename, dropped_fields, remedy, upgraded
+from ullage_operator.api.renames import (
+    RENAMES,
+    Rename,
+    dropped_fields,
+    remedy,
+    rounded,
+    upgraded,
+)
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import parse, parse_filled
 from ullage_operator.cli.main import main
 
+IN_PERCENT = tuple(
+    each.old
+    for each in RENAMES
+    if each.new.endswith(("Percent", "percent")) and type(each.convert(0.001)) is float
+)
 Make = Callable[..., dict[str, Any]]
 OLD_MANIFESTS = sorted((Path(__file__).parent / "manifests_0_1_0").glob("*.yaml"))
 DEFINITION = load_schema()["properties"]["spec"]
@@ -237,10 +249,78 @@ def test_other_documents_stay_and_mistakes_are_told(
     first, second = yaml.safe_load_all(capsys.readouterr().out)
     assert first == secret and second["spec"]["memory"] == {"thresholdPercent": 90}
 
-    path.write_text(yaml.safe_dump(manifest(memory={"threshold": 0.855})))
+    path.write_text(yaml.safe_dump(manifest(memory={"threshold": 1.855})))
     assert main(["upgrade-manifest", "-f", str(path)]) == 2
     told = capsys.readouterr().err
-    assert f"{path}: spec.memory.thresholdPercent: must be a whole number, not 85.5" in told
+    assert f"{path}: spec.memory.thresholdPercent: must be at most 100, not 186" in told
+
+    for number in ("inf", "nan"):
+        path.write_text(yaml.safe_dump(manifest(memory={"threshold": float(number)})))
+        assert main(["upgrade-manifest", "-f", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert f"{path}: spec.memory.threshold: {number} is no number that JSON has" in told
+
+
+def test_values_that_cannot_stay_the_same_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: Make
+) -> None:
+    path = tmp_path / "old.yaml"
+    first = manifest(
+        memory={"threshold": 0.855, "adapterShare": 0.25},
+        degrade={"levels": [{"below": 0.3}, {"below": 0.125}]},
+        prompts={"compress": {"method": "model", "timeout": "5s"}},
+    )
+    second = manifest(memory={"threshold": 0.9}) | {"metadata": {"name": "other"}}
+    path.write_text(yaml.safe_dump(first))
+    assert main(["upgrade-manifest", "-f", str(path)]) == 0
+    shown = capsys.readouterr()
+    spec = yaml.safe_load(shown.out)["spec"]
+    assert spec["memory"] == {"thresholdPercent": 86, "adapterPercent": 25}
+    assert spec["degrade"] == {"pressureLevels": [{"belowPercent": 30}, {"belowPercent": 13}]}
+    whole = "shares are whole percentages"
+    assert shown.err.splitlines() == [
+        f"note: {path}: spec.memory.threshold: 0.855 is thresholdPercent: 86 now, "
+        f"0.5 percentage points more: {whole}",
+        f"note: {path}: spec.degrade.levels[1].below: 0.125 is belowPercent: 13 now, "
+        f"0.5 percentage points more: {whole}",
+        f"note: {path}: spec.prompts.compress.method: 'model' is method: Extractive now: "
+        "extracts, without the model",
+        f"note: {path}: spec.prompts.compress.timeout: '5s' is left out; it has no effect any more",
+    ]
+
+    path.write_text(yaml.safe_dump_all([second, first]))
+    assert main(["upgrade-manifest", "-f", str(path)]) == 0
+    assert f"note: {path}: demo: spec.memory.threshold: 0.855" in capsys.readouterr().err
+
+
+@given(share=st.decimals(0, 1, places=5).map(float), rename=st.sampled_from(RENAMES))
+def test_a_share_that_changes_is_named_with_the_nearest_percent(
+    share: float, rename: Rename
+) -> None:
+    *above, name = rename.old.replace("*", "a").split(".")
+    old: Any = {name: share}
+    for step in reversed(above):
+        old = [old] if step == "[]" else {step: old}
+    before = upgraded(old)
+    changed, notes = rounded(old)
+    after = upgraded(changed)
+    percents = [leaf for leaf in leaves(before) if isinstance(leaf, float) and leaf != share]
+    if not rename.old.endswith(IN_PERCENT) or all(each.is_integer() for each in percents):
+        assert after == before and (not notes or not rename.new or "method" in rename.old)
+        return
+    [exact], [percent] = percents, leaves(after)
+    assert isinstance(percent, int) and abs(percent - exact) <= 0.5
+    [note] = notes
+    assert f"{share!r} is {rename.new}: {percent} now" in note.message
+    assert f"write {rename.new}: {percent} instead" in remedy(note.path, share)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the values of nested objects and lists."""
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list):
+        return [value]
+    return [leaf for each in inner for leaf in leaves(each)]
 
 
 def applied(declared: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
