@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,63 @@ def test_what_an_api_server_dropped_is_known_by_what_was_applied(manifest: Make)
     assert dropped_fields(record) == {"spec.memory.threshold": None, "spec.pools.a.env": None}
     record["metadata"]["managedFields"] = [entry | {"operation": "Update"}]
     assert not dropped_fields(record)
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "upgrading.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| `([\w.\[\]]+): ([^`]+)`(.*?) \| `([\w.\[\]]+): ([^`]+)` \|$", re.MULTILINE)
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of nested objects by their paths, with `[]` for the items of lists."""
+    if isinstance(value, list):
+        return {name: leaf for item in value for name, leaf in flat(item, f"{path}[]").items()}
+    if not isinstance(value, dict):
+        return {path.lstrip("."): value}
+    return {
+        name: leaf
+        for key, item in value.items()
+        for name, leaf in flat(item, f"{path}.{key}").items()
+    }
+
+
+def documented() -> list[tuple[str, Any, str, Any]]:
+    """Return the rows of the page about values: path and value of 0.1.0, and of today."""
+    rows = []
+    for old, value, more, new, now in ROW.findall(PAGE):
+        pairs = [(old, new)]
+        if "also of a pool" in more:
+            pairs.append((f"pools.NAME.{old}", f"pools.NAME.{new}"))
+        if named := re.search(r"also of `(\w+\[\])`", more):
+            section = old.split(".")[-2]
+            pairs.append((old.replace(section, named[1]), new.replace(section, named[1])))
+        for before, after in pairs:
+            whole = after if "." in after else f"{before.rpartition('.')[0]}.{after}"
+            rows.append((before, yaml.safe_load(value), whole, yaml.safe_load(now)))
+    return rows
+
+
+@pytest.mark.parametrize(("old", "value", "new", "now"), documented())
+def test_the_page_about_upgrades_says_what_becomes_of_each_value(
+    old: str, value: Any, new: str, now: Any
+) -> None:
+    spec: Any = value
+    for step in reversed(old.split(".")):
+        spec = {step.removesuffix("[]"): [spec] if step.endswith("[]") else spec}
+    assert flat(upgraded(spec, DEFINITION)) == {new: now}
+    assert rounded(spec) == (spec, []), "the page shows whole percentages"
+
+
+def test_the_page_about_upgrades_has_every_field_that_changed() -> None:
+    rows = {old.replace("NAME", "*").replace("[]", ".[]") for old, _, _, _ in documented()}
+    of_values = {each.old for each in RENAMES if "podTemplate" not in each.new}
+    assert of_values - rows == {
+        "degrade.levels",  # by its items
+        "prompts.compress.method",  # among the words
+        "prompts.compress.timeout",
+    }
+    moved = {each.old.rpartition(".")[2] for each in RENAMES if "podTemplate" in each.new}
+    assert not [name for name in moved if f"`{name}`" not in PAGE]
+    assert "`timeout` of `prompts.compress`" in PAGE and "`Extractive` now" in PAGE
 
 
 def fields_v1(value: Any, key: str) -> dict[str, Any]:
