@@ -181,6 +181,11 @@ def test_named_namespaces_need_no_cluster_role(render):
     assert by_kind(objects, "ClusterRole") == by_kind(objects, "ClusterRoleBinding") == []
     roles = [r for r in by_kind(objects, "Role") if not r["metadata"]["name"].endswith("-lease")]
     assert [role["metadata"]["namespace"] for role in roles] == ["a", "b"]
+    bound = [
+        (b["roleRef"]["kind"], b["metadata"]["namespace"]) for b in by_kind(objects, "RoleBinding")
+    ]
+    own = [r["metadata"]["namespace"] for r in by_kind(objects, "Role") if r not in roles]
+    assert sorted(bound) == sorted(("Role", name) for name in ["a", "b", *own]) and len(own) == 1
     (deployment,) = by_kind(objects, "Deployment")
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert {"--namespace=a", "--namespace=b"} <= set(arguments)

@@ -6,13 +6,16 @@ have no defaults: the last base that sets a field decides, whatever the value.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ullage_operator.api import schema
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.naming import API_VERSION, BASE, KIND
+from ullage_operator.api.renames import declarations, old_defaults
 from ullage_operator.api.schema import Schema
 
 Spec = dict[str, Any]
@@ -60,9 +63,7 @@ def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
         raise InvalidManifest(missing)
 
     section = definition["properties"]["spec"]
-    shared: Spec = {}
-    for each in names:
-        shared = merged(section, bases.specs[each], shared, has_defaults=False)
+    shared = _shared(section, spec, bases)
     whole: Spec = copy.deepcopy(merged(section, spec, shared, has_defaults=True))
     schema.fill(section, whole)
 
@@ -80,10 +81,69 @@ def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str
         spec: the spec as written, without defaults.
     """
     section = definition["properties"]["spec"]
+    return [*_overruled(section, spec, _shared(section, spec, bases), "spec")]
+
+
+def _shared(section: Schema, spec: Spec, bases: Bases) -> Spec:
+    """Return the merged specs of the bases that a spec names."""
     shared: Spec = {}
     for each in base_names(spec):
         shared = merged(section, bases.specs.get(each, {}), shared, has_defaults=False)
-    return [*_overruled(section, spec, shared, "spec")]
+    return shared
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDefaults:
+    """Fields in which a stored service has a default of 0.1.0 and its bases say otherwise."""
+
+    unset: tuple[tuple[str, ...], ...] = ()
+    """Paths of fields that no client declared, so that the bases decide."""
+    doubtful: tuple[str, ...] = ()
+    """Paths of fields that somebody may have written: no client noted what it declared."""
+
+
+def stored_defaults(
+    definition: Schema, manifest: Mapping[str, Any], bases: Bases
+) -> StoredDefaults:
+    """Return the defaults that 0.1.0 wrote into a service and that stand over its bases."""
+    spec = manifest.get("spec")
+    if not isinstance(spec, dict) or not base_names(spec):
+        return StoredDefaults()
+    shared = _shared(definition["properties"]["spec"], spec, bases)
+    nothing = object()
+    paths = [
+        path
+        for path in old_defaults(spec)
+        if _at(shared, path, nothing) not in (nothing, _at(spec, path, nothing))
+    ]
+    declared = declarations(manifest)
+    if not declared:
+        return StoredDefaults(doubtful=tuple(f"spec.{'.'.join(path)}" for path in paths))
+    unset = [
+        path for path in paths if all(_at(each, path, nothing) is nothing for each in declared)
+    ]
+    return StoredDefaults(unset=tuple(unset))
+
+
+def without_fields(spec: Spec, paths: Sequence[Sequence[str]]) -> Spec:
+    """Return a spec without some of its fields."""
+    if not paths:
+        return spec
+    result = copy.deepcopy(spec)
+    for *above, name in paths:
+        section: Any = result
+        for step in above:
+            section = section[step]
+        del section[name]
+    return result
+
+
+def _at(value: Any, path: Iterable[str], absent: Any) -> Any:
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return absent
+        value = value[name]
+    return value
 
 
 _ITS_OWN = frozenset({FIELD, "replicas", "stop"})
@@ -194,6 +254,50 @@ def is_default(node: Schema, value: Any) -> bool:
     default = copy.deepcopy(node["default"])
     schema.fill(node, default)
     return bool(value == default)
+
+
+_SIZES = frozenset({"replicas", "autoscaling"})
+"""Fields of a spec, of its router and of its pools that are of no pod."""
+
+
+def own_hash(definition: Schema, spec: Spec) -> str:
+    """Return a hash of a service's own spec: it changes with an edit of the service.
+
+    An edit of a base, a default that another definition fills in, and a change of sizes, such as by
+    an autoscaler, are no edits of the service.
+    """
+    section = definition["properties"]["spec"]
+    others = {name: value for name, value in spec.items() if name not in {*_SIZES, "stop", "pools"}}
+    said = stated(section, others | {"router": _unsized(spec.get("router"))})
+    pool_node = section["properties"]["pools"]["additionalProperties"]
+    pools = spec.get("pools") or {}
+    said["pools"] = {name: stated(pool_node, _unsized(pool)) for name, pool in pools.items()}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _unsized(section: Any) -> Any:
+    if not isinstance(section, Mapping):
+        return {}
+    return {name: value for name, value in section.items() if name not in _SIZES}
+
+
+def stated(node: Schema, value: Any) -> Any:
+    """Return a value without fields that are at their default, fields of a newer definition, and
+    empty sections."""
+    if isinstance(value, list):
+        return [stated(node.get("items", {}), item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    fields = schema.fields(node, value)
+    is_open = schema.is_open(node)
+    kept = {
+        name: stated(fields.get(name, {}), item)
+        for name, item in value.items()
+        if (is_open or name in fields) and not is_default(fields.get(name, {}), item)
+    }
+    is_section = "properties" in node  # keys of a map count without values
+    return {name: item for name, item in kept.items() if item != {} or not is_section}
 
 
 def _overruled(node: Schema, said: Any, shared: Any, path: str) -> Iterator[str]:

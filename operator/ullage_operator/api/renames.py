@@ -6,12 +6,14 @@ spec, so one table converts all of them.
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
+from ullage_operator.api.errors import Problem
 from ullage_operator.api.sections import api_word
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -20,6 +22,8 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 def _percent(value: Any) -> Any:
     """Return 85 for 0.85; leave a share of another form to the checks."""
     if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if not math.isfinite(value):
         return value
     percent = Decimal(str(value)) * 100
     return int(percent) if percent == percent.to_integral_value() else float(percent)
@@ -151,13 +155,58 @@ def remedy(path: str, value: Any) -> str:
     if not rename.new:
         return "it has no effect any more; leave it out"
     written = rename.convert(value)
+    if rename.convert is _percent and isinstance(written, float) and math.isfinite(written):
+        return f"write {rename.new}: {_whole(written)} instead, {_difference(written)}"
     shown = f": {written}" if isinstance(written, int | float) else ""
     return f"write {rename.new}{shown} instead"
 
 
+def _whole(percent: float) -> int:
+    """Return the nearest whole percent; of two, the larger."""
+    return int(Decimal(str(percent)).to_integral_value(ROUND_HALF_UP))
+
+
+def _difference(percent: float) -> str:
+    """Say how far the nearest whole percent is from a percentage."""
+    more = Decimal(_whole(percent)) - Decimal(str(percent))
+    side = "more" if more > 0 else "less"
+    return f"{abs(more):f} percentage points {side}: shares are whole percentages"
+
+
+def rounded(spec: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return a spec of 0.1.0 whose shares are whole percentages, and what an upgrade of it changes.
+
+    Fields that have another value afterwards, or none, are named with the old value and the new
+    one.
+    """
+    result = copy.deepcopy(dict(spec))
+    changes: list[Problem] = []
+    for rename in RENAMES:
+        *above, name = rename.old.split(".")
+        for path, section in _sections(result, above):
+            if name in section and (text := _round(section, name, rename)):
+                changes.append(Problem(f"{path}.{name}", text))
+    return result, changes
+
+
+def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
+    """Round a share to a whole percent; return what changes by it or by the rename."""
+    value = section[name]
+    if not rename.new:
+        return f"{value!r} is left out; it has no effect any more"
+    if rename.convert is _method and _method(value) != value:
+        return f"{value!r} is {rename.new}: {_method(value)} now: extracts, without the model"
+    if rename.convert is not _percent or not isinstance(percent := _percent(value), float):
+        return ""
+    if not math.isfinite(percent):
+        return ""
+    section[name] = float(Decimal(_whole(percent)) / 100)
+    return f"{value!r} is {rename.new}: {_whole(percent)} now, {_difference(percent)}"
+
+
 def _matches(rename: Rename, path: str) -> bool:
     steps = rename.old.split(".")
-    wild = {"*": r"[^.\[\]]+", "[]": r"\[\d+\]"}
+    wild = {"*": r"[^.\[\]]+", "[]": r"\[[^\]]+\]"}
     parts = [wild.get(step, re.escape(step)) for step in steps]
     pattern = r"\.".join(parts).replace(r"\.\[", r"\[")
     return re.fullmatch(rf"spec\.{pattern}", path) is not None and not _is_kept(rename)
@@ -190,6 +239,10 @@ def upgraded(
     return result
 
 
+class _Items(dict[str, Any]):
+    """Items of a list by their places, or by their keys where the places are not known."""
+
+
 def _sections(
     value: Any, steps: Sequence[str], path: str = "spec"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -199,8 +252,8 @@ def _sections(
             yield path, value
         return
     first, *rest = steps
-    if first == "[]" and isinstance(value, list):
-        for place, item in enumerate(value):
+    if first == "[]" and isinstance(value, list | _Items):
+        for place, item in value.items() if isinstance(value, _Items) else enumerate(value):
             yield from _sections(item, rest, f"{path}[{place}]")
     elif isinstance(value, dict):
         for name in value if first == "*" else [first]:
@@ -288,6 +341,86 @@ def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
             _replace_words(value[key], field)
 
 
+OLD_DEFAULTS: dict[str, Any] = {
+    "model.quantization": "None",
+    "pools.*.replicas": 1,
+    "pools.*.gpus": 1,
+    "pools.*.shmSize": "1Gi",
+    "memory.maxKV": "20Gi",
+    "routing.ladder": ["ShrinkContext", "ShrinkOutput", "Queue", "Route", "Reject"],
+    "routing.rungs.shrinkContext.keepTurns": 1,
+    "routing.rungs.shrinkContext.maxDroppedPercent": 100,
+    "routing.rungs.shrinkOutput.minPercent": 25,
+    "routing.replace.enabled": True,
+    "prompts.compress.method": "Extractive",
+    "batching.prefillChunkTokens": 512,
+    "rollout.strategy": "Canary",
+    "rollout.weightSteps": [10, 30, 60],
+    "rollout.stepDuration": "5m",
+    "rollout.minRequests": 50,
+    "rollout.maxWait": "30m",
+    "observability.metricsFrom": [
+        {
+            "namespaceSelector": {},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+        }
+    ],
+}
+"""Defaults of 0.1.0 that are others today, in today's form. A service that is stored has them as if
+somebody had written them."""
+
+
+def old_defaults(spec: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of a spec's fields that have a default of 0.1.0."""
+    for path, default in OLD_DEFAULTS.items():
+        *above, name = path.split(".")
+        for steps, section in _places(spec, above):
+            if name in section and section[name] == default:
+                yield (*steps, name)
+
+
+def _places(
+    value: Any, steps: Sequence[str], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield the objects at a path of names, each with the names that lead to it."""
+    if not isinstance(value, dict):
+        return
+    if not steps:
+        yield path, value
+        return
+    first, *rest = steps
+    for name in value if first == "*" else [first]:
+        yield from _places(value.get(name), rest, (*path, name))
+
+
+def declarations(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what clients noted that they declared: specs, or the names of their fields alone.
+
+    An empty list says that no client took a note.
+    """
+    metadata = manifest["metadata"]
+    text = (metadata.get("annotations") or {}).get(LAST_APPLIED)
+    found = []
+    if text is not None:
+        try:
+            declared = json.loads(text)
+        except ValueError:
+            declared = None
+        spec = declared.get("spec") if isinstance(declared, dict) else None
+        found += [spec] if isinstance(spec, dict) else []
+
+    for entry in metadata.get("managedFields") or ():
+        if is_declaration(entry):
+            tree = (entry.get("fieldsV1") or {}).get("f:spec")
+            found += [_plain(tree, manifest.get("spec"))] if tree else []
+    return found
+
+
+def is_declaration(entry: Mapping[str, Any]) -> bool:
+    """Return whether an entry of managedFields has the fields that a client declared."""
+    return entry.get("operation") == "Apply" and not entry.get("subresource")
+
+
 def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of 0.1.0 that a client declared and the API server dropped.
 
@@ -309,23 +442,53 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
         fields |= _old_fields(spec)
 
     for entry in metadata.get("managedFields") or ():
-        if entry.get("operation") == "Apply" and not entry.get("subresource"):
+        if is_declaration(entry):
             tree = (entry.get("fieldsV1") or {}).get("f:spec")
-            fields |= dict.fromkeys(dict(_old_fields(_plain(tree))))
+            declared = _plain(tree, manifest.get("spec"))
+            fields |= dict.fromkeys(dict(_old_fields(declared)))
 
     present = dict(_old_fields(manifest.get("spec")))
     return {path: value for path, value in fields.items() if path not in present}
 
 
-def _plain(tree: Any) -> Any:
-    """Return the nested field names of a fieldsV1 tree, without its `f:` prefixes."""
+def _plain(tree: Any, live: Any) -> Any:
+    """Return the nested fields of a fieldsV1 tree, without its prefixes.
+
+    Args:
+        live: the value in the object, for the places of items that the tree has by their keys.
+    """
     if not isinstance(tree, Mapping):
         return {}
-    return {
-        name.removeprefix("f:"): _plain(below)
-        for name, below in tree.items()
-        if name.startswith("f:")
-    }
+    is_list = any(step.startswith(("k:", "i:", "v:")) for step in tree)
+    result: dict[str, Any] = _Items() if is_list else {}
+    for step, below in tree.items():
+        kind, _, name = step.partition(":")
+        if kind == "f":
+            inner = live.get(name) if isinstance(live, Mapping) else None
+            result[name] = _plain(below, inner)
+        elif kind in ("k", "i"):
+            place = _place(kind, name, live)
+            inner = live[place] if isinstance(place, int) else None
+            result[str(place)] = _plain(below, inner)
+    return result
+
+
+def _place(kind: str, name: str, live: Any) -> int | str:
+    """Return the place of an item in a live list; return its key if no live item has it."""
+    items = live if isinstance(live, list) else []
+    try:
+        key = json.loads(name)
+    except ValueError:
+        return name
+    if kind == "i" and isinstance(key, int):
+        return key if 0 <= key < len(items) else str(key)
+    if not isinstance(key, dict):
+        return name
+
+    for place, item in enumerate(items):
+        if isinstance(item, Mapping) and all(item.get(each) == key[each] for each in key):
+            return place
+    return ", ".join(f"{each}={value}" for each, value in key.items())
 
 
 def _old_fields(spec: Any) -> Iterator[tuple[str, Any]]:

@@ -161,14 +161,17 @@ def add_upgrade_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPa
         "upgrade-manifest",
         help="print a manifest of 0.1.0 in today's form",
         description="Prints a manifest of 0.1.0 with today's fields (docs/upgrading.md). Comments "
-        "are lost.",
+        "are lost. Values that cannot stay the same are named on the standard error output.",
     )
     parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of 0.1.0")
     parser.set_defaults(run=run_upgrade)
 
 
 def run_upgrade(options: argparse.Namespace) -> int:
-    print(upgraded_manifest(options.file), end="")
+    text, changes = upgraded_manifest(options.file)
+    print(text, end="")
+    for each in changes:
+        print(f"note: {each}", file=sys.stderr)
     return 0
 
 

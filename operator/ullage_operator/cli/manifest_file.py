@@ -16,7 +16,7 @@ import yaml
 from ullage_operator.api.bases import Bases, base_problems, overruled_defaults
 from ullage_operator.api.errors import InvalidManifest, LocalFailure, Problem
 from ullage_operator.api.naming import BASE, KIND
-from ullage_operator.api.renames import upgraded
+from ullage_operator.api.renames import rounded, upgraded
 from ullage_operator.api.schema import complete, join, load_schema
 from ullage_operator.api.spec import Service, parse
 
@@ -186,9 +186,9 @@ def _read_object(path: Path, kind: str) -> Any:
     return json.loads(json.dumps(documents[0]))
 
 
-def upgraded_manifest(path: Path) -> str:
-    """Return a manifest of 0.1.0 with today's names and forms; objects of other kinds pass
-    unchanged.
+def upgraded_manifest(path: Path) -> tuple[str, list[str]]:
+    """Return a manifest of 0.1.0 with today's names and forms, and a line for each field with
+    another value; objects of other kinds pass unchanged.
 
     Raises:
         LocalFailure: the file has no LLMService; or one line for each field without a form of
@@ -197,7 +197,10 @@ def upgraded_manifest(path: Path) -> str:
     documents = [document for document in _read_documents(path) if document is not None]
 
     definition = load_schema()["properties"]["spec"]
-    problems: list[Problem] = []
+    problems = [problem for document in documents for problem in _not_json(document, "")]
+    if problems:
+        raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
+    changes: list[Problem] = []
     written = json.loads(json.dumps(documents))
     services = [*_services(written)]
     if not services:
@@ -205,12 +208,21 @@ def upgraded_manifest(path: Path) -> str:
 
     for service in services:
         if isinstance(service.get("spec"), dict):
-            service["spec"] = upgraded(service["spec"], definition)
+            spec, changed = rounded(service["spec"])
+            service["spec"] = upgraded(spec, definition)
+            named = "" if len(services) == 1 else f"{_name_of(service)}: "
+            changes += [Problem(f"{named}{each.path}", each.message) for each in changed]
         problems += complete(load_schema(), service)[1]
     if problems:
         raise LocalFailure("\n".join(f"{path}: {each}" for each in problems))
 
-    return str(yaml.safe_dump_all(written, sort_keys=False, width=100))
+    text = str(yaml.safe_dump_all(written, sort_keys=False, width=100))
+    return text, [f"{path}: {each}" for each in changes]
+
+
+def _name_of(service: dict[str, Any]) -> str:
+    metadata = service.get("metadata")
+    return str(metadata.get("name", "")) if isinstance(metadata, dict) else ""
 
 
 def _services(documents: list[Any]) -> Iterator[dict[str, Any]]:

@@ -37,6 +37,7 @@ from ullage_operator.conditions.conditions import (
     cluster_conditions,
     contested,
     outdated_definition,
+    overridden_bases,
     render,
     service_conditions,
     workload_of,
@@ -130,7 +131,7 @@ Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
 
 
-ROUTER_WAITS = "the operator's new routers wait until fewer services are being rolled out"
+ROUTER_WAITS = "new routers wait until fewer services are being rolled out"
 _OF_PODS = ("ConfigMap", "StatefulSet")
 """Kinds of a pool's objects that its pods are made of: each reads the configuration it was made
 for."""
@@ -182,6 +183,8 @@ class Observed:
     """Why the declared spec is not carried out, so that an earlier one still is."""
     undefined: tuple[str, ...] = ()
     """Fields without a default in the cluster's definition of LLMService."""
+    doubtful: tuple[str, ...] = ()
+    """Fields with a default of 0.1.0 that stands over a base, though nobody may have written it."""
     challenger: str = ""
     """Another operator that watches the service, too, and leaves it to this one."""
     fetches: FetchObservation = field(default_factory=FetchObservation)
@@ -191,7 +194,7 @@ class Observed:
     is_rollout_readable: bool = True
     """Whether the ConfigMap with its rollout's state can be read."""
     may_begin_rollout: bool = True
-    """Whether other services' rollouts leave room for one that nobody's edit asks for."""
+    """Whether other services' rollouts leave room for one that no edit of the service asks for."""
     rollout_annotation: str = ""
     """The annotation by which people steer its rollout."""
     canary_samples: Sequence[CanarySample] = ()
@@ -229,7 +232,6 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     caches = states_of_caches(service, observed)
     seen = replace(
         observe_rollout(observed),
-        is_edited=is_edited(service, observed),
         fetching=waiting_pools(caches),
     )
     rollout = plan_rollout(service, seen, settings)
@@ -321,15 +323,10 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 
-def is_edited(service: Service, observed: Observed) -> bool:
-    """Return whether the service was edited since its status was last written."""
-    return bool(observed.status.get("observedGeneration") != service.generation)
-
-
 def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
-    """Return the router's objects; a template that the operator itself changed waits for its
+    """Return the router's objects; a template that no edit of the service changed waits for its
     turn."""
     is_mixed = rollout.has_mixed_engines
     file = _router_file(service, rollout, observed)
@@ -339,7 +336,7 @@ def router_roll(
     return roll_routers(
         router_objects(routed, settings, file, accepts_plaintext=is_mixed),
         observed.objects,
-        is_edited(service, observed),
+        service.own_hash,
         observed.may_begin_rollout,
     )
 
@@ -714,6 +711,7 @@ def status_of(
     conditions += adapters_condition(adapters, reports)
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
+    conditions += overridden_bases(observed.doubtful)
     conditions += contested(observed.challenger)
     caches = states_of_caches(service, observed)
     conditions += caches_condition(caches)

@@ -1,4 +1,5 @@
-"""Bounds the number of services whose rollouts begin without an edit, because the operator changed.
+"""Bounds the number of services whose rollouts begin without an edit of theirs, because the
+operator or a base changed.
 
 A new default image is a new revision of every service that names none. If all rolled out at once,
 each would want additional GPUs, and a bad image would reach all of them. The same holds for a new
@@ -65,7 +66,7 @@ class RolloutQueue:
         count.
 
         Args:
-            router_waits: whether the operator's new routers wait for the service's turn.
+            router_waits: whether new routers wait for the service's turn.
             router_rolls: whether routers are being replaced.
         """
         waits = progress.is_held or progress.is_asleep or progress.reason == PAUSED

@@ -20,7 +20,7 @@ from itertools import starmap
 from typing import Any
 
 from ullage_operator.api import naming, schema
-from ullage_operator.api.bases import NO_BASES, Bases
+from ullage_operator.api.bases import NO_BASES, Bases, stored_defaults
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.renames import dropped_fields, remedy, upgraded
 from ullage_operator.api.sections import to_api
@@ -63,6 +63,8 @@ class Declared:
     """Problems for which the service cannot be carried out."""
     filled: tuple[str, ...] = ()
     """Fields without a default in the cluster's definition of LLMService."""
+    doubtful: tuple[str, ...] = ()
+    """Fields with a default of 0.1.0 that stands over a base, though nobody may have written it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
         _logger.exception("a spec that no check refuses cannot be planned")
         text = f"cannot be carried out: {error!r}; correct what was edited last"
         return Declared(None, (Problem("spec", text),))
-    return Declared(service, filled=tuple(filled))
+    doubtful = stored_defaults(schema.load_schema(), manifest, bases).doubtful
+    return Declared(service, filled=tuple(filled), doubtful=doubtful)
 
 
 def _dropped(path: str, value: Any) -> Problem:
@@ -112,7 +115,8 @@ def standing(
     # that had it.
     with contextlib.suppress(InvalidManifest, KeyError):
         spec = to_spec(_unsealed(kept, manifest, observed))
-        service = service_of(manifest["metadata"], spec)
+        own = str(_kept_data(manifest, observed).get(naming.KEPT_OWN_HASH, ""))
+        service = service_of(manifest["metadata"], spec, own=own)
         plan(service, Observed(now=_EPOCH), settings)
         return Standing(service)
 
@@ -135,7 +139,7 @@ def plan_standing(stands: Standing, observed: Observed, settings: Settings) -> S
 def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
     """Return a plan that keeps the service's spec with the state of its rollout."""
     key = ObjectKey("ConfigMap", naming.rollout_name(service.name))
-    kept = {naming.KEPT_SPEC: dump(service.spec)}
+    kept = {naming.KEPT_SPEC: dump(service.spec), naming.KEPT_OWN_HASH: service.own_hash}
     objects = (
         {**item, "data": item["data"] | kept} if key_of(item) == key else item
         for item in planned.apply
@@ -154,10 +158,14 @@ def dump(spec: Spec) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
+def _kept_data(manifest: Mapping[str, Any], observed: Observed) -> Mapping[str, str]:
+    name = naming.rollout_name(manifest["metadata"]["name"])
+    return observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
+
+
 def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
     """Return the kept spec with the fields that a newer definition adds; empty without one."""
-    name = naming.rollout_name(manifest["metadata"]["name"])
-    data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
+    data = _kept_data(manifest, observed)
     definition = schema.load_schema()["properties"]["spec"]
     try:
         kept = json.loads(data.get(naming.KEPT_SPEC, ""))

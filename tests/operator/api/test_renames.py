@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.renames import RENAMES, Rename, dropped_fields, remedy, upgraded
+from ullage_operator.api.renames import (
+    RENAMES,
+    Rename,
+    dropped_fields,
+    remedy,
+    rounded,
+    upgraded,
+)
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import parse, parse_filled
 from ullage_operator.cli.main import main
 
+IN_PERCENT = tuple(
+    each.old
+    for each in RENAMES
+    if each.new.endswith(("Percent", "percent")) and type(each.convert(0.001)) is float
+)
 Make = Callable[..., dict[str, Any]]
 OLD_MANIFESTS = sorted((Path(__file__).parent / "manifests_0_1_0").glob("*.yaml"))
 DEFINITION = load_schema()["properties"]["spec"]
@@ -237,10 +250,78 @@ def test_other_documents_stay_and_mistakes_are_told(
     first, second = yaml.safe_load_all(capsys.readouterr().out)
     assert first == secret and second["spec"]["memory"] == {"thresholdPercent": 90}
 
-    path.write_text(yaml.safe_dump(manifest(memory={"threshold": 0.855})))
+    path.write_text(yaml.safe_dump(manifest(memory={"threshold": 1.855})))
     assert main(["upgrade-manifest", "-f", str(path)]) == 2
     told = capsys.readouterr().err
-    assert f"{path}: spec.memory.thresholdPercent: must be a whole number, not 85.5" in told
+    assert f"{path}: spec.memory.thresholdPercent: must be at most 100, not 186" in told
+
+    for number in ("inf", "nan"):
+        path.write_text(yaml.safe_dump(manifest(memory={"threshold": float(number)})))
+        assert main(["upgrade-manifest", "-f", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert f"{path}: spec.memory.threshold: {number} is no number that JSON has" in told
+
+
+def test_values_that_cannot_stay_the_same_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], manifest: Make
+) -> None:
+    path = tmp_path / "old.yaml"
+    first = manifest(
+        memory={"threshold": 0.855, "adapterShare": 0.25},
+        degrade={"levels": [{"below": 0.3}, {"below": 0.125}]},
+        prompts={"compress": {"method": "model", "timeout": "5s"}},
+    )
+    second = manifest(memory={"threshold": 0.9}) | {"metadata": {"name": "other"}}
+    path.write_text(yaml.safe_dump(first))
+    assert main(["upgrade-manifest", "-f", str(path)]) == 0
+    shown = capsys.readouterr()
+    spec = yaml.safe_load(shown.out)["spec"]
+    assert spec["memory"] == {"thresholdPercent": 86, "adapterPercent": 25}
+    assert spec["degrade"] == {"pressureLevels": [{"belowPercent": 30}, {"belowPercent": 13}]}
+    whole = "shares are whole percentages"
+    assert shown.err.splitlines() == [
+        f"note: {path}: spec.memory.threshold: 0.855 is thresholdPercent: 86 now, "
+        f"0.5 percentage points more: {whole}",
+        f"note: {path}: spec.degrade.levels[1].below: 0.125 is belowPercent: 13 now, "
+        f"0.5 percentage points more: {whole}",
+        f"note: {path}: spec.prompts.compress.method: 'model' is method: Extractive now: "
+        "extracts, without the model",
+        f"note: {path}: spec.prompts.compress.timeout: '5s' is left out; it has no effect any more",
+    ]
+
+    path.write_text(yaml.safe_dump_all([second, first]))
+    assert main(["upgrade-manifest", "-f", str(path)]) == 0
+    assert f"note: {path}: demo: spec.memory.threshold: 0.855" in capsys.readouterr().err
+
+
+@given(share=st.decimals(0, 1, places=5).map(float), rename=st.sampled_from(RENAMES))
+def test_a_share_that_changes_is_named_with_the_nearest_percent(
+    share: float, rename: Rename
+) -> None:
+    *above, name = rename.old.replace("*", "a").split(".")
+    old: Any = {name: share}
+    for step in reversed(above):
+        old = [old] if step == "[]" else {step: old}
+    before = upgraded(old)
+    changed, notes = rounded(old)
+    after = upgraded(changed)
+    percents = [leaf for leaf in leaves(before) if isinstance(leaf, float) and leaf != share]
+    if not rename.old.endswith(IN_PERCENT) or all(each.is_integer() for each in percents):
+        assert after == before and (not notes or not rename.new or "method" in rename.old)
+        return
+    [exact], [percent] = percents, leaves(after)
+    assert isinstance(percent, int) and abs(percent - exact) <= 0.5
+    [note] = notes
+    assert f"{share!r} is {rename.new}: {percent} now" in note.message
+    assert f"write {rename.new}: {percent} instead" in remedy(note.path, share)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the values of nested objects and lists."""
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list):
+        return [value]
+    return [leaf for each in inner for leaf in leaves(each)]
 
 
 def applied(declared: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
@@ -266,6 +347,119 @@ def test_what_an_api_server_dropped_is_known_by_what_was_applied(manifest: Make)
     assert dropped_fields(record) == {"spec.memory.threshold": None, "spec.pools.a.env": None}
     record["metadata"]["managedFields"] = [entry | {"operation": "Update"}]
     assert not dropped_fields(record)
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "upgrading.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| `([\w.\[\]]+): ([^`]+)`(.*?) \| `([\w.\[\]]+): ([^`]+)` \|$", re.MULTILINE)
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of nested objects by their paths, with `[]` for the items of lists."""
+    if isinstance(value, list):
+        return {name: leaf for item in value for name, leaf in flat(item, f"{path}[]").items()}
+    if not isinstance(value, dict):
+        return {path.lstrip("."): value}
+    return {
+        name: leaf
+        for key, item in value.items()
+        for name, leaf in flat(item, f"{path}.{key}").items()
+    }
+
+
+def documented() -> list[tuple[str, Any, str, Any]]:
+    """Return the rows of the page about values: path and value of 0.1.0, and of today."""
+    rows = []
+    for old, value, more, new, now in ROW.findall(PAGE):
+        pairs = [(old, new)]
+        if "also of a pool" in more:
+            pairs.append((f"pools.NAME.{old}", f"pools.NAME.{new}"))
+        if named := re.search(r"also of `(\w+\[\])`", more):
+            section = old.split(".")[-2]
+            pairs.append((old.replace(section, named[1]), new.replace(section, named[1])))
+        for before, after in pairs:
+            whole = after if "." in after else f"{before.rpartition('.')[0]}.{after}"
+            rows.append((before, yaml.safe_load(value), whole, yaml.safe_load(now)))
+    return rows
+
+
+@pytest.mark.parametrize(("old", "value", "new", "now"), documented())
+def test_the_page_about_upgrades_says_what_becomes_of_each_value(
+    old: str, value: Any, new: str, now: Any
+) -> None:
+    spec: Any = value
+    for step in reversed(old.split(".")):
+        spec = {step.removesuffix("[]"): [spec] if step.endswith("[]") else spec}
+    assert flat(upgraded(spec, DEFINITION)) == {new: now}
+    assert rounded(spec) == (spec, []), "the page shows whole percentages"
+
+
+def test_the_page_about_upgrades_has_every_field_that_changed() -> None:
+    rows = {old.replace("NAME", "*").replace("[]", ".[]") for old, _, _, _ in documented()}
+    of_values = {each.old for each in RENAMES if "podTemplate" not in each.new}
+    assert of_values - rows == {
+        "degrade.levels",  # by its items
+        "prompts.compress.method",  # among the words
+        "prompts.compress.timeout",
+    }
+    moved = {each.old.rpartition(".")[2] for each in RENAMES if "podTemplate" in each.new}
+    assert not [name for name in moved if f"`{name}`" not in PAGE]
+    assert "`timeout` of `prompts.compress`" in PAGE and "`Extractive` now" in PAGE
+
+
+def fields_v1(value: Any, key: str) -> dict[str, Any]:
+    """Return the fieldsV1 of a value, in which items of lists have a key or their place."""
+    if isinstance(value, dict):
+        return {f"f:{name}": fields_v1(item, key) for name, item in value.items()}
+    tree: dict[str, Any] = {}
+    for place, item in enumerate(value) if isinstance(value, list) else ():
+        name = f"i:{place}"
+        if isinstance(item, dict) and key in item:
+            name = "k:" + json.dumps({key: item[key]}, separators=(",", ":"))
+        elif not isinstance(item, dict):
+            name = "v:" + json.dumps(item)
+        tree[name] = {".": {}} | fields_v1(item, key)
+    return tree
+
+
+LEVELS = st.fixed_dictionaries(
+    {"name": st.sampled_from(["a", "b", "c"])},
+    optional={"below": st.just(0.1), "batchShare": st.just(0.5), "maxTopP": st.just(0.5)},
+)
+
+
+@given(levels=st.lists(LEVELS, max_size=3, unique_by=lambda level: level["name"]))
+@pytest.mark.parametrize("key", ["name", ""])
+def test_fields_in_lists_that_were_dropped_are_known_by_server_side_apply(
+    key: str, levels: list[dict[str, Any]]
+) -> None:
+    spec = {"degrade": {"levels": levels}, "imagePullSecrets": ["a"], "slo": {}}
+    entry = {"operation": "Apply", "fieldsV1": {"f:spec": fields_v1(spec, key)}}
+
+    def dropped(live: dict[str, Any]) -> set[str]:
+        found = dropped_fields({"metadata": {"managedFields": [entry]}, "spec": live})
+        assert all(remedy(path, None).startswith("write ") for path in found)
+        return set(found)
+
+    def expected(places: list[str]) -> set[str]:
+        return {
+            f"spec.degrade.levels[{place}].{name}"
+            for place, level in zip(places, levels, strict=True)
+            for name in level
+            if name in ("below", "batchShare")
+        }
+
+    assert not dropped(spec)
+    # Items that the object no longer has are called by their keys.
+    absent = [f"name={level['name']}" if key else str(n) for n, level in enumerate(levels)]
+    assert dropped({"slo": {}}) == expected(absent) | {"spec.degrade.levels"}
+
+    # Items that it has are called by their places.
+    kept = [{"name": level["name"]} for level in levels]
+    there = {"degrade": {"levels": kept}}
+    assert dropped(there) == expected([str(n) for n in range(len(levels))])
+    if key:
+        there["degrade"]["levels"] = kept[::-1]
+        assert dropped(there) == expected([str(n) for n in range(len(levels))][::-1])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"spec": 1}', '{"spec": {"memory": []}}'])

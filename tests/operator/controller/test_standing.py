@@ -363,6 +363,25 @@ def test_a_service_of_0_1_0_goes_on_and_its_fields_are_named() -> None:
     assert "write thresholdPercent: 50 instead, and apply the manifest" in degraded["message"]
 
 
+def test_a_service_of_0_1_0_with_several_pools_waits_for_their_roles() -> None:
+    manifest = edited()
+    for pool in manifest["spec"]["pools"].values():
+        pool["role"] = "Standard"
+    plan, declared = planned(manifest, OBSERVED)
+    assert declared.service is None and plan.apply == GOES_ON.apply
+    assert "role" in conditions(plan)["Degraded"]["message"]
+
+
+def test_a_service_of_0_1_0_whose_note_is_taken_away_is_carried_out() -> None:
+    manifest = of_0_1_0()
+    roles = {name: pool["role"] for name, pool in STORED["spec"]["pools"].items()}
+    for name, pool in manifest["spec"]["pools"].items():
+        pool["role"] = roles[name]
+    assert planned(manifest, OBSERVED)[1].service is None
+    del manifest["metadata"]["annotations"][LAST_APPLIED]
+    assert planned(manifest, OBSERVED)[1].service is not None
+
+
 def test_a_service_that_0_1_0_left_behind_keeps_its_objects_and_wakes() -> None:
     plan, _ = planned(of_0_1_0(), observed_of([without_kept_spec(item) for item in LIVE]))
     [woken] = plan.apply
