@@ -208,11 +208,11 @@ class PromptBuilder:
         """Read messages, once their sizes are bounded; return the turns, the use of tools, and the
         number of all their characters."""
         messages = request.messages
-        if messages.ByteSize() > self._max_contexts * self._engines.max_model_len:
-            self._check_fewest(model, messages.messages)
         # The last turn stays whatever else is dropped.
         self._check_size(model, messages.messages[-1].content, "messages")
         self._check_whole(_num_characters(messages))
+        if messages.ByteSize() > self._max_contexts * self._engines.max_model_len:
+            self._check_fewest(model, messages.messages)
         _check_calls(messages)
         turns = tuple(make_turns(messages.messages))
         use = tool_use(request, model.tool_format)
