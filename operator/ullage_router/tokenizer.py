@@ -115,6 +115,22 @@ class SegmentEncoder:
             return _counted(self._tokenise(text, self._encode), most)
         return self._join(parted(text, self._boundaries), self._encode, most)
 
+    def count(self, text: str, most: int) -> int:
+        """Return the number of a text's tokens, or one above `most`; no special token is made of
+        the text, and no token id is kept.
+
+        Raises:
+            SpecialTokenError: it would become a guarded token.
+            UncutText: the text cannot be tokenised in pieces.
+        """
+        tokenise = self._guarded.encode if self._guarded else self._encode
+        number = 0
+        for ids in self._tokenise(text, tokenise):
+            number += len(ids)
+            if number > most:
+                break
+        return number
+
     def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a text whose only guarded tokens are the pieces that are tokens.
 
@@ -315,6 +331,17 @@ class Model:
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of a text's tokens, without tokenising it."""
         return self.bound.fewest(text)
+
+    def count_tokens(self, text: str, most: int) -> int:
+        """Return the number of a text's tokens, or one above `most`, in little memory.
+
+        Raises:
+            PromptError: the text cannot be tokenised.
+        """
+        try:
+            return self.encoder.count(text, most)
+        except (SpecialTokenError, UncutText) as error:
+            raise PromptError(str(error)) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)

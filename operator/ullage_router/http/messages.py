@@ -1,6 +1,7 @@
 """A request and its reply over ASGI: the head, a body within bounds, and the way out."""
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +102,20 @@ class BodyRoom:
                 del self._of_tenants[tenant]
 
 
+class Body:
+    """The bytes of a body, which its reader takes out, so that nobody else keeps them meanwhile."""
+
+    def __init__(self, data: bytes) -> None:
+        self.num_bytes = len(data)
+        self._data = data
+
+    def take(self) -> bytes:
+        """Return the bytes; call it once."""
+        data = self._data
+        del self._data
+        return data
+
+
 class Request:
     """One request, whose body may still be arriving.
 
@@ -179,7 +194,7 @@ class Request:
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
 
-    async def read_json(self, tenant: str = "") -> bytes:
+    async def read_json(self, tenant: str = "") -> Body:
         """Read a body whose content type is JSON; see `read`.
 
         Raises:
@@ -190,7 +205,7 @@ class Request:
         if kind.partition(";")[0].strip().lower() != JSON:
             self._has_failed = True
             raise content_type_not_supported(kind)
-        return await self.read(tenant)
+        return Body(await self.read(tenant))
 
     async def read(self, tenant: str = "") -> bytes:
         """Read the body.
@@ -222,20 +237,21 @@ class Request:
             raise body_too_large(f"{int(declared)} bytes", limit)
 
     async def _read(self, tenant: str) -> bytes:
-        body = bytearray()  # a list of pieces could have one for each byte
+        # A list of pieces could have one for each byte. The buffer hands its bytes out uncopied.
+        buffer = io.BytesIO()
         has_more = True
         self._tenant = tenant
         while has_more:
-            part, has_more = await self._receive_part(len(body))
-            if not (has_more or body):
+            part, has_more = await self._receive_part(buffer.tell())
+            if not (has_more or buffer.tell()):
                 return part
-            body += part
-            if len(body) > LONG_BODY_BYTES:
-                await self._read_long(body, has_more)
+            buffer.write(part)
+            if buffer.tell() > LONG_BODY_BYTES:
+                await self._read_long(buffer, has_more)
                 break
-        return bytes(body)
+        return buffer.getvalue()
 
-    async def _read_long(self, body: bytearray, has_more: bool) -> None:
+    async def _read_long(self, buffer: io.BytesIO, has_more: bool) -> None:
         """Read the rest of a long body in its turn; then wait until few others are becoming
         prompts."""
         bodies = self._room.long_bodies
@@ -245,11 +261,11 @@ class Request:
             while has_more:
                 async with asyncio.timeout(None) as timeout:
                     with bodies.awaited(turn, timeout):
-                        part, has_more = await self._receive_part(len(body))
-                body += part
+                        part, has_more = await self._receive_part(buffer.tell())
+                buffer.write(part)
                 turn.add(len(part))
-            bodies.shrink(turn, len(body))
-            self._handled = await self._room.handled.take(len(body), self._tenant)
+            bodies.shrink(turn, buffer.tell())
+            self._handled = await self._room.handled.take(buffer.tell(), self._tenant)
         except TimeoutError as error:
             raise bodies_full() from error
 

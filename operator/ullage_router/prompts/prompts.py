@@ -2,7 +2,7 @@
 
 import functools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +33,9 @@ MAX_CONTEXTS = 16
 """Contexts that a conversation may fill before turns are dropped."""
 COUNTED_CONTEXTS = 4
 """Contexts up to which the tokens of a text that does not fit are counted, to name their number."""
+USUAL_CHARACTERS_PER_TOKEN = 8
+"""Twice the usual: turns with more for each token of the context are counted before they are
+rendered."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -41,7 +44,7 @@ class Prompt(msgspec.Struct, frozen=True):
     model: Model
     token_ids: Sequence[int]
     turns: tuple[Turn, ...] = ()
-    """Turns of the conversation; empty when it is not one."""
+    """Turns of the conversation; empty when it is not one, or when none is ever dropped."""
     degraded: tuple[str, ...] = ()
     """What was done to the conversation before anything was decided."""
     is_spent: bool = False
@@ -78,6 +81,7 @@ class PromptBuilder:
         threads: where long texts are tokenised.
         intake: where conversations with many or long turns are read.
         is_cascade: other models may answer as well, so that each takes what it knows.
+        drops_turns: turns may be dropped of conversations that are too long.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class PromptBuilder:
         threads: TokenizerThreads,
         intake: IntakeThread,
         is_cascade: bool,
+        drops_turns: bool = False,
     ) -> None:
         self._is_cascade = is_cascade
         self._rules = section
@@ -95,6 +100,8 @@ class PromptBuilder:
         self._engines = engines
         self._threads = threads
         self._intake = intake
+        self._keeps_turns = drops_turns or summarizer is not None
+        self._max_contexts = MAX_CONTEXTS if self._keeps_turns else COUNTED_CONTEXTS
 
     async def build(
         self,
@@ -167,11 +174,17 @@ class PromptBuilder:
         read = functools.partial(self._read, model, request)
         turns, use, size = await self._intake.run(num_bytes, tenant, read)
         turns, degraded = await self._cleansed(turns, size, tenant)
-        most = MAX_CONTEXTS * self._engines.max_model_len
+        context = self._engines.max_model_len
+        most = self._max_contexts * context
 
         def rendered() -> "TokenIds | ServiceError":
             # An error that is returned keeps no frames, which hold all forms of the text.
             try:
+                if size > USUAL_CHARACTERS_PER_TOKEN * context:
+                    if model.count_tokens(turns[-1]["content"], context) > context:
+                        return self._too_long("messages", context)
+                    if _are_more(model, turns, most):
+                        return self._too_long("messages", most)
                 return model.render(turns, use.tools, use.opening, arguments, most)
             except PromptError as error:
                 return invalid("messages", f"messages: {error}")
@@ -185,7 +198,8 @@ class PromptBuilder:
             finally:
                 del ids  # the error holds this frame, which would hold the error
         check_prompt_tokens(ids, model.vocab_size, "messages")
-        prompt = Prompt(model, ids, turns, degraded, tool_use=use, arguments=arguments, weight=size)
+        kept = turns if self._keeps_turns else ()
+        prompt = Prompt(model, ids, kept, degraded, tool_use=use, arguments=arguments, weight=size)
         return await self._summarized(prompt, tenant) if self._summarizer else prompt
 
     def _read(
@@ -197,6 +211,8 @@ class PromptBuilder:
         # The last turn stays whatever else is dropped.
         self._check_size(model, messages.messages[-1].content, "messages")
         self._check_whole(_num_characters(messages))
+        if messages.ByteSize() > self._max_contexts * self._engines.max_model_len:
+            self._check_fewest(model, messages.messages)
         _check_calls(messages)
         turns = tuple(make_turns(messages.messages))
         use = tool_use(request, model.tool_format)
@@ -257,12 +273,35 @@ class PromptBuilder:
         if fewest > self._engines.max_model_len:
             raise self._too_long(field, fewest)
 
+    def _check_fewest(self, model: Model, messages: Iterable[inference_pb2.Message]) -> None:
+        """Refuse messages that have too many tokens however these fall, before they are turns."""
+        most = self._max_contexts * self._engines.max_model_len
+        fewest = sum(model.fewest_tokens(_shown(message.content)) for message in messages)
+        if fewest > most:
+            raise self._too_long("messages", most)
+
     def _too_long(self, field: str, fewest: int) -> ServiceError:
         context = self._engines.max_model_len
         message = (
             f"{field} has more than {fewest} tokens and the context is {context} tokens; shorten it"
         )
         return invalid(field, message, "CONTEXT_TOO_LONG")
+
+
+def _shown(content: str) -> str:
+    """Return the part of a message that every template writes: many leave thoughts out."""
+    return content.rpartition("</think>")[2]
+
+
+def _are_more(model: Model, turns: Iterable[Turn], most: int) -> bool:
+    """Return whether turns have more tokens than so many, without rendering them: that takes up to
+    ten times their memory."""
+    left = most
+    for turn in turns:
+        left -= model.count_tokens(_shown(turn["content"]), left)
+        if left < 0:
+            return True
+    return False
 
 
 def _num_characters(messages: inference_pb2.Messages) -> int:

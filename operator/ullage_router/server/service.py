@@ -85,6 +85,7 @@ class RouterService:
             self._threads,
             self.intake,
             config.cascade is not None,
+            drops_turns="shrinkContext" in routing.ladder,
         )
         self.rollout = Rollout(
             config.rollout_file, self.engines, self._prompts, config.model, self._on_stop

@@ -342,9 +342,12 @@ def _texts(values: list[Any]) -> list[str]:
 def _marked_turn(turn: Turn, own: Marks, others: Marks) -> Turn:
     """Return a turn with marks. Its role is one of a list, with which templates write tokens."""
     marks = own if turn["role"] in _OWN_ROLES else others
-    return {
-        name: value if name == "role" else marks.mark_deep(value) for name, value in turn.items()
-    }
+    marked = dict[int, Any]()
+    for value in turn.values():
+        # Two names may have one text, which may be megabytes.
+        if id(value) not in marked:
+            marked[id(value)] = marks.mark_deep(value)
+    return {name: value if name == "role" else marked[id(value)] for name, value in turn.items()}
 
 
 # --- Encoding ---

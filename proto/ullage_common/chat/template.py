@@ -444,11 +444,12 @@ def _turn(message: inference_pb2.Message, name: str) -> Turn:
         turn["tool_call_id"] = message.tool_call_id
     if name:
         turn["name"] = name
-    if message.reasoning:
-        turn["reasoning_content"] = message.reasoning
+    reasoning = message.reasoning  # each access copies it
+    if reasoning:
+        turn["reasoning_content"] = reasoning
     # Templates that say `thinking` take it or content before a call, not both.
-    if message.reasoning and not (message.tool_calls and message.content):
-        turn["thinking"] = message.reasoning
+    if reasoning and not (message.tool_calls and message.content):
+        turn["thinking"] = reasoning
     return turn
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
-from google.rpc import code_pb2, status_pb2
+from google.rpc import status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig, TicketsSection
 from ullage_common.process.config_file import ConfigError
 from ullage_common.tickets.tickets import TICKET_KEY, Claims, cache_salt, engine_tag, sign
-from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.errors import ServiceError, from_rpc_error, from_status
 from ullage_engine.server.tickets import MAX_REMEMBERED, TicketVerifier
 
 KEY = b"k" * 32
@@ -205,22 +205,91 @@ def test_missing_keys_are_told(tmp_path: Path) -> None:
         TicketVerifier(TicketsSection(keys_dir=str(tmp_path)), "engine-0", "tiny")
 
 
-async def multiplexed(engine: Any, metadata: dict[str, str]) -> str:
-    """What became of a call over the stream that routers keep open."""
-    stream = engine.inference.Multiplex()
-    call = pb.MultiplexCall(tag=1, request=request(), metadata=metadata, window=1000)
-    await stream.write(pb.MultiplexRequest(calls=[call]))
-    try:
-        async with asyncio.timeout(20):
-            while True:
-                answer = await stream.read()
+class RouterStream:
+    """The stream that routers keep open to an engine, with many calls on it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._stream = engine.inference.Multiplex()
+        self._last_tag = 0
+
+    async def outcomes(self, *calls: tuple[pb.GenerateRequest, Metadata]) -> list[str]:
+        """Return what became of calls that were sent in one message: the reasons of their errors,
+        or "served"."""
+        tags = range(self._last_tag + 1, self._last_tag + 1 + len(calls))
+        self._last_tag += len(calls)
+        message = pb.MultiplexRequest()
+        for tag, (asked, metadata) in zip(tags, calls, strict=True):
+            message.calls.add(tag=tag, request=asked, metadata=dict(metadata), window=1000)
+        await self._stream.write(message)
+
+        ends: dict[int, str] = {}
+        async with asyncio.timeout(60):
+            while len(ends) < len(calls):
+                answer = await self._stream.read()
+                assert answer is not grpc.aio.EOF, await self._stream.details()
                 for event in answer.events:
                     if event.HasField("status"):
-                        return code_pb2.Code.Name(status_pb2.Status.FromString(event.status).code)
-                    if event.response.HasField("finished"):
-                        return "served"
-    finally:
-        stream.cancel()
+                        error = from_status(status_pb2.Status.FromString(event.status))
+                        ends[event.tag] = error.reason
+                    elif event.response.HasField("finished"):
+                        ends[event.tag] = "served"
+        return [ends[tag] for tag in tags]
+
+    def close(self) -> None:
+        self._stream.cancel()
+
+
+def test_calls_of_routers_streams_are_held_to_their_tickets(
+    serve: Any, config: EngineConfig, keys: Path
+) -> None:
+    async def scenario() -> None:
+        section = TicketsSection(keys_dir=str(keys), required=True)
+        here = config.server.engine_id
+        now = int(time.time() * 1000)
+
+        def of(number: int, engine: str = here, **more: Any) -> Metadata:
+            return ticket(number, engine=engine, **({"expires_ms": now + 60_000} | more))
+
+        once = of(100)
+        twice = of(200, uses=2)
+        async with serve(msgspec.structs.replace(config, tickets=section), step_s=0.001) as engine:
+            stream = RouterStream(engine)
+            # A good call stands among bad ones: each is judged by itself.
+            assert await stream.outcomes(
+                (request(), ()),
+                (request(), of(1, key=b"o" * 32)),
+                (request(), ((TICKET_KEY, "nonsense"),)),
+                (request(), of(2, engine="another")),
+                (request(), of(3, expires_ms=now - 60_000)),
+                (request(), once),
+                (request(5), of(4)),
+                (request(stop=pb.StopConditions(max_tokens=9)), of(5)),
+                (request(samples=pb.Samples(n=2)), of(6)),
+            ) == [
+                "TICKET_REQUIRED",
+                *["BAD_TICKET"] * 3,
+                "TICKET_EXPIRED",
+                "served",
+                *["TICKET_BUDGET"] * 3,
+            ]
+            # A ticket is used once on all streams and calls together.
+            assert await stream.outcomes((request(), once)) == ["TICKET_USED"]
+            other = RouterStream(engine)
+            assert await other.outcomes((request(), once)) == ["TICKET_USED"]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in engine.inference.Generate(request(), metadata=once):
+                    pass
+            assert from_rpc_error(caught.value).reason == "TICKET_USED"
+            # Two uses at one moment, on two streams.
+            ends = await asyncio.gather(
+                stream.outcomes((request(), twice), (request(), twice)),
+                other.outcomes((request(), twice), (request(), twice)),
+            )
+            assert sorted(ends[0] + ends[1]) == ["TICKET_USED"] * 2 + ["served"] * 2
+            stream.close()
+            other.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_served_engine_holds_requests_to_their_tickets(
@@ -240,9 +309,6 @@ def test_a_served_engine_holds_requests_to_their_tickets(
                         pass
                 error = from_rpc_error(caught.value)
                 assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
-            assert await multiplexed(engine, {}) == "UNAUTHENTICATED"
-            fresh = ticket(3, engine=config.server.engine_id, expires_ms=soon)
-            assert await multiplexed(engine, dict(fresh)) == "served"
 
     asyncio.run(scenario())
 

@@ -16,7 +16,15 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.router import RungsSection, ShrinkOutputSection
 from ullage_common.process.config_file import ConfigError
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_common.tickets.tickets import Claims, TicketError, engine_tag, load_keys, sign, verify
+from ullage_common.tickets.tickets import (
+    Claims,
+    TicketError,
+    engine_tag,
+    load_keys,
+    read,
+    sign,
+    verify,
+)
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.policy.decide import Refuse, Run, decide, min_output
 from ullage_router.policy.decision import (
@@ -339,6 +347,30 @@ def test_where_tickets_are_required_the_router_has_its_own(
             ticket = service.engine.metadata[0]["x-ullage-ticket"]
             claims = verify(ticket, (KEY,), engine_tag("single-0"), time.time())
             assert (claims.prompt_tokens, claims.max_tokens, claims.samples) == (2, 5, 1)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("reason", ["BAD_TICKET", "TICKET_EXPIRED", "TICKET_USED"])
+def test_a_ticket_that_an_engine_refuses_is_the_routers_affair(
+    start_service: "StartService", keys: Path, reason: str
+) -> None:
+    """Each try has a ticket of its own, and no client is told to show a ticket."""
+
+    async def scenario() -> None:
+        refusal = ServiceError(grpc.StatusCode.UNAUTHENTICATED, reason, "pick again")
+        async with start_service(single=(100, 100), **tickets(keys, required=True)) as service:
+            for engine in service.engines:
+                engine.script.refuse = refusal
+            answer = await service.complete(max_tokens=5)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "NO_ENGINE"
+            shown = [each["x-ullage-ticket"] for e in service.engines for each in e.metadata]
+            ids = {read(ticket, (KEY,)).id for ticket in shown}
+            assert len(ids) == len(shown) > 1
+
+            service.engine.script.refuse = None
+            assert (await service.complete(max_tokens=5)).status_code == 200
 
     asyncio.run(scenario())
 

@@ -90,6 +90,8 @@ class FakeEngine(
         self.max_model_len = max_model_len
         self.grid = (2, 2) if pool == "large" else (1, 1)
         """Tensor ranks and pipeline stages."""
+        self.tokenizer = TOKENIZER
+        self.vocab_size = 256
         self.template = TEMPLATE
         self.tool_template = ""
         self.sampling_defaults = inference_pb2.SamplingParams()
@@ -182,12 +184,12 @@ class FakeEngine(
             await abort(context, ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_ENGINE", "loading"))
         return inference_pb2.GetModelResponse(
             model=self.headroom.model,
-            tokenizer_json=TOKENIZER,
+            tokenizer_json=self.tokenizer,
             chat_template=self.template,
             tool_chat_template=self.tool_template,
             sampling_defaults=self.sampling_defaults,
             max_model_len=self.max_model_len,
-            vocab_size=256,
+            vocab_size=self.vocab_size,
             created=1_700_000_000,
             task=self.task,
             adapters=[inference_pb2.Adapter(name=name, rank=8) for name in self.adapters],

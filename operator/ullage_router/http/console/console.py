@@ -227,7 +227,7 @@ class Console:
     async def _begin_overload(self, request: Request, reply: Reply) -> None:
         """Send many long requests to this process; answer at once with the prefix of their ids."""
         try:
-            asked = msgspec.json.decode(await request.read_json(), type=Overload)
+            asked = msgspec.json.decode((await request.read_json()).take(), type=Overload)
         except msgspec.DecodeError as error:
             raise invalid_head("INVALID_ARGUMENT", f"the body is not valid: {error}") from error
         if self._overload and not self._overload.done():

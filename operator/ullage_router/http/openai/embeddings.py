@@ -7,7 +7,7 @@ import functools
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Annotated, ClassVar, Literal
 
@@ -19,7 +19,7 @@ from ullage_common.wire.limits import MAX_PROMPT_TOKENS, MAX_REQUEST_ID_BYTES
 from ullage_common.wire.validation import invalid_value
 from ullage_router.call import Call
 from ullage_router.errors import deadline, http_status, internal, vectors_full
-from ullage_router.http.messages import BodyRoom, Reply, Request
+from ullage_router.http.messages import Body, BodyRoom, Reply, Request
 from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
 from ullage_router.http.openai.requests import (
     decode_field,
@@ -101,14 +101,11 @@ class EmbeddingsEndpoint:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
             data = await request.read_json(tenant.name)
             parsing = functools.partial(_parsed, data)
-            try:
-                body, asked = await service.intake.run(len(data), tenant.name, parsing)
-            finally:
-                request.end_turn()
-            del data, parsing
+            body, asked = await service.intake.run(data.num_bytes, tenant.name, parsing)
             if len(asked) > 1:
                 tenant.check_many(len(asked), sum(len(r.token_ids.ids) or 1 for r in asked))
         except Exception as error:
+            request.end_turn()
             # The traceback holds the body, and this frame would hold the error: a reference cycle.
             refusal = as_service_error(error, record).with_traceback(None)
             service.pipeline.refuse(record, refusal, tenant, trace_context(request.headers))
@@ -117,11 +114,12 @@ class EmbeddingsEndpoint:
         is_base64 = body.encoding_format == "base64"
         del body
         trace, room = trace_context(request.headers), self._room
-        run = _Run(service, record.request_id, tenant, trace, asked, room)
+        run = _Run(service, record.request_id, tenant, trace, asked, room, request.end_turn)
         try:
             try:
                 await run.compute()
             except Exception as error:
+                request.end_turn()  # a client may be slow to take the error
                 await Writer(reply, run.record, "input").error(as_service_error(error, run.record))
                 return
             pieces = run.pieces(is_base64=is_base64)
@@ -137,6 +135,8 @@ class _Run:
         name: request id; those of all inputs but the first get numbers behind it.
         tenant: a session of it; each input gets one of its own.
         room: for the vectors of all bodies.
+        end_turn: lets other long bodies come; called when an input waits for others than this
+            router.
 
     record
         the first input's, whose decision the headers tell
@@ -150,6 +150,7 @@ class _Run:
         trace: tuple[tuple[str, str], ...],
         asked: Sequence[inference_pb2.GenerateRequest],
         room: BodyRoom,
+        end_turn: Callable[[], None],
     ) -> None:
         self.record = RequestRecord(name)
         self._pipeline = service.pipeline
@@ -170,6 +171,7 @@ class _Run:
         self._cached = Counter[str]()
         """Prompt tokens whose KV was reused, by tier."""
         self._room = room
+        self._end_turn = end_turn
         self._taken_bytes = 0
 
     async def compute(self) -> None:
@@ -178,6 +180,15 @@ class _Run:
         Raises:
             ServiceError: an input was refused or failed; the others are cancelled.
         """
+        error = await self._serve_all()
+        if error:
+            try:
+                raise error
+            finally:
+                del error  # the error holds this frame, which would hold the error
+
+    async def _serve_all(self) -> BaseException | None:
+        """Return the first error."""
         try:
             async with asyncio.TaskGroup() as group:
                 timer = group.create_task(self._time_out())
@@ -185,7 +196,11 @@ class _Run:
                 await asyncio.wait([group.create_task(self._work()) for _ in count])
                 timer.cancel()
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            # The frames of the group hold it. With such a cycle the inputs, which the frames of its
+            # errors hold, would stay until the garbage collector runs, which is rare.
+            errors.__traceback__ = None
+            return errors.exceptions[0]
+        return None
 
     def close(self) -> None:
         """Gives back the room of the vectors."""
@@ -235,7 +250,8 @@ class _Run:
                 may_wait = self._num_done and time.monotonic() + wait_s < self._deadline
                 if not (is_shortage and (self._running or may_wait)):
                     self._end_others(error)
-                    raise
+                    # Frames below hold this task, which will hold the error: a cycle.
+                    raise error.with_traceback(None) from None
                 self._waiting.appendleft(index)
                 if self._running:
                     return
@@ -259,7 +275,8 @@ class _Run:
             if not vector:
                 raise internal(call.record.request_id)
         except ServiceError as error:
-            raise _named(error, _name(index, len(self._asked))) from error
+            _name_field(error, _name(index, len(self._asked)))
+            raise
         finally:
             del self._running[index]
         self._take_room(len(vector))
@@ -293,7 +310,17 @@ class _Run:
             self.record = record
         total_s, stall_s = self._limits.total_timeout, self._limits.request_timeout
         request, tenant = self._asked[index], self._tenant.new_session()
-        return Call(request, record, total_s, stall_s, self._trace, tenant, is_streamed=False)
+        return Call(
+            request,
+            record,
+            total_s,
+            stall_s,
+            self._trace,
+            tenant,
+            is_streamed=False,
+            release_body=self._end_turn,
+            end_turn=self._end_turn,
+        )
 
 
 def _item(index: int, vector: bytes, *, is_base64: bool) -> bytes:
@@ -307,17 +334,16 @@ def _name(index: int, count: int) -> str:
     return "input" if count == 1 else f"input[{index}]"
 
 
-def _named(error: ServiceError, name: str) -> ServiceError:
-    """Returns the error with the input at fault in the words of this endpoint."""
+def _name_field(error: ServiceError, name: str) -> None:
+    """Name the input at fault in an error, in the words of this endpoint."""
     if error.metadata.get("field") in ("prompt", "input"):
         error.metadata["field"] = name
         if error.message.startswith("prompt "):
             error.message = name + error.message.removeprefix("prompt")
-    return error
 
 
-def _parsed(data: bytes) -> tuple[EmbeddingsRequest, list[inference_pb2.GenerateRequest]]:
-    body = parse(_BODY, data)
+def _parsed(data: Body) -> tuple[EmbeddingsRequest, list[inference_pb2.GenerateRequest]]:
+    body = parse(_BODY, data.take())
     return body, _requests(body)
 
 

@@ -16,7 +16,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router.call import Call, ResponseStream
 from ullage_router.errors import http_status, internal
-from ullage_router.http.messages import Headers, Reply, Request
+from ullage_router.http.messages import Body, Headers, Reply, Request
 from ullage_router.http.openai import requests
 from ullage_router.http.openai.errors import (
     decision_headers,
@@ -73,18 +73,18 @@ def _parsed(body: Common, request: inference_pb2.GenerateRequest) -> Parsed:
 class Dialect:
     """The differences between the two endpoints."""
 
-    parse: Callable[[bytes], Parsed]
+    parse: Callable[[Body], Parsed]
     format: Callable[[ResponseOptions], Format]
     input_field: str
 
 
-def _parse_chat(body: bytes) -> Parsed:
-    chat = requests.parse_chat(body)
+def _parse_chat(body: Body) -> Parsed:
+    chat = requests.parse_chat(body.take())
     return _parsed(chat, requests.from_chat(chat))
 
 
-def _parse_completion(body: bytes) -> Parsed:
-    completion = requests.parse_completion(body)
+def _parse_completion(body: Body) -> Parsed:
+    completion = requests.parse_completion(body.take())
     return _parsed(completion, requests.from_completion(completion))
 
 
@@ -221,7 +221,7 @@ class GenerateEndpoint:
             body = await request.read_json(tenant.name)
             record = RequestRecord(record_id)  # its time begins when all of the body is there
             parse = functools.partial(self._dialect.parse, body)
-            parsed = await self._intake.run(len(body), tenant.name, parse)
+            parsed = await self._intake.run(body.num_bytes, tenant.name, parse)
         except Exception as error:
             request.end_turn()
             record = RequestRecord(record_id)
@@ -230,7 +230,6 @@ class GenerateEndpoint:
             self._pipeline.refuse(record, refusal, trace=trace_context(headers))
             await self._writer(reply, record).error(refusal)
             return
-        del body, parse  # an answer may take long and needs them no more
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
         call = Call(

@@ -140,14 +140,20 @@ _NOTHING = re.compile(r"null|\[\s*\]")
 _CHOICES = 'none, auto, required, {"type": "function", "function": {"name": ...}}'
 
 
-def from_conversation(chat: ChatRequest) -> inference_pb2.Messages:
-    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) -> None:
+    """Set a conversation from a chat body and take its messages out: copies would be megabytes.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT, which names the field.
+    """
     check_calls(sum(len(message.tool_calls or ()) for message in chat.messages))
-    messages = [_message(f"messages[{i}]", message) for i, message in enumerate(chat.messages)]
-    arguments = _template_arguments(chat)
-    return inference_pb2.Messages(
-        messages=messages, tools=_tools(chat), template_arguments=arguments
-    )
+    given = chat.messages[::-1]
+    chat.messages.clear()
+    for i in range(len(given)):
+        _add_message(conversation, f"messages[{i}]", given.pop())
+    conversation.template_arguments = _template_arguments(chat)
+    if (tools := _tools(chat)) is not None:
+        conversation.tools.CopyFrom(tools)
 
 
 def _template_arguments(chat: ChatRequest) -> str:
@@ -207,26 +213,26 @@ def _choice(choice: str | NamedTool | None) -> tuple[inference_pb2.ToolMode, str
     return inference_pb2.TOOL_MODE_NAMED, utf8("tool_choice.function.name", choice.function.name)
 
 
-def _message(field: str, message: ChatMessage) -> inference_pb2.Message:
+def _add_message(conversation: inference_pb2.Messages, field: str, message: ChatMessage) -> None:
     for name, value in (("function_call", message.function_call), ("audio", message.audio)):
         if value != NULL:
             remedy = "tool_calls" if name == "function_call" else "text"
             raise invalid(f"{field}.{name}", f"{field}.{name} is not supported; send {remedy}")
-    calls = message.tool_calls or []
-    return inference_pb2.Message(
+    added = conversation.messages.add(
         role=utf8(f"{field}.role", message.role),
         content=_content(f"{field}.content", message),
-        tool_calls=[_call(f"{field}.tool_calls[{j}]", call) for j, call in enumerate(calls)],
         tool_call_id=utf8(f"{field}.tool_call_id", message.tool_call_id or ""),
         name=utf8(f"{field}.name", message.name or ""),
         reasoning=utf8(f"{field}.reasoning_content", message.reasoning_content or ""),
     )
+    for j, call in enumerate(message.tool_calls or ()):
+        _add_call(added, f"{field}.tool_calls[{j}]", call)
 
 
-def _call(field: str, call: ToolCall) -> inference_pb2.ToolCall:
+def _add_call(message: inference_pb2.Message, field: str, call: ToolCall) -> None:
     if call.type != "function":
         raise invalid_value(f"{field}.type", call.type, "function")
-    return inference_pb2.ToolCall(
+    message.tool_calls.add(
         id=utf8(f"{field}.id", call.id),
         name=utf8(f"{field}.function.name", call.function.name),
         arguments=utf8(f"{field}.function.arguments", call.function.arguments),
@@ -301,7 +307,8 @@ def from_chat(chat: ChatRequest) -> Request:
     """Converts a chat body to the wire's form."""
     request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
     # Set even when empty, so that the check names `messages` and not the missing input.
-    request.messages.CopyFrom(from_conversation(chat))
+    request.messages.SetInParent()
+    set_conversation(request.messages, chat)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid_value(
             "top_logprobs", chat.top_logprobs, "0, or any up to 20 with logprobs: true"
@@ -375,6 +382,8 @@ def _decode_long(kind: type[T], body: bytes) -> T:
         limit = max_field_bytes(name)
         if limit is not None and len(raw) > limit:
             raise invalid(name, f"{name} has {len(raw)} bytes of JSON; send at most {limit}")
+        if len(raw) < len(body) // 2:
+            raw = raw.copy()  # or what is decoded of it would keep the whole body
         values[name] = raw if decoder is None else decode_field(decoder, raw, name)
     for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind)):
         if field.required and field.name not in values:
