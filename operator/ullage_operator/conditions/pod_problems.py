@@ -201,6 +201,11 @@ def _unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
     return _problem(pod, "Unschedulable", f"{problem}: {message}; {_placing_remedy(pod, message)}")
 
 
+def is_placed(pod: Pod) -> bool:
+    """Return whether a pod is on a node."""
+    return bool(pod.get("spec", {}).get("nodeName"))
+
+
 def roomless_s(pod: Pod, now: datetime) -> float | None:
     """Return the seconds for which no node has had room for a pod.
 

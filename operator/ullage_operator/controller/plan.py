@@ -6,7 +6,7 @@ The operator applies a plan to the cluster; `ullage up` runs the same pods as pr
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from ullage_common.config.engine import follower_place
@@ -52,6 +52,7 @@ from ullage_operator.conditions.pod_problems import (
     fits_place_of,
     is_counted,
     is_follower,
+    is_placed,
     is_router,
     is_unmounted,
     lacking_workloads,
@@ -118,10 +119,12 @@ from ullage_operator.rollout.rolls import RouterRoll, pods_to_replace, roll_rout
 from ullage_operator.rollout.stages import (
     MODEL_FETCHING,
     PAUSED,
+    PROMOTED,
     QUEUED,
     RENEWALS,
     ROUTERS_FIRST,
     WAITING,
+    RolloutProgress,
     RolloutStage,
 )
 from ullage_operator.rollout.state import initial, load, release_of
@@ -132,6 +135,8 @@ LiveObject = dict[str, Any]
 
 
 ROUTER_WAITS = "new routers wait until fewer services are being rolled out"
+SEEK = timedelta(minutes=10)
+"""Time for which other services' rollouts wait for one that finds no room for its pods."""
 _OF_PODS = ("ConfigMap", "StatefulSet")
 """Kinds of a pool's objects that its pods are made of: each reads the configuration it was made
 for."""
@@ -195,6 +200,8 @@ class Observed:
     """Whether the ConfigMap with its rollout's state can be read."""
     may_begin_rollout: bool = True
     """Whether other services' rollouts leave room for one that no edit of the service asks for."""
+    may_yield: bool = True
+    """Whether its next pod gets the place that another one of it frees."""
     rollout_annotation: str = ""
     """The annotation by which people steer its rollout."""
     canary_samples: Sequence[CanarySample] = ()
@@ -236,7 +243,13 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     )
     rollout = plan_rollout(service, seen, settings)
     routers = router_roll(service, rollout, observed, settings)
-    rollout = replace(rollout, router_waits=routers.is_waiting, router_rolls=routers.is_rolling)
+    rollout = replace(
+        rollout,
+        router_waits=routers.is_waiting,
+        router_rolls=routers.is_rolling,
+        seeks_room=seeks_room(service, rollout.progress, observed),
+        lacks_room=lacks_room(observed),
+    )
     desired = wanted_objects(service, rollout, routers, observed, settings)
     keys = {key_of(item) for item in [*desired, *routers.held]} | held_keys(service, rollout)
     # Kubernetes itself removes a Job that filled its claim.
@@ -592,6 +605,7 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
         stored_state=kept.get("data", {}).get(naming.ROLLOUT_STATE),
         is_state_readable=observed.is_rollout_readable,
         may_begin=observed.may_begin_rollout,
+        may_yield=observed.may_yield,
         routers=next(
             (obj for key, obj in observed.objects.items() if key.kind == "Deployment"), None
         ),
@@ -622,6 +636,26 @@ def roomless_pools(observed: Observed) -> dict[str, float]:
         if any(fits_place_of(pod, peer) for peer in peers):
             waits[pool] = max(wait_s, waits.get(pool, 0.0))
     return waits
+
+
+def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
+    """Return whether a canary that began not long ago, or engines after it, have no node yet."""
+    if observed.now - progress.since > SEEK:
+        return False
+    if progress.stage is RolloutStage.STARTING:
+        pods = canary_pods(observed)
+        return not pods or not all(is_placed(pod) for pod in pods)
+    if progress.reason != PROMOTED:
+        return False
+    leaders = [pod for pod in stable_pods(observed) if pool_of(pod) and not is_follower(pod)]
+    placed = sum(is_placed(pod) for pod in leaders)
+    return placed < sum(pool.replicas for pool in service.spec.pools.values())
+
+
+def lacks_room(observed: Observed) -> bool:
+    """Return whether an engine has found no room for a while, which is not too long to wait for."""
+    waits = [roomless_s(pod, observed.now) for pod in observed.pods if pool_of(pod)]
+    return any(wait_s is not None and wait_s < SEEK.total_seconds() for wait_s in waits)
 
 
 def engine_reports(observed: Observed) -> list[EngineReport]:

@@ -341,8 +341,11 @@ class Reconciler:
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
         """Return a plan, and record its rollout in the queue before another service's plan
         begins."""
-        may_begin = self._rollout_queue.may_begin(key, self._statuses)
-        observed = dataclasses.replace(observed, may_begin_rollout=may_begin)
+        observed = dataclasses.replace(
+            observed,
+            may_begin_rollout=self._rollout_queue.may_begin(key, self._statuses),
+            may_yield=self._rollout_queue.may_yield(key),
+        )
         planned = plan_standing(stands, observed, self._settings)
         if stands.is_partial:
             self._rollout_queue.forget(key)
@@ -353,6 +356,8 @@ class Reconciler:
                 rollout.progress,
                 router_waits=rollout.router_waits,
                 router_rolls=rollout.router_rolls,
+                seeks_room=rollout.seeks_room,
+                lacks_room=rollout.lacks_room,
             )
         return planned
 

@@ -41,9 +41,16 @@ class RolloutQueue:
         self._only_routers: set[ServiceKey] = set()
         """Rolling services in which only routers are being replaced."""
         self._waiting: set[ServiceKey] = set()
+        self._seeking: set[ServiceKey] = set()
+        """Services whose canary, or whose engines after it, have no node yet."""
+        self._roomless: set[ServiceKey] = set()
+        """Services of which an engine finds no room."""
 
     def may_begin(self, key: ServiceKey, statuses: Callable[[], Statuses]) -> bool:
         """Return whether a service may begin a rollout that no edit asks for.
+
+        Rollouts look for room one after the other: of two services whose pods wait at once, one
+        could take the place that the other has freed for its own.
 
         Args:
             statuses: returns all services with their status; asked for once.
@@ -52,7 +59,18 @@ class RolloutQueue:
             self._rolling = {each for each, status in statuses() if _is_rolling(status)}
         if key in self._rolling and key not in self._only_routers:
             return True
+        if self._seeking - {key}:
+            return False
         return len(self._rolling - {key}) < self._max_rollouts
+
+    def may_yield(self, key: ServiceKey) -> bool:
+        """Return whether a service's next pod gets the place that another one of it frees.
+
+        No other service's engine waits for room then. Where several services look for room at once,
+        since people edited them, the first by name goes first.
+        """
+        others = (self._roomless | self._seeking) - {key}
+        return all({key, other} <= self._seeking and key < other for other in others)
 
     def on_planned(
         self,
@@ -61,6 +79,8 @@ class RolloutQueue:
         *,
         router_waits: bool = False,
         router_rolls: bool = False,
+        seeks_room: bool = False,
+        lacks_room: bool = False,
     ) -> None:
         """Record the progress of a service's rollout; one that waits for people or pods does not
         count.
@@ -68,6 +88,8 @@ class RolloutQueue:
         Args:
             router_waits: whether new routers wait for the service's turn.
             router_rolls: whether routers are being replaced.
+            seeks_room: whether its canary, or its engines after it, have no node yet.
+            lacks_room: whether one of its engines finds no room.
         """
         waits = progress.is_held or progress.is_asleep or progress.reason == PAUSED
         is_renewing = progress.renewal == ROLLING_OUT
@@ -77,30 +99,51 @@ class RolloutQueue:
         else:
             self._only_routers.discard(key)
         is_waiting = router_waits or QUEUED in (progress.reason, progress.renewal)
-        self._place(key, is_rolling or router_rolls, is_waiting)
+        self._place(
+            key,
+            is_rolling=is_rolling or router_rolls,
+            is_waiting=is_waiting,
+            seeks_room=seeks_room,
+            lacks_room=lacks_room,
+        )
 
     def forget(self, key: ServiceKey) -> None:
         """Remove a service that is gone or can no longer be rolled out."""
         self._only_routers.discard(key)
-        self._place(key, is_rolling=False, is_waiting=False)
+        self._place(key)
 
     def drop(self) -> None:
         """Remove all services, because another operator leads."""
         self._rolling = None
-        self._only_routers.clear()
-        self._waiting.clear()
+        for services in (self._only_routers, self._waiting, self._seeking, self._roomless):
+            services.clear()
 
-    def _place(self, key: ServiceKey, is_rolling: bool, is_waiting: bool) -> None:
-        """Puts a service where it belongs, and wakes as many as there is room for then."""
+    def _place(
+        self,
+        key: ServiceKey,
+        *,
+        is_rolling: bool = False,
+        is_waiting: bool = False,
+        seeks_room: bool = False,
+        lacks_room: bool = False,
+    ) -> None:
+        """Put a service where it belongs, and wake as many as there is room for then."""
         rolling = set() if self._rolling is None else self._rolling
-        if ((key in rolling), (key in self._waiting)) == (is_rolling, is_waiting):
+        membership = (
+            (rolling, is_rolling),
+            (self._waiting, is_waiting),
+            (self._seeking, seeks_room),
+            (self._roomless, lacks_room),
+        )
+        if all((key in services) == is_member for services, is_member in membership):
             return
-        for services, is_member in ((rolling, is_rolling), (self._waiting, is_waiting)):
+
+        for services, is_member in membership:
             if is_member:
                 services.add(key)
             else:
                 services.discard(key)
-        room = max(0, self._max_rollouts - len(rolling))
+        room = 0 if self._seeking else max(0, self._max_rollouts - len(rolling))
         for waiting in sorted(self._waiting)[:room]:
             self._wake(waiting)
 

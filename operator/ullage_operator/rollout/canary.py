@@ -83,6 +83,8 @@ class RolloutObservation:
     """Whether what was kept can be seen at all."""
     may_begin: bool = True
     """Whether other services' rollouts leave room for one that no edit of the service asks for."""
+    may_yield: bool = True
+    """Whether the service's next pod gets the place that another one of it frees."""
     routers: Manifest | None = None
     """Live Deployment of the routers."""
     has_ending_routers: bool = False
@@ -129,6 +131,10 @@ class RolloutPlan:
     """Whether new routers wait until fewer services are being rolled out."""
     router_rolls: bool = False
     """Whether routers are being replaced."""
+    seeks_room: bool = False
+    """Whether its canary, or its engines after it, have no node yet."""
+    lacks_room: bool = False
+    """Whether one of its engines finds no room."""
     is_known: bool = True
     """Whether the decided state is known; otherwise only the number of engines may change."""
 
@@ -264,12 +270,13 @@ def crowded_pools(
     surge = service.spec.rollout.surge
     if surge == "always":
         return ()
+    roomless = observation.roomless_s if observation.may_yield else {}
     return tuple(
         name
         for name in tried
         # The operator must not shrink a pool whose size another controller sets.
         if not left_to_others(service.spec.pools[name], {})
-        and (surge == "never" or observation.roomless_s.get(name, 0.0) >= ROOM_WAIT_S)
+        and (surge == "never" or roomless.get(name, 0.0) >= ROOM_WAIT_S)
     )
 
 
@@ -320,6 +327,7 @@ def rollout_facts(
         crowded=crowded_pools(service, observation, tried),
         is_outdated=bool(outdated),
         may_renew=observation.may_begin or not is_serving,
+        may_yield=observation.may_yield,
         is_settled=not outdated
         and all(
             _is_settled(

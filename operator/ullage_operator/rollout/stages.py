@@ -25,6 +25,7 @@ WAITING = "NoStableEngine"
 _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
 QUEUED = "RolloutQueued"
+PROMOTED = "Promoted"
 """Reason of a rollout that waits for those of other services."""
 ROUTERS_FIRST = "RoutersFirst"
 """Reason of a rollout that waits until routers reach engines of both revisions."""
@@ -81,6 +82,8 @@ class RolloutFacts:
     may_begin: bool = True
     """Whether other services' rollouts leave room for this one, which no edit of the service asks
     for."""
+    may_yield: bool = True
+    """Whether the service's next pod gets the place that another one of it frees."""
     is_reachable: bool = True
     """Whether all routers speak to engines of the target as well as to those that serve."""
     fetching: str = ""
@@ -199,8 +202,14 @@ def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
     since = state.settled_since or facts.now
     if state.canary and facts.now - since < facts.linger:
         return replace(state, settled_since=since)
+    if state.replaces and not facts.may_yield:
+        message = (
+            f"revision {state.stable} waits with the places that its canary has, which engines of "
+            "other services that find no room could take"
+        )
+        return replace(state, settled_since=since, message=message)
     message = f"revision {state.stable} serves everything"
-    return RolloutProgress(state.stable, facts.now, reason="Promoted", message=message)
+    return RolloutProgress(state.stable, facts.now, reason=PROMOTED, message=message)
 
 
 def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> bool:
