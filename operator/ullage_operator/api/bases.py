@@ -8,14 +8,13 @@ have no defaults: the last base that sets a field decides, whatever the value.
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ullage_operator.api import schema
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.naming import API_VERSION, BASE, KIND
-from ullage_operator.api.renames import declarations, old_defaults
 from ullage_operator.api.schema import Schema
 
 Spec = dict[str, Any]
@@ -63,7 +62,9 @@ def with_bases(definition: Schema, name: str, spec: Spec, bases: Bases) -> Spec:
         raise InvalidManifest(missing)
 
     section = definition["properties"]["spec"]
-    shared = _shared(section, spec, bases)
+    shared: Spec = {}
+    for each in names:
+        shared = merged(section, bases.specs[each], shared, has_defaults=False)
     whole: Spec = copy.deepcopy(merged(section, spec, shared, has_defaults=True))
     schema.fill(section, whole)
 
@@ -81,69 +82,10 @@ def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str
         spec: the spec as written, without defaults.
     """
     section = definition["properties"]["spec"]
-    return [*_overruled(section, spec, _shared(section, spec, bases), "spec")]
-
-
-def _shared(section: Schema, spec: Spec, bases: Bases) -> Spec:
-    """Return the merged specs of the bases that a spec names."""
     shared: Spec = {}
     for each in base_names(spec):
         shared = merged(section, bases.specs.get(each, {}), shared, has_defaults=False)
-    return shared
-
-
-@dataclass(frozen=True, slots=True)
-class StoredDefaults:
-    """Fields in which a stored service has a default of 0.1.0 and its bases say otherwise."""
-
-    unset: tuple[tuple[str, ...], ...] = ()
-    """Paths of fields that no client declared, so that the bases decide."""
-    doubtful: tuple[str, ...] = ()
-    """Paths of fields that somebody may have written: no client noted what it declared."""
-
-
-def stored_defaults(
-    definition: Schema, manifest: Mapping[str, Any], bases: Bases
-) -> StoredDefaults:
-    """Return the defaults that 0.1.0 wrote into a service and that stand over its bases."""
-    spec = manifest.get("spec")
-    if not isinstance(spec, dict) or not base_names(spec):
-        return StoredDefaults()
-    shared = _shared(definition["properties"]["spec"], spec, bases)
-    nothing = object()
-    paths = [
-        path
-        for path in old_defaults(spec)
-        if _at(shared, path, nothing) not in (nothing, _at(spec, path, nothing))
-    ]
-    declared = declarations(manifest)
-    if not declared:
-        return StoredDefaults(doubtful=tuple(f"spec.{'.'.join(path)}" for path in paths))
-    unset = [
-        path for path in paths if all(_at(each, path, nothing) is nothing for each in declared)
-    ]
-    return StoredDefaults(unset=tuple(unset))
-
-
-def without_fields(spec: Spec, paths: Sequence[Sequence[str]]) -> Spec:
-    """Return a spec without some of its fields."""
-    if not paths:
-        return spec
-    result = copy.deepcopy(spec)
-    for *above, name in paths:
-        section: Any = result
-        for step in above:
-            section = section[step]
-        del section[name]
-    return result
-
-
-def _at(value: Any, path: Iterable[str], absent: Any) -> Any:
-    for name in path:
-        if not isinstance(value, Mapping) or name not in value:
-            return absent
-        value = value[name]
-    return value
+    return [*_overruled(section, spec, shared, "spec")]
 
 
 _ITS_OWN = frozenset({FIELD, "replicas", "stop"})

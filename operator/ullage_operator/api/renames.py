@@ -341,86 +341,6 @@ def _replace_words(value: Any, schema: Mapping[str, Any]) -> None:
             _replace_words(value[key], field)
 
 
-OLD_DEFAULTS: dict[str, Any] = {
-    "model.quantization": "None",
-    "pools.*.replicas": 1,
-    "pools.*.gpus": 1,
-    "pools.*.shmSize": "1Gi",
-    "memory.maxKV": "20Gi",
-    "routing.ladder": ["ShrinkContext", "ShrinkOutput", "Queue", "Route", "Reject"],
-    "routing.rungs.shrinkContext.keepTurns": 1,
-    "routing.rungs.shrinkContext.maxDroppedPercent": 100,
-    "routing.rungs.shrinkOutput.minPercent": 25,
-    "routing.replace.enabled": True,
-    "prompts.compress.method": "Extractive",
-    "batching.prefillChunkTokens": 512,
-    "rollout.strategy": "Canary",
-    "rollout.weightSteps": [10, 30, 60],
-    "rollout.stepDuration": "5m",
-    "rollout.minRequests": 50,
-    "rollout.maxWait": "30m",
-    "observability.metricsFrom": [
-        {
-            "namespaceSelector": {},
-            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
-        }
-    ],
-}
-"""Defaults of 0.1.0 that are others today, in today's form. A service that is stored has them as if
-somebody had written them."""
-
-
-def old_defaults(spec: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of a spec's fields that have a default of 0.1.0."""
-    for path, default in OLD_DEFAULTS.items():
-        *above, name = path.split(".")
-        for steps, section in _places(spec, above):
-            if name in section and section[name] == default:
-                yield (*steps, name)
-
-
-def _places(
-    value: Any, steps: Sequence[str], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield the objects at a path of names, each with the names that lead to it."""
-    if not isinstance(value, dict):
-        return
-    if not steps:
-        yield path, value
-        return
-    first, *rest = steps
-    for name in value if first == "*" else [first]:
-        yield from _places(value.get(name), rest, (*path, name))
-
-
-def declarations(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what clients noted that they declared: specs, or the names of their fields alone.
-
-    An empty list says that no client took a note.
-    """
-    metadata = manifest["metadata"]
-    text = (metadata.get("annotations") or {}).get(LAST_APPLIED)
-    found = []
-    if text is not None:
-        try:
-            declared = json.loads(text)
-        except ValueError:
-            declared = None
-        spec = declared.get("spec") if isinstance(declared, dict) else None
-        found += [spec] if isinstance(spec, dict) else []
-
-    for entry in metadata.get("managedFields") or ():
-        if is_declaration(entry):
-            tree = (entry.get("fieldsV1") or {}).get("f:spec")
-            found += [_plain(tree, manifest.get("spec"))] if tree else []
-    return found
-
-
-def is_declaration(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry of managedFields has the fields that a client declared."""
-    return entry.get("operation") == "Apply" and not entry.get("subresource")
-
-
 def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of 0.1.0 that a client declared and the API server dropped.
 
@@ -442,7 +362,7 @@ def dropped_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
         fields |= _old_fields(spec)
 
     for entry in metadata.get("managedFields") or ():
-        if is_declaration(entry):
+        if entry.get("operation") == "Apply" and not entry.get("subresource"):
             tree = (entry.get("fieldsV1") or {}).get("f:spec")
             declared = _plain(tree, manifest.get("spec"))
             fields |= dict.fromkeys(dict(_old_fields(declared)))

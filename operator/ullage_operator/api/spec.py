@@ -42,15 +42,7 @@ from ullage_common.process.addresses import split
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
-from ullage_operator.api.bases import (
-    NO_BASES,
-    Bases,
-    base_names,
-    own_hash,
-    stored_defaults,
-    with_bases,
-    without_fields,
-)
+from ullage_operator.api.bases import NO_BASES, Bases, base_names, own_hash, with_bases
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import (
@@ -345,8 +337,7 @@ def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[
     if problems := [*schema.misfits(definition, spec, "spec")]:
         raise InvalidManifest(problems)
     own = own_hash(whole, spec)
-    stored = stored_defaults(whole, {**manifest, "spec": spec}, bases)
-    spec = _over_bases(whole, manifest, without_fields(spec, stored.unset), bases)
+    spec = _over_bases(whole, manifest, spec, bases)
     values = to_spec(spec)
     if problems := contradictions(spec):
         raise InvalidManifest(problems)

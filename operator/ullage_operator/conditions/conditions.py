@@ -218,7 +218,6 @@ def timestamp(now: datetime) -> str:
 
 
 DEFINITION_OUTDATED = "DefinitionOutdated"
-BASES_OVERRIDDEN = "BasesOverridden"
 CONTESTED = "Contested"
 MISSING_PERMISSION = "MissingPermission"
 KINDS_UNLISTED = "KindsUnlisted"
@@ -272,20 +271,6 @@ def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
         f"defaults of {', '.join(undefined[:_MAX_FIELDS])}{more}; apply the crds/ of its version"
     )
     return [Condition(DEFINITION_OUTDATED, True, "DefaultsMissing", message)]
-
-
-def overridden_bases(doubtful: Sequence[str]) -> list[Condition]:
-    """Return the condition that names stored defaults of 0.1.0 that stand over a base."""
-    if not doubtful:
-        return []
-    others = len(doubtful) - _MAX_FIELDS
-    more = f" and {others} more" if others > 0 else ""
-    message = (
-        f"{', '.join(doubtful[:_MAX_FIELDS])}{more}: the service has the default of 0.1.0, and no "
-        "note says whether somebody wrote it, so it holds over the base; patch it with null to let "
-        "the base decide, or apply the manifest by kubectl apply"
-    )
-    return [Condition(BASES_OVERRIDDEN, True, "StoredDefaults", message)]
 
 
 def contested(challenger: str) -> list[Condition]:

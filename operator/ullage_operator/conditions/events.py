@@ -8,26 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ullage_operator.conditions.conditions import (
-    BASES_OVERRIDDEN,
-    CONTESTED,
-    DEFINITION_OUTDATED,
-    ENGINES_CONSISTENT,
-)
+from ullage_operator.conditions.conditions import CONTESTED, DEFINITION_OUTDATED, ENGINES_CONSISTENT
 from ullage_operator.conditions.consistency import DIFFER
 
 MAX_NOTE_BYTES = 1024
 """Longest message of an Event that Kubernetes takes."""
 
 
-_FAULTS = (
-    "Degraded",
-    "MissingPermission",
-    "KindsUnlisted",
-    DEFINITION_OUTDATED,
-    CONTESTED,
-    BASES_OVERRIDDEN,
-)
+_FAULTS = ("Degraded", "MissingPermission", "KindsUnlisted", DEFINITION_OUTDATED, CONTESTED)
 """Types of conditions that hold while something is wrong."""
 
 

@@ -37,7 +37,6 @@ from ullage_operator.conditions.conditions import (
     cluster_conditions,
     contested,
     outdated_definition,
-    overridden_bases,
     render,
     service_conditions,
     workload_of,
@@ -188,8 +187,6 @@ class Observed:
     """Why the declared spec is not carried out, so that an earlier one still is."""
     undefined: tuple[str, ...] = ()
     """Fields without a default in the cluster's definition of LLMService."""
-    doubtful: tuple[str, ...] = ()
-    """Fields with a default of 0.1.0 that stands over a base, though nobody may have written it."""
     challenger: str = ""
     """Another operator that watches the service, too, and leaves it to this one."""
     fetches: FetchObservation = field(default_factory=FetchObservation)
@@ -745,7 +742,6 @@ def status_of(
     conditions += adapters_condition(adapters, reports)
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
-    conditions += overridden_bases(observed.doubtful)
     conditions += contested(observed.challenger)
     caches = states_of_caches(service, observed)
     conditions += caches_condition(caches)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ullage_operator.api.bases import Bases, base_names, stored_defaults
+from ullage_operator.api.bases import Bases, base_names
 from ullage_operator.api.errors import (
     ClusterDenied,
     OperatorError,
@@ -18,7 +18,6 @@ from ullage_operator.api.errors import (
 )
 from ullage_operator.api.naming import BASE, EVENT
 from ullage_operator.api.renames import dropped_fields
-from ullage_operator.api.schema import load_schema
 from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.autoscaling import own_policies, with_replicas
 from ullage_operator.conditions.pod_problems import ObjectWarning
@@ -312,10 +311,7 @@ class Reconciler:
 
         service = stands.service
         observed = dataclasses.replace(
-            observed,
-            refused=declared.problems,
-            undefined=declared.filled,
-            doubtful=declared.doubtful,
+            observed, refused=declared.problems, undefined=declared.filled
         )
         observed = await self._healer.observe(key, service, observed)
         observed = await self._with_router_view(service, observed)
@@ -400,7 +396,6 @@ class Reconciler:
             *map(_generation, (manifest, *base_manifests.values())),
             bases.remedy,
             *dropped_fields(manifest),
-            *stored_defaults(load_schema(), manifest, bases).unset,
         )
 
         cached = self._read.get(key)

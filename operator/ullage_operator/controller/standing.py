@@ -20,7 +20,7 @@ from itertools import starmap
 from typing import Any
 
 from ullage_operator.api import naming, schema
-from ullage_operator.api.bases import NO_BASES, Bases, stored_defaults
+from ullage_operator.api.bases import NO_BASES, Bases
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.renames import dropped_fields, remedy, upgraded
 from ullage_operator.api.sections import to_api
@@ -63,8 +63,6 @@ class Declared:
     """Problems for which the service cannot be carried out."""
     filled: tuple[str, ...] = ()
     """Fields without a default in the cluster's definition of LLMService."""
-    doubtful: tuple[str, ...] = ()
-    """Fields with a default of 0.1.0 that stands over a base, though nobody may have written it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +92,7 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
         _logger.exception("a spec that no check refuses cannot be planned")
         text = f"cannot be carried out: {error!r}; correct what was edited last"
         return Declared(None, (Problem("spec", text),))
-    doubtful = stored_defaults(schema.load_schema(), manifest, bases).doubtful
-    return Declared(service, filled=tuple(filled), doubtful=doubtful)
+    return Declared(service, filled=tuple(filled))
 
 
 def _dropped(path: str, value: Any) -> Problem:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ullage_operator.api.bases import base_names
 from ullage_operator.api.naming import BASE, FIELD_MANAGER, HTTP_ROUTE, JOB, POD, SERVICE, Kind
-from ullage_operator.api.renames import LAST_APPLIED, dropped_fields, is_declaration
+from ullage_operator.api.renames import LAST_APPLIED, dropped_fields
 
 Object = dict[str, Any]
 Name = tuple[str, str]
@@ -358,9 +358,6 @@ def slim(kind: Kind, obj: Object) -> Object:
     # Fields declared in a form of 0.1.0 explain why the spec is not carried out.
     if kind != SERVICE or not dropped_fields(obj):
         meta = _slim_metadata(meta)
-        # What a service declared decides on the defaults of 0.1.0 that it has over its bases.
-        if kind == SERVICE and base_names(obj.get("spec")):
-            meta = _with_declarations(meta, obj["metadata"])
     kept = {**obj, "apiVersion": kind.api_version, "kind": kind.name, "metadata": meta}
     if kind == POD:
         kept["spec"] = _slim_pod(obj.get("spec") or {})
@@ -379,20 +376,6 @@ def _slim_metadata(metadata: Object) -> Object:
     if LAST_APPLIED in (meta.get("annotations") or {}):
         notes = meta["annotations"].items()
         meta["annotations"] = {name: value for name, value in notes if name != LAST_APPLIED}
-    return meta
-
-
-def _with_declarations(slim_metadata: Object, metadata: Object) -> Object:
-    """Return slim metadata with what clients noted that they declared."""
-    entries = [each for each in metadata.get("managedFields") or () if is_declaration(each)]
-    meta = dict(slim_metadata)
-    if entries:
-        kept = ("manager", "operation", "fieldsV1")  # the time changes with every status
-        meta["managedFields"] = [
-            {name: each[name] for name in kept if name in each} for each in entries
-        ]
-    if note := (metadata.get("annotations") or {}).get(LAST_APPLIED):
-        meta["annotations"] = {**(meta.get("annotations") or {}), LAST_APPLIED: note}
     return meta
 
 

@@ -1,7 +1,6 @@
 """What services share stands in a base: under what they say themselves, and never in its way."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_operator.api import schema
-from ullage_operator.api.bases import (
-    Bases,
-    StoredDefaults,
-    base_problems,
-    is_default,
-    merged,
-    stored_defaults,
-)
+from ullage_operator.api.bases import Bases, base_problems, is_default, merged
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.renames import OLD_DEFAULTS
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.spec import Service, parse, parse_filled
 from ullage_operator.cli.main import main
@@ -188,72 +179,6 @@ def test_sizes_and_defaults_are_no_edit_of_a_service(manifest: Make) -> None:
     # The hash is of the service's own fields, whatever its bases say.
     made = manifest(baseRefs=[{"name": "a"}])
     assert read(made, a={}).own_hash == read(made, a={"router": {"processes": 2}}).own_hash
-
-
-def tree_of(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"f:{name}": tree_of(value) if isinstance(value, dict) else {}
-        for name, value in fields.items()
-    }
-
-
-def noted(client: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an object whose client declared some fields."""
-    if client == "apply":
-        note = json.dumps({"spec": fields})
-        return {"annotations": {"kubectl.kubernetes.io/last-applied-configuration": note}}
-    operation = {"server-side": "Apply"}.get(client, "Update")
-    entry = {"operation": operation, "fieldsV1": {"f:spec": tree_of(fields)}}
-    return {"managedFields": [entry]}
-
-
-@pytest.mark.parametrize("client", ["apply", "server-side", "create"])
-@pytest.mark.parametrize("path", OLD_DEFAULTS)
-def test_a_default_of_0_1_0_is_unset_where_a_client_noted_that_it_did_not_say_it(
-    path: str, client: str
-) -> None:
-    steps = tuple(path.replace("*", "single").split("."))
-    own = nested(steps, OLD_DEFAULTS[path]) | {"baseRefs": [{"name": "a"}]}
-    said: dict[str, Any] = {"baseRefs": [{"name": "a"}]}
-
-    def found(fields: dict[str, Any], base: Any) -> StoredDefaults:
-        manifest = {"metadata": noted(client, fields), "spec": own}
-        bases = Bases({"a": nested(steps, base)})
-        return stored_defaults(DEFINITION, manifest, bases)
-
-    assert found(said, OLD_DEFAULTS[path]) == StoredDefaults(), "both say the same"
-    shown = "spec." + ".".join(steps)
-    doubtful = StoredDefaults(doubtful=(shown,))
-    unset = StoredDefaults(unset=(steps,))
-    assert found(said, "other") == (doubtful if client == "create" else unset)
-    assert found(own, "other") == (doubtful if client == "create" else StoredDefaults())
-
-    # What is no default of 0.1.0 is the service's own, and today's default is unset anyhow.
-    own = nested(steps, "mine") | {"baseRefs": [{"name": "a"}]}
-    assert found(said, "other") == StoredDefaults()
-    node: Any = DEFINITION["properties"]["spec"]
-    for step in steps:
-        node = schema.fields(node, {step: None})[step]
-    assert not is_default(node, OLD_DEFAULTS[path])
-
-
-def test_a_stored_service_of_0_1_0_takes_what_its_base_says(stored: Make) -> None:
-    made = stored(baseRefs=[{"name": "a"}], pools={"single": {"replicas": 1}})
-    made["spec"]["rollout"]["maxWait"] = "30m"
-    bases = Bases({"a": {"rollout": {"maxWait": "7m"}, "pools": {"single": {"replicas": 3}}}})
-
-    def waits(**metadata: Any) -> tuple[float, int]:
-        manifest = copy.deepcopy(made | {"metadata": made["metadata"] | metadata})
-        spec = parse_filled(manifest, bases)[0].spec
-        return spec.rollout.max_wait, spec.pools["single"].replicas
-
-    assert waits() == (1800, 1)
-    assert waits(**noted("apply", {"baseRefs": []})) == (420, 3)
-    said = {"rollout": {"maxWait": "30m"}}
-    assert waits(**noted("server-side", said)) == (1800, 3)
-    # Where no base says it, the value that is stored stays.
-    bases = Bases({"a": {}})
-    assert waits(**noted("apply", {})) == (1800, 1)
 
 
 def test_the_definition_of_bases_is_that_of_services(capsys: pytest.CaptureFixture[str]) -> None:

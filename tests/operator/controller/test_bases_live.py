@@ -79,18 +79,3 @@ def test_without_the_definition_the_status_says_what_to_apply(world, played, ope
     world.create(baseRefs=[{"name": "shared"}])
     until(lambda: degraded(world).get("reason") == "InvalidSpec", "the base is missed")
     assert "apply the crds/" in degraded(world)["message"]
-
-
-def test_a_default_of_0_1_0_that_holds_over_a_base_is_named(world, bases, start):
-    world.client.post(bases, json=base(rollout={"maxWait": "7m"}))
-    start()
-    refs = [{"name": "shared"}]
-    assert world.create(baseRefs=refs, rollout={"maxWait": "30m"}).status_code == 201
-
-    def named():
-        return world.condition("BasesOverridden").get("message", "")
-
-    until(lambda: named().startswith("spec.rollout.maxWait: "), "the field is named")
-    unset = {"spec": {"rollout": {"maxWait": None}}}
-    assert world.patch(f"{world.services}/s", unset).status_code == 200
-    until(lambda: not named(), "the base decides")

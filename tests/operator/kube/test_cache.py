@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ullage_kubeapi.trial import relist
 
 from ullage_operator.api.naming import OWNED, POD, SERVICE, kind_of
-from ullage_operator.api.renames import declarations, dropped_fields
+from ullage_operator.api.renames import dropped_fields
 from ullage_operator.kube.cache import Cache, Denied, Scope, ServiceKey, slim, version_of
 
 CONFIG_MAP = kind_of("v1", "ConfigMap")
@@ -175,22 +175,6 @@ def test_what_a_service_declared_is_kept_where_the_api_server_dropped_it(field, 
     assert (name in slim(SERVICE, noted)["metadata"]["annotations"]) == is_kept
     if is_kept:
         assert dropped_fields(slim(SERVICE, noted)) == {"spec.slo.errorRate": 1}
-
-
-def test_what_a_service_with_bases_declared_is_kept():
-    """Whether a default of 0.1.0 was written by somebody depends on it."""
-    name = "kubectl.kubernetes.io/last-applied-configuration"
-    refs = {"baseRefs": [{"name": "a"}]}
-    applied = {"manager": "x", "operation": "Apply", "fieldsV1": {"f:spec": {"f:slo": {}}}}
-    entries = [applied | {"time": "1"}, applied | {"subresource": "status"}, {"manager": "y"}]
-    noted = made(SERVICE, spec=refs)
-    noted["metadata"]["annotations"] = {name: json.dumps({"spec": refs}), "mine": "y"}
-    noted["metadata"]["managedFields"] = entries
-    kept = slim(SERVICE, noted)
-    assert declarations(kept) == [refs, {"slo": {}}]
-    assert kept["metadata"]["annotations"]["mine"] == "y"
-    assert kept["metadata"]["managedFields"] == [applied], "no time, which each status changes"
-    assert not declarations(slim(SERVICE, noted | {"spec": {}}))
 
 
 @pytest.mark.parametrize("kind", OWNED, ids=lambda kind: kind.plural)
