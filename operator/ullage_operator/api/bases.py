@@ -208,19 +208,19 @@ def own_hash(definition: Schema, spec: Spec) -> str:
     An edit of a base, a default that another definition fills in, and a change of sizes, such as by
     an autoscaler, are no edits of the service.
     """
-    section = definition["properties"]["spec"]
-    others = {name: value for name, value in spec.items() if name not in {*_SIZES, "stop", "pools"}}
-    said = stated(section, others | {"router": _unsized(spec.get("router"))})
-    pool_node = section["properties"]["pools"]["additionalProperties"]
-    pools = spec.get("pools") or {}
-    said["pools"] = {name: stated(pool_node, _unsized(pool)) for name, pool in pools.items()}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    said = stated(definition["properties"]["spec"], spec)
+    kept = {name: value for name, value in said.items() if name not in _SIZES | {"stop"}}
+    if isinstance(router := kept.get("router"), Mapping):
+        kept["router"] = _unsized(router)
+    if isinstance(pools := kept.get("pools"), Mapping):
+        kept["pools"] = {name: _unsized(pool) for name, pool in pools.items()}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _unsized(section: Any) -> Any:
     if not isinstance(section, Mapping):
-        return {}
+        return section
     return {name: value for name, value in section.items() if name not in _SIZES}
 
 
@@ -238,8 +238,7 @@ def stated(node: Schema, value: Any) -> Any:
         for name, item in value.items()
         if (is_open or name in fields) and not is_default(fields.get(name, {}), item)
     }
-    is_section = "properties" in node  # keys of a map count without values
-    return {name: item for name, item in kept.items() if item != {} or not is_section}
+    return {name: item for name, item in kept.items() if item != {}}
 
 
 def _overruled(node: Schema, said: Any, shared: Any, path: str) -> Iterator[str]:

@@ -150,37 +150,6 @@ def test_a_field_is_the_services_unless_it_is_the_default(
     assert value == (theirs if is_default(node, own) else own)
 
 
-SAME: list[dict[str, Any]] = [
-    {"replicas": 3},
-    {"stop": True},
-    {"router": {"replicas": 7}},
-    {"router": {"autoscaling": {"maxReplicas": 4}}},
-    {"pools": {"single": {"replicas": 3}}},
-    {"pools": {"single": {"autoscaling": {"maxReplicas": 4}}}},
-    {"router": {}},
-    {"memory": {"thresholdPercent": 85}},
-]
-OTHER: list[dict[str, Any]] = [
-    {"baseRefs": [{"name": "a"}]},
-    {"router": {"processes": 2}},
-    {"memory": {"thresholdPercent": 86}},
-    {"pools": {"single": {"shmSize": "1Gi"}}},
-    {"pools": {"single": {}, "more": {"role": "Overflow"}}},
-    {"pools": {"single": {"podTemplate": {"spec": {"containers": [{"name": "own"}]}}}}},
-]
-
-
-def test_sizes_and_defaults_are_no_edit_of_a_service(manifest: Make) -> None:
-    def own(**spec: Any) -> str:
-        return read(manifest(**{"pools": {"single": {}}} | spec), a={}).own_hash
-
-    assert {own(**edit) for edit in SAME} == {own()}
-    assert len({own(), *(own(**edit) for edit in OTHER)}) == len(OTHER) + 1
-    # The hash is of the service's own fields, whatever its bases say.
-    made = manifest(baseRefs=[{"name": "a"}])
-    assert read(made, a={}).own_hash == read(made, a={"router": {"processes": 2}}).own_hash
-
-
 def test_the_definition_of_bases_is_that_of_services(capsys: pytest.CaptureFixture[str]) -> None:
     made = yaml.safe_load(base_definition.TARGET.read_text(encoding="utf-8"))
     assert made == base_definition.definition(), "run python scripts/base_definition.py"
