@@ -6,8 +6,6 @@ have no defaults: the last base that sets a field decides, whatever the value.
 """
 
 import copy
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -196,49 +194,6 @@ def is_default(node: Schema, value: Any) -> bool:
     default = copy.deepcopy(node["default"])
     schema.fill(node, default)
     return bool(value == default)
-
-
-_SIZES = frozenset({"replicas", "autoscaling"})
-"""Fields of a spec, of its router and of its pools that are of no pod."""
-
-
-def own_hash(definition: Schema, spec: Spec) -> str:
-    """Return a hash of a service's own spec: it changes with an edit of the service.
-
-    An edit of a base, a default that another definition fills in, and a change of sizes, such as by
-    an autoscaler, are no edits of the service.
-    """
-    said = stated(definition["properties"]["spec"], spec)
-    kept = {name: value for name, value in said.items() if name not in _SIZES | {"stop"}}
-    if isinstance(router := kept.get("router"), Mapping):
-        kept["router"] = _unsized(router)
-    if isinstance(pools := kept.get("pools"), Mapping):
-        kept["pools"] = {name: _unsized(pool) for name, pool in pools.items()}
-    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _unsized(section: Any) -> Any:
-    if not isinstance(section, Mapping):
-        return section
-    return {name: value for name, value in section.items() if name not in _SIZES}
-
-
-def stated(node: Schema, value: Any) -> Any:
-    """Return a value without fields that are at their default, fields of a newer definition, and
-    empty sections."""
-    if isinstance(value, list):
-        return [stated(node.get("items", {}), item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    fields = schema.fields(node, value)
-    is_open = schema.is_open(node)
-    kept = {
-        name: stated(fields.get(name, {}), item)
-        for name, item in value.items()
-        if (is_open or name in fields) and not is_default(fields.get(name, {}), item)
-    }
-    return {name: item for name, item in kept.items() if item != {}}
 
 
 def _overruled(node: Schema, said: Any, shared: Any, path: str) -> Iterator[str]:

@@ -26,9 +26,6 @@ which the API server completes."""
 SHARED_HASH = f"{GROUP}/shared-hash"
 """Annotation of a StatefulSet: a hash of what the spec then said of engine pods outside their
 release."""
-OWN_HASH = f"{GROUP}/own-hash"
-"""Annotation of a Deployment or a StatefulSet: a hash of what the service, without its bases, said
-when it was applied."""
 CANARY_PLACES = f"{GROUP}/canary-places"
 """Annotation of a StatefulSet: how many of its engines a canary has the place of. They are missing
 from its replicas and belong to the pool all the same."""
@@ -79,8 +76,6 @@ ROLLOUT_FILE = "rollout.yaml"
 ROLLOUT_STATE = "state.json"
 KEPT_SPEC = "spec.json"
 """Beside the rollout's state: the last spec that could be carried out."""
-KEPT_OWN_HASH = "own-hash"
-"""Beside that spec: its `Service.own_hash`."""
 
 _CANARY = "-next"
 """Short: with a hash behind it, a StatefulSet's name must fit into 63 characters."""

@@ -123,11 +123,6 @@ def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
     return properties
 
 
-def is_open(schema: Schema) -> bool:
-    """Return whether an object may have fields that the schema does not name."""
-    return bool(schema.get(_OPEN)) or "properties" not in schema
-
-
 def suggestion(word: str, allowed: Mapping[str, Any]) -> str:
     """`did you mean ...?`, or what there is to choose from."""
     lower = {name.lower(): name for name in allowed}

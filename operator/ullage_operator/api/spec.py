@@ -42,7 +42,7 @@ from ullage_common.process.addresses import split
 from ullage_common.process.config_file import LogLevel, Seconds, Strict
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api import naming, schema
-from ullage_operator.api.bases import NO_BASES, Bases, base_names, own_hash, with_bases
+from ullage_operator.api.bases import NO_BASES, Bases, base_names, with_bases
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import (
@@ -276,8 +276,6 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     """Empty outside Kubernetes."""
     generation: int
     spec: Spec
-    own_hash: str = ""
-    """Hash of what the service itself says, without its bases; empty where only sizes are known."""
 
 
 def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_BASES) -> Service:
@@ -294,8 +292,7 @@ def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_B
     spec = _over_bases(definition, stored, stored["spec"], bases)
     if problems := contradictions(spec):
         raise InvalidManifest(problems)
-    own = own_hash(definition, stored["spec"])
-    return service_of(stored["metadata"], to_spec(spec), default_namespace, own)
+    return service_of(stored["metadata"], to_spec(spec), default_namespace)
 
 
 def _over_bases(
@@ -336,12 +333,11 @@ def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[
     filled = schema.fill(definition, spec, "spec")
     if problems := [*schema.misfits(definition, spec, "spec")]:
         raise InvalidManifest(problems)
-    own = own_hash(whole, spec)
     spec = _over_bases(whole, manifest, spec, bases)
     values = to_spec(spec)
     if problems := contradictions(spec):
         raise InvalidManifest(problems)
-    return service_of(manifest["metadata"], values, own=own), filled
+    return service_of(manifest["metadata"], values), filled
 
 
 def to_spec(stored: Mapping[str, Any]) -> Spec:
@@ -435,7 +431,7 @@ def _refusal(error: msgspec.ValidationError, stored: Mapping[str, Any]) -> Inval
 
 
 def service_of(
-    metadata: Mapping[str, Any], spec: Spec, default_namespace: str = "default", own: str = ""
+    metadata: Mapping[str, Any], spec: Spec, default_namespace: str = "default"
 ) -> Service:
     return Service(
         name=metadata["name"],
@@ -443,7 +439,6 @@ def service_of(
         uid=metadata.get("uid", ""),
         generation=metadata.get("generation", 1),
         spec=spec,
-        own_hash=own,
     )
 
 

@@ -459,8 +459,7 @@ def _is_awaited(config_map: Object, live: Object | None) -> bool:
         return True
     before = live.get("data") or {}
     data = config_map.get("data") or {}
-    kept = (naming.KEPT_SPEC, naming.KEPT_OWN_HASH)
-    return any(before.get(name) != data[name] for name in data if name not in kept)
+    return any(before.get(name) != data[name] for name in data if name != naming.KEPT_SPEC)
 
 
 def _config_hash(obj: Object) -> Any:

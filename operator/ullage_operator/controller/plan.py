@@ -133,7 +133,7 @@ Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
 
 
-ROUTER_WAITS = "new routers wait until fewer services are being rolled out"
+ROUTER_WAITS = "the operator's new routers wait until fewer services are being rolled out"
 SEEK = timedelta(minutes=10)
 """Time for which other services' rollouts wait for one that finds no room for its pods."""
 _OF_PODS = ("ConfigMap", "StatefulSet")
@@ -196,7 +196,7 @@ class Observed:
     is_rollout_readable: bool = True
     """Whether the ConfigMap with its rollout's state can be read."""
     may_begin_rollout: bool = True
-    """Whether other services' rollouts leave room for one that no edit of the service asks for."""
+    """Whether other services' rollouts leave room for one that nobody's edit asks for."""
     may_yield: bool = True
     """Whether its next pod gets the place that another one of it frees."""
     rollout_annotation: str = ""
@@ -236,6 +236,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
     caches = states_of_caches(service, observed)
     seen = replace(
         observe_rollout(observed),
+        is_edited=is_edited(service, observed),
         fetching=waiting_pools(caches),
     )
     rollout = plan_rollout(service, seen, settings)
@@ -333,10 +334,15 @@ def _recheck_times_s(service: Service, healing: RestartDecision, observed: Obser
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 
+def is_edited(service: Service, observed: Observed) -> bool:
+    """Return whether the service was edited since its status was last written."""
+    return bool(observed.status.get("observedGeneration") != service.generation)
+
+
 def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
-    """Return the router's objects; a template that no edit of the service changed waits for its
+    """Return the router's objects; a template that the operator itself changed waits for its
     turn."""
     is_mixed = rollout.has_mixed_engines
     file = _router_file(service, rollout, observed)
@@ -346,7 +352,7 @@ def router_roll(
     return roll_routers(
         router_objects(routed, settings, file, accepts_plaintext=is_mixed),
         observed.objects,
-        service.own_hash,
+        is_edited(service, observed),
         observed.may_begin_rollout,
     )
 

@@ -1,5 +1,4 @@
-"""Bounds the number of services whose rollouts begin without an edit of theirs, because the
-operator or a base changed.
+"""Bounds the number of services whose rollouts begin without an edit, because the operator changed.
 
 A new default image is a new revision of every service that names none. If all rolled out at once,
 each would want additional GPUs, and a bad image would reach all of them. The same holds for a new
@@ -86,7 +85,7 @@ class RolloutQueue:
         count.
 
         Args:
-            router_waits: whether new routers wait for the service's turn.
+            router_waits: whether the operator's new routers wait for the service's turn.
             router_rolls: whether routers are being replaced.
             seeks_room: whether its canary, or its engines after it, have no node yet.
             lacks_room: whether one of its engines finds no room.

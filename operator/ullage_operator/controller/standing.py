@@ -112,8 +112,7 @@ def standing(
     # that had it.
     with contextlib.suppress(InvalidManifest, KeyError):
         spec = to_spec(_unsealed(kept, manifest, observed))
-        own = str(_kept_data(manifest, observed).get(naming.KEPT_OWN_HASH, ""))
-        service = service_of(manifest["metadata"], spec, own=own)
+        service = service_of(manifest["metadata"], spec)
         plan(service, Observed(now=_EPOCH), settings)
         return Standing(service)
 
@@ -136,7 +135,7 @@ def plan_standing(stands: Standing, observed: Observed, settings: Settings) -> S
 def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
     """Return a plan that keeps the service's spec with the state of its rollout."""
     key = ObjectKey("ConfigMap", naming.rollout_name(service.name))
-    kept = {naming.KEPT_SPEC: dump(service.spec), naming.KEPT_OWN_HASH: service.own_hash}
+    kept = {naming.KEPT_SPEC: dump(service.spec)}
     objects = (
         {**item, "data": item["data"] | kept} if key_of(item) == key else item
         for item in planned.apply
@@ -155,14 +154,10 @@ def dump(spec: Spec) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
-def _kept_data(manifest: Mapping[str, Any], observed: Observed) -> Mapping[str, str]:
-    name = naming.rollout_name(manifest["metadata"]["name"])
-    return observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
-
-
 def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
     """Return the kept spec with the fields that a newer definition adds; empty without one."""
-    data = _kept_data(manifest, observed)
+    name = naming.rollout_name(manifest["metadata"]["name"])
+    data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
     definition = schema.load_schema()["properties"]["spec"]
     try:
         kept = json.loads(data.get(naming.KEPT_SPEC, ""))

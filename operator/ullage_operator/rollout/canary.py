@@ -82,13 +82,15 @@ class RolloutObservation:
     is_state_readable: bool = True
     """Whether what was kept can be seen at all."""
     may_begin: bool = True
-    """Whether other services' rollouts leave room for one that no edit of the service asks for."""
+    """Whether other services' rollouts leave room for one that nobody's edit asks for."""
     may_yield: bool = True
     """Whether the service's next pod gets the place that another one of it frees."""
     routers: Manifest | None = None
     """Live Deployment of the routers."""
     has_ending_routers: bool = False
     """Whether routers that were replaced still have requests."""
+    is_edited: bool = True
+    """Whether somebody has edited the service since its status was last written."""
     annotation: str = ""
     """The service's annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
@@ -128,7 +130,7 @@ class RolloutPlan:
     has_mixed_engines: bool = False
     """Whether some engines speak TLS and others plaintext, so that routers must speak both."""
     router_waits: bool = False
-    """Whether new routers wait until fewer services are being rolled out."""
+    """Whether the operator's new routers wait until fewer services are being rolled out."""
     router_rolls: bool = False
     """Whether routers are being replaced."""
     seeks_room: bool = False
@@ -178,10 +180,9 @@ def plan_rollout(
         after = dataclasses.replace(after, seen=observation.annotation)
 
     changed = changed_pools(target, state.release)
-    planned = _plan_of(service, state.then(after, target, service), changed, observation)
+    planned = _plan_of(service, state.then(after, target), changed, observation)
     is_due = after.stage is RolloutStage.PROMOTING or after.renewal == ROLLING_OUT
-    waiting = () if is_due else held_pools(service, observation, outdated)
-    return dataclasses.replace(planned, held=waiting)
+    return planned if is_due else dataclasses.replace(planned, held=outdated)
 
 
 def _held_progress(
@@ -306,7 +307,7 @@ def rollout_facts(
         # Where nothing serves there is nothing to protect, and the image may be what helps.
         may_begin=observation.may_begin
         or not is_serving
-        or not _is_of_many(service, state, target),
+        or not _is_of_many(service, observation, target, release),
         is_bridged=bool(progress.canary)
         and any(_ready(observation, _canary_name(service, name)) for name in sizes),
         is_reachable=not are_mixed(
@@ -344,10 +345,12 @@ def rollout_facts(
     )
 
 
-def _is_of_many(service: Service, state: RolloutState, target: Release) -> bool:
+def _is_of_many(
+    service: Service, observation: RolloutObservation, target: Release, release: Release
+) -> bool:
     """Return whether a change reaches many services: another default image, or an edited base."""
-    is_of_a_base = bool(service.spec.base_refs) and not state.is_own_edit(service)
-    is_of_the_operator = not service.spec.image and has_other_image_only(target, state.release)
+    is_of_a_base = bool(service.spec.base_refs) and not observation.is_edited
+    is_of_the_operator = not service.spec.image and has_other_image_only(target, release)
     return is_of_a_base or is_of_the_operator
 
 
@@ -355,11 +358,12 @@ def outdated_pools(
     service: Service, observation: RolloutObservation, state: RolloutState, settings: Settings
 ) -> tuple[str, ...]:
     """Returns the pools whose stable engines this operator makes of another pod template than the
-    one that was applied, though nobody's edit of the service asks for it.
+    one that was applied, though nobody's edit asks for it.
 
     Routers read an edit of what both sides share at once, so engines must not wait with it. Any
     other edit of a service that waits for its turn does not give it one.
     """
+    edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
     stable = with_release(service, state.release) if is_changed else service
     outdated = []
@@ -367,41 +371,12 @@ def outdated_pools(
         live = observation.stateful_sets.get(naming.pool_name(service.name, name), {})
         annotations = live.get("metadata", {}).get("annotations") or {}
         # What an older operator applied without these hashes cannot be told from an edit.
-        if shares_other(service, live) and not _is_of_base(service, live):
+        if annotations.get(naming.SHARED_HASH) != edit_hash:
             continue
         applied_hash = annotations.get(naming.TEMPLATE_HASH)
         if applied_hash != _pool_template_hash(stable, name, pool, settings):
             outdated.append(name)
     return tuple(outdated)
-
-
-def shares_other(service: Service, live: Mapping[str, Any]) -> bool:
-    """Return whether a StatefulSet was applied with other fields outside its release."""
-    annotations = live.get("metadata", {}).get("annotations") or {}
-    return bool(annotations.get(naming.SHARED_HASH) != shared_hash(service))
-
-
-def _is_of_base(service: Service, live: Mapping[str, Any]) -> bool:
-    """Return whether what a StatefulSet was not applied with comes of a base."""
-    annotations = live.get("metadata", {}).get("annotations") or {}
-    return bool(service.spec.base_refs) and annotations.get(naming.OWN_HASH) == service.own_hash
-
-
-def held_pools(
-    service: Service, observation: RolloutObservation, outdated: Iterable[str]
-) -> tuple[str, ...]:
-    """Return the outdated pools whose engines stay as they are while no roll of them is due.
-
-    Routers read what a base says of both sides when the service has its turn, and engines with
-    them.
-    """
-    names = {name: naming.pool_name(service.name, name) for name in outdated}
-    return tuple(
-        name
-        for name, workload in names.items()
-        if not observation.may_begin
-        or not shares_other(service, observation.stateful_sets.get(workload, {}))
-    )
 
 
 def _pool_template_hash(service: Service, name: str, pool: PoolSpec, settings: Settings) -> str:
@@ -518,11 +493,7 @@ def rollout_objects(service: Service, plan: RolloutPlan, settings: Settings) -> 
 
 def with_revision(service: Service, objects: Iterable[Manifest], revision: str) -> list[Manifest]:
     """Pool objects whose StatefulSets say of which revision, spec and pod template they are."""
-    hashes = {
-        naming.REVISION: revision,
-        naming.SHARED_HASH: shared_hash(service),
-        naming.OWN_HASH: service.own_hash,
-    }
+    hashes = {naming.REVISION: revision, naming.SHARED_HASH: shared_hash(service)}
     return [
         _with_hashes(item, hashes) if item["kind"] == "StatefulSet" else item for item in objects
     ]

@@ -4,9 +4,8 @@ Kubernetes rolls a StatefulSet one pod at a time, from the last to the first. Wh
 allows more, the operator deletes the next pods itself, in the same order. So both never choose
 different pods, and without the operator the roll goes on one by one.
 
-An operator's update changes the router pods of every service, and a base those of many. Each
-Deployment takes the new template when it is the service's turn, or earlier with an edit of the
-service. A change of sizes, such as by an autoscaler, is no edit.
+An operator's update changes the router pods of every service. Each Deployment takes the new
+template when it is the service's turn, or earlier with an edit of the service.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,7 +75,7 @@ class RouterRoll:
 def roll_routers(
     desired: Sequence[Manifest],
     live: Mapping[Any, Mapping[str, Any]],
-    own_hash: str,
+    is_edited: bool,
     may_roll: bool,
 ) -> RouterRoll:
     """Return the decision whether a router's Deployment takes this operator's template.
@@ -84,20 +83,20 @@ def roll_routers(
     Args:
         desired: the router's objects.
         live: the objects of the service by kind and name.
-        own_hash: `Service.own_hash`.
-        may_roll: whether other services' rollouts leave room for one that no edit of the service
-            asks for.
+        is_edited: whether somebody has edited the service since its status was last written.
+        may_roll: whether other services' rollouts leave room for one that nobody's edit asks for.
     """
     [deployment] = [item for item in desired if item["kind"] == "Deployment"]
     name = deployment["metadata"]["name"]
     wanted_hash = template_hash(deployment)
-    present = live.get(("Deployment", name))
-    annotations = (present or {}).get("metadata", {}).get("annotations") or {}
-    hashes = {naming.TEMPLATE_HASH: wanted_hash, naming.OWN_HASH: own_hash}
+    hashes = {naming.TEMPLATE_HASH: wanted_hash}
     objects = [_annotated(item, hashes) if item is deployment else item for item in desired]
+
+    present = live.get(("Deployment", name))
     if present is None:
         return RouterRoll(tuple(objects))
 
+    annotations = present["metadata"].get("annotations") or {}
     is_other = annotations.get(naming.TEMPLATE_HASH) != wanted_hash
     size = int(deployment["spec"]["replicas"])
     routers = workload_of(name, size, present)
@@ -106,8 +105,7 @@ def roll_routers(
         return RouterRoll(tuple(objects), is_rolling=not is_full)
 
     # A Deployment of an older operator, without the hash, looks the same as an edited one.
-    is_own_edit = annotations.get(naming.OWN_HASH, "") != own_hash
-    is_edited = is_own_edit or naming.TEMPLATE_HASH not in annotations
+    is_edited = is_edited or naming.TEMPLATE_HASH not in annotations
     if may_roll or is_edited or not routers.ready:
         return RouterRoll(tuple(objects), is_rolling=True)
 

@@ -35,7 +35,7 @@ PAUSED = "Paused"
 ROLLING_OUT = "RollingOut"
 _BEGINNING = (WAITING, QUEUED, PAUSED, ROUTERS_FIRST, MODEL_FETCHING)
 """Reasons of a stable service whose engines are still to be made anew."""
-_OTHER_PODS = "what engine pods are made of has changed, by the operator or a base"
+_OTHER_PODS = "what the operator makes engine pods of has changed"
 RENEWALS = {
     ROLLING_OUT: _OTHER_PODS,
     PAUSED: f"{_OTHER_PODS}: waits until the rollout is no longer paused",
@@ -80,8 +80,7 @@ class RolloutFacts:
     """How long a promoted canary stays after the stable engines are ready: routers find these by
     DNS, which answers what it knew for a while."""
     may_begin: bool = True
-    """Whether other services' rollouts leave room for this one, which no edit of the service asks
-    for."""
+    """Whether other services' rollouts leave room for this one, which nobody's edit asks for."""
     may_yield: bool = True
     """Whether the service's next pod gets the place that another one of it frees."""
     is_reachable: bool = True
@@ -105,8 +104,8 @@ class RolloutFacts:
     """Pools whose new engines ask for what the stable ones ask for, so that each fits the other's
     place."""
     is_outdated: bool = False
-    """Whether this operator makes other pods of the stable revision than there are, though no edit
-    of the service asks for it."""
+    """Whether this operator makes other pods of the stable revision than there are, though nobody
+    edited the spec."""
     may_renew: bool = True
     """Whether other services' rollouts leave room for making these pods anew."""
     is_settled: bool = True
@@ -270,8 +269,8 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
     if not facts.may_begin and facts.command is not RolloutCommand.PROMOTE:
         message = (
-            f"revision {facts.target}, which no edit of the service itself asks for, waits until "
-            "fewer services are being rolled out"
+            f"revision {facts.target}, which has the operator's new image, waits until fewer "
+            "services are being rolled out"
         )
         return _with_reason(state, QUEUED, message)
 

@@ -218,8 +218,6 @@ class RolloutState:
     """Release of the stable engines."""
     tried: Release | None = None
     """Release of the other revision that the state names; None when it names none."""
-    own_hash: str = ""
-    """`Service.own_hash` when the newest revision that was begun was asked for; empty: unknown."""
 
     def revision(self, target: Release) -> str:
         """What `state` calls the release that the spec asks for.
@@ -232,21 +230,12 @@ class RolloutState:
         other = _other(self.progress)
         return other if other and self.tried == target else revision_of(target)
 
-    def is_own_edit(self, service: Service) -> bool:
-        """Return whether the service itself was edited since it last asked for a revision that was
-        begun.
-
-        An edit that waits, such as for the end of a pause, stays one.
-        """
-        return service.own_hash != self.own_hash
-
-    def then(self, progress: RolloutProgress, target: Release, service: Service) -> "RolloutState":
+    def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
         """Returns the state after a decision about the release that the spec asks for."""
         revision, other = self.revision(target), _other(progress)
-        own = service.own_hash if revision in (progress.stable, other) else self.own_hash
         releases = {_other(self.progress): self.tried, revision: target}
         release = target if progress.stable == revision else self.release
-        return RolloutState(progress, release, releases.get(other) if other else None, own)
+        return RolloutState(progress, release, releases.get(other) if other else None)
 
 
 def _other(progress: RolloutProgress) -> str:
@@ -275,8 +264,9 @@ def load(
         if tried is not None and is_same(_sealed_widely(target), _sealed_widely(tried)):
             tried = target
         values = dict(_hashed_values([target, *live]))
-        release = overlaid(target, _unsealed(upgraded(kept["release"]), values))
-        return RolloutState(progress, release, tried, str(kept.get("own", "")))
+        return RolloutState(
+            progress, overlaid(target, _unsealed(upgraded(kept["release"]), values)), tried
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -333,9 +323,7 @@ def dump(state: RolloutState) -> str:
     if not progress.falls:
         del fields["falls"]
     fields |= {name: fields[name].isoformat() for name in _TIMES if fields[name]}
-    document: dict[str, Any] = {"state": fields, "release": _sealed(state.release)}
-    if state.own_hash:
-        document["own"] = state.own_hash
+    document = {"state": fields, "release": _sealed(state.release)}
     if state.tried is not None:
         document["tried"] = _sealed(state.tried)
     return json.dumps(document, sort_keys=True, indent=1)

@@ -2,14 +2,11 @@
 at a time; edits wait for nobody."""
 
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ullage_operator.api import naming
 from ullage_operator.api.bases import Bases
@@ -49,14 +46,6 @@ class Services:
         """Another operator takes over."""
         self.queue = RolloutQueue(MAX_ROLLOUTS, lambda key: self.woken.append(key.name))
 
-    def copy(self) -> "Services":
-        """The same services, which go on by themselves; nobody else's rollout changes here."""
-        other = copy(self)
-        for name in ("spec", "objects", "status", "generation", "annotation"):
-            setattr(other, name, {key: copy(value) for key, value in getattr(self, name).items()})
-        other.restart()
-        return other
-
     def statuses(self) -> Iterator[tuple[ServiceKey, dict[str, Any]]]:
         for name, status in self.status.items():
             yield ServiceKey("models", name), status
@@ -74,13 +63,7 @@ class Services:
             rollout_annotation=self.annotation[name],
         )
         planned = plan(parse(manifest, bases=self.bases), observed, self.settings)
-        rollout = planned.rollout
-        self.queue.on_planned(
-            key,
-            rollout.progress,
-            router_waits=rollout.router_waits,
-            router_rolls=rollout.router_rolls,
-        )
+        self.queue.on_planned(key, planned.rollout.progress)
         applied = {key_of(item): self.live(name, item) for item in planned.apply}
         deleted = {key_of(item) for item in planned.delete}
         before = {key: item for key, item in self.objects[name].items() if key not in deleted}
@@ -89,11 +72,10 @@ class Services:
         return str(planned.rollout.progress.reason)
 
     def live(self, name: str, item: dict[str, Any]) -> dict[str, Any]:
-        if item["kind"] not in ("StatefulSet", "Deployment"):
+        if item["kind"] != "StatefulSet":
             return item
-        size = item["spec"].get("replicas", 1)
-        ready = 0 if name in self.unready else size
-        status = {"observedGeneration": 1, "replicas": size, "updatedReplicas": size}
+        ready = 0 if name in self.unready else 1
+        status = {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1}
         meta = item["metadata"] | {"generation": 1}
         return item | {"metadata": meta, "status": status | {"readyReplicas": ready}}
 
@@ -170,92 +152,6 @@ def test_an_edit_of_a_base_rolls_few_services_at_a_time(services: Services) -> N
     # Who edits the service itself waits for nobody, whatever else comes with the edit.
     services.edit("e", limits={"maxOutputTokens": 64})
     assert services.step("e") == "RollingOut"
-
-
-def test_what_a_base_says_of_all_pods_rolls_few_services_at_a_time(services: Services) -> None:
-    services.settings = Settings(engine_image="one", cuda_engine_image="")
-    for name in NAMES * 2:
-        services.spec[name] = {"baseRefs": [{"name": "shared"}]}
-        services.step(name)
-    services.bases = Bases({"shared": {"tickets": KEYS}})
-    assert [services.step(name) for name in NAMES] == ["RollingOut"] * 2 + ["RolloutQueued"] * 3
-    # Routers and engines of a service are configured at once, or not at all.
-    assert [services.reads_ticket_keys(name) for name in NAMES] == [(True, True)] * 2 + [
-        (False, False)
-    ] * 3
-    services.edit("e", observability={"logLevel": "Debug"})
-    services.step("e")
-    assert services.reads_ticket_keys("e") == (True, True), "an edit of the service takes it along"
-    for ended, begun in (("a", "c"), ("b", "d")):
-        assert services.step(ended) == "Promoted"
-        services.step("e")
-        assert services.step(begun) == "RollingOut"
-        assert services.reads_ticket_keys(begun) == (True, True)
-
-
-EVENTS = st.sampled_from(["own", "back", "routing", "base", "scale", "pause", "go", "look"])
-
-
-@pytest.fixture
-def crowded(services: Services) -> Services:
-    """An edit of a base reaches two services, which never are ready again, so the others wait."""
-    services.settings = Settings(engine_image="one", cuda_engine_image="")
-    for name in NAMES:
-        services.edit(name, baseRefs=[{"name": "shared"}], limits={"maxOutputTokens": 64})
-    for name in NAMES * 2:
-        services.step(name)
-    services.unready |= {"a", "b"}
-    services.bases = Bases({"shared": {"batching": {"maxSequences": 8}}})
-    assert [services.step(name) for name in "abc"] == ["RollingOut"] * 2 + ["RolloutQueued"]
-    return services
-
-
-@settings(
-    max_examples=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(events=st.lists(EVENTS, max_size=8))
-def test_an_edit_that_cannot_begin_at_once_stays_the_services_own(
-    crowded: Services, events: list[str]
-) -> None:
-    """No place is free: what a base asks for waits, and what the service itself asks for does
-    not."""
-    services = crowded.copy()
-    limits, routing, base = 64, 0, 8
-    begun = (limits, routing, 0)
-    is_paused = False
-    for event in events:
-        match event:
-            case "own" | "back":
-                limits = limits + 1 if event == "own" else begun[0]
-                services.edit("c", limits={"maxOutputTokens": limits})
-            case "routing":
-                routing += 1
-                services.edit("c", routing={"largeRequestTokens": 1000 + routing})
-            case "base":
-                base += 1
-                services.bases = Bases({"shared": {"batching": {"maxSequences": base}}})
-            case "scale":
-                size = services.spec["c"].get("replicas", 1)
-                services.edit("c", replicas=size + 1)
-            case "pause" | "go":
-                is_paused = event == "pause"
-                services.annotation["c"] = "pause" if is_paused else ""
-
-        reason = services.step("c")
-        now = (limits, routing, base)
-        if (limits, base) == (begun[0], begun[2]):
-            assert reason not in ("Paused", "RolloutQueued", "RollingOut"), events
-            begun = now
-        elif is_paused:
-            assert reason == "Paused", events
-        elif (limits, routing) == begun[:2]:
-            assert reason == "RolloutQueued", events
-        else:
-            assert reason == "RollingOut", events
-            assert services.step("c") == "Promoted", events
-            begun = now
 
 
 def test_edits_and_engines_that_do_not_serve_wait_for_nobody(services: Services) -> None:
@@ -445,10 +341,7 @@ def test_services_that_were_rolled_back_are_renewed_in_turn(
     assert reasons == [("True", "RollingOut"), ("True", "RolloutQueued")]
     stages = [services.status[name]["rollout"] for name in "ac"]
     assert [each["stage"] for each in stages] == ["Promoting", "RolledBack"]
-    assert (
-        stages[0]["message"]
-        == "what engine pods are made of has changed, by the operator or a base"
-    )
+    assert stages[0]["message"] == "what the operator makes engine pods of has changed"
     assert "it was aborted" in stages[1]["message"]
     services.restart()
     services.step("d")
