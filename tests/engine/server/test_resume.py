@@ -84,16 +84,20 @@ def test_a_worker_that_computes_otherwise_marks_what_it_goes_on_with(
         async with serve(step_s=0.02, weights="3f1a", later_weights=later) as engine:
             before = await engine.state()
             assert before.fingerprint and before.fingerprint_facts["weights"] == "3f1a"
-            answer = asyncio.create_task(engine.generate(ask()))
-            await started(engine, 1)
-            await asyncio.sleep(0)
-            await engine.admin.InjectFault(KILL)
-            found = await answer
-            assert found.token_ids == expected(fake)
-            assert found.accepted.fingerprint == before.fingerprint
+            responses: list[pb.GenerateResponse] = []
+            seen: list[int] = []
+            async for response in engine.inference.Generate(ask()):
+                # An answer without a token yet would be the new worker's from its beginning.
+                is_first = not seen and bool(response.delta.token_ids)
+                responses.append(response)
+                seen += response.delta.token_ids
+                if is_first:
+                    await engine.admin.InjectFault(KILL)
+            assert seen == expected(fake)
+            assert responses[0].accepted.fingerprint == before.fingerprint
             after = await engine.state()
             assert (after.fingerprint != before.fingerprint) == bool(later)
-            assert found.finished.resumed_inexact == bool(later)
+            assert responses[-1].finished.resumed_inexact == bool(later)
             described = await engine.inference.GetModel(pb.GetModelRequest())
             assert described.fingerprint == after.fingerprint
             assert dict(described.fingerprint_facts) == dict(after.fingerprint_facts)
