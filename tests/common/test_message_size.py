@@ -10,9 +10,10 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire import message_size
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.limits import MAX_CALLS, MAX_MESSAGES, MAX_PROMPT_TOKENS
-from ullage_common.wire.message_size import check_message
+from ullage_common.wire.message_size import check_message, is_light
 
 REQUEST = pb.GenerateRequest.DESCRIPTOR
+MULTIPLEX = pb.MultiplexRequest.DESCRIPTOR
 
 
 def refused(data: bytes) -> str:
@@ -86,3 +87,35 @@ def test_counts_are_exact(turns: list[int], ids: list[int], biases: dict[int, fl
 @given(st.binary(max_size=80))
 def test_any_bytes_can_be_counted(data: bytes) -> None:
     check_message(data, REQUEST)
+
+
+@given(st.lists(st.integers(0, 300), max_size=6))
+def test_numbers_of_a_list_in_pieces_are_counted_together(sizes: list[int]) -> None:
+    """Every number has one byte."""
+    data = b"".join(b"\x1a" + varint(size) + b"\x01" * size for size in sizes)
+    num_bytes = sum(sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(message_size, "MAX_PROMPT_TOKENS", num_bytes)
+        check_message(data, MULTIPLEX)
+        if num_bytes:
+            patch.setattr(message_size, "MAX_PROMPT_TOKENS", num_bytes - 1)
+            with pytest.raises(ServiceError, match="numbers in cancelled_tags"):
+                check_message(data, MULTIPLEX)
+
+
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_a_light_message_has_few_parts_and_numbers(num_parts: int, num_numbers: int) -> None:
+    calls = [pb.MultiplexCall()] * num_parts
+    calls += [pb.MultiplexCall(request=prompt_of(num_numbers))]
+    data = pb.MultiplexRequest(calls=calls).SerializeToString()
+    parts = num_parts + (4 if num_numbers else 3)
+    for more_parts, more_bytes in ((0, 0), (1, 0), (0, 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(message_size, "LIGHT_PARTS", parts - more_parts)
+            patch.setattr(message_size, "LIGHT_PACKED_BYTES", num_numbers - more_bytes)
+            is_heavy = more_parts or (more_bytes and num_numbers)
+            assert is_light(data, MULTIPLEX) is not bool(is_heavy)
+
+
+def prompt_of(num_numbers: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * num_numbers))

@@ -23,8 +23,11 @@ from ullage_router.engines.flow_control import FlowControl, ReceiveBuffer
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 OPENING_TIMEOUT_S = 5.0
-# A message is full with so much, or with one request: less than the longest that gRPC takes.
-MAX_BATCH_BYTES = 4 << 20
+# A message is full with so much, or with one request. Its fields take two bytes or more each, so
+# it has no more of them than an engine takes of a message.
+MAX_BATCH_BYTES = 128 << 10
+# A call's share of that beside its request.
+CALL_BYTES = 64
 
 Request = inference_pb2.GenerateRequest
 Message = inference_pb2.MultiplexRequest
@@ -190,7 +193,7 @@ class _Stream:
         window = flow.responses * max(1, request.samples.n)  # samples are not joined
         call = StreamCall(self, tag, timeout_s, flow, window)
         self._calls[tag] = call
-        size = request.ByteSize()
+        size = request.ByteSize() + CALL_BYTES
         self._batch_bytes += size
         if self._outbox and self._batch_bytes > MAX_BATCH_BYTES:
             self._batch_bytes = size
@@ -274,9 +277,9 @@ class _Stream:
     async def _send_all(self) -> None:
         while True:
             await self._has_messages.wait()
-            self._batch_bytes = 0
             message = self._outbox.popleft()
             if not self._outbox:
+                self._batch_bytes = 0
                 self._has_messages.clear()
             await self._stream.write(message)
 

@@ -34,7 +34,7 @@ from ullage_common.process.addresses import joined
 from ullage_common.wire.call_limits import CallCount, OpenPlaces, Place, ReceiveRoom
 from ullage_common.wire.call_names import Server
 from ullage_common.wire.errors import ServiceError, abort, invalid
-from ullage_common.wire.message_size import check_message
+from ullage_common.wire.message_size import check_message, is_light
 
 if TYPE_CHECKING:  # generic in its type stubs alone
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -93,8 +93,8 @@ class RequestGuard(grpc.aio.ServerInterceptor):
 
     A server that knows nothing of its clients receives whatever they send before it calls anything.
     So a call that is not admitted ends with its metadata, the requests that arrive at one time are
-    few, none may take long, and one is parsed only when its parts were counted. Calls are counted
-    by tenants, and by peers where nobody knows whose they are.
+    few, none may take long, and one is parsed only when its parts were counted, as is each message
+    of a stream. Calls are counted by tenants, and by peers where nobody knows whose they are.
 
     reasons
         CALLS_FULL         the server has too many calls, or the tenant
@@ -138,14 +138,13 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             or handler.stream_unary
             or handler.stream_stream
         )
-        read = None
-        if not handler.request_streaming:
-            read = partial(self._read, handler.request_deserializer, tenant)
+        receive: Any = self._receive_stream if handler.request_streaming else self._receive_one
+        begin: Begin = partial(receive, handler.request_deserializer, tenant)
         enter = partial(self._enter, tenant)
         # Handlers of streams are called before anything is received.
         if inspect.isasyncgenfunction(behavior):
-            return _served(_guarded_generator(enter, read, behavior), handler)
-        return _served(_guarded_coroutine(enter, read, behavior), handler)
+            return _served(_guarded_generator(enter, begin, behavior), handler)
+        return _served(_guarded_coroutine(enter, begin, behavior), handler)
 
     @contextlib.asynccontextmanager
     async def _enter(self, tenant: str | None, context: Context) -> AsyncIterator[None]:
@@ -160,7 +159,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             return
         owner = tenant or _address(context)
         if not self._calls.add(owner):
-            raise _calls_full()
+            raise calls_full()
         try:
             yield
         finally:
@@ -175,7 +174,7 @@ class RequestGuard(grpc.aio.ServerInterceptor):
                     yield
         except TimeoutError as error:
             if place and place.is_lost:
-                raise _calls_full() from error
+                raise calls_full() from error
             raise
 
     def _public_stream(self, handler: "Handler") -> "Handler":
@@ -203,6 +202,36 @@ class RequestGuard(grpc.aio.ServerInterceptor):
             respond, handler.request_deserializer, handler.response_serializer
         )
         return _handler(limited)
+
+    async def _receive_stream(
+        self, parse: Any, tenant: str, requests: AsyncIterator[bytes], context: Context
+    ) -> tuple[Any, Any]:
+        """Return the requests of a stream, and a context that reads them."""
+        stream = _RequestStream(context, partial(self._parse_apart, parse, tenant, context))
+        return stream, stream
+
+    async def _parse_apart(self, parse: Any, tenant: str, context: Context, data: bytes) -> Any:
+        """Parse a message of a stream; one of many parts has a place, away from the event loop.
+
+        Raises:
+            ServiceError: it has no place in time, has too many parts, or cannot be read.
+        """
+        kind = getattr(parse, "__self__", None)
+        work = partial(_parse, parse, kind, getattr(kind, "__name__", "request"), data)
+        if len(data) <= SMALL_REQUEST_BYTES or kind is None or is_light(data, kind.DESCRIPTOR):
+            return work()
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._room.place(tenant or _address(context)))
+            except TimeoutError as error:
+                raise _bodies_full() from error
+            return await self._run(len(data), tenant, work)
+
+    async def _receive_one(
+        self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes], context: Context
+    ) -> tuple[Any, Context]:
+        """Return the one request of a call, and the call's context."""
+        return await self._read(parse, tenant, requests, context), context
 
     async def _read(
         self, parse: Any, tenant: str | None, requests: AsyncIterator[bytes], context: Context
@@ -234,6 +263,35 @@ class RequestGuard(grpc.aio.ServerInterceptor):
                 return data
             work = partial(_parse, parse, kind, name, data)
             return await self._run(len(data), tenant, work)
+
+
+class _RequestStream:
+    """The requests of a stream, and its context, which reads them.
+
+    Args:
+        context: gRPC's, which reads bytes.
+        parse: makes a message of bytes.
+    """
+
+    def __init__(self, context: Context, parse: Callable[[bytes], Awaitable[Any]]) -> None:
+        self._context = context
+        self._parse = parse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (request := await self.read()) is not grpc.aio.EOF:
+            yield request
+
+    async def read(self) -> Any:
+        """Return the next request; EOF behind the last one.
+
+        Raises:
+            ServiceError: it has too many parts, or cannot be read.
+        """
+        data = await self._context.read()
+        return await self._parse(data) if isinstance(data, bytes) else data
 
 
 Hold = Callable[[str, asyncio.Timeout], contextlib.AbstractContextManager[Place]]
@@ -286,14 +344,13 @@ def _address(context: Context) -> str:
 
 def _served(behavior: Any, handler: "Handler") -> "Handler":
     """Return a handler whose behaviour receives its request, or its requests, itself."""
-    parse = handler.request_deserializer if handler.request_streaming else None
     is_streaming = handler.response_streaming or inspect.isasyncgenfunction(behavior)
     make = (
         grpc.stream_stream_rpc_method_handler
         if is_streaming
         else grpc.stream_unary_rpc_method_handler
     )
-    return _handler(make(behavior, parse, handler.response_serializer))
+    return _handler(make(behavior, None, handler.response_serializer))
 
 
 def _refusing(error: ServiceError) -> "Handler":
@@ -306,17 +363,18 @@ def _refusing(error: ServiceError) -> "Handler":
 
 
 Enter = Callable[[Context], contextlib.AbstractAsyncContextManager[None]]
-Read = Callable[[AsyncIterator[bytes], Context], Awaitable[Any]]
+Begin = Callable[[AsyncIterator[bytes], Context], Awaitable[tuple[Any, Context]]]
+"""Return a call's request, or its requests, and the context that its behaviour has."""
 
 
 def _guarded_generator(
-    enter: Enter, read: Read | None, behavior: Any
+    enter: Enter, begin: Begin, behavior: Any
 ) -> Callable[[Any, Context], AsyncGenerator[Any]]:
     async def respond(requests: Any, context: Context) -> AsyncGenerator[Any]:
         try:
             async with enter(context):
-                request = await read(requests, context) if read else requests
-                async with contextlib.aclosing(behavior(request, context)) as responses:
+                request, inner = await begin(requests, context)
+                async with contextlib.aclosing(behavior(request, inner)) as responses:
                     async for response in responses:
                         yield response
         except ServiceError as error:
@@ -326,20 +384,21 @@ def _guarded_generator(
 
 
 def _guarded_coroutine(
-    enter: Enter, read: Read | None, behavior: Any
+    enter: Enter, begin: Begin, behavior: Any
 ) -> Callable[[Any, Context], Awaitable[Any]]:
     async def respond(requests: Any, context: Context) -> Any:
         try:
             async with enter(context):
-                request = await read(requests, context) if read else requests
-                return await behavior(request, context)
+                request, inner = await begin(requests, context)
+                return await behavior(request, inner)
         except ServiceError as error:
             await abort(context, error)
 
     return respond
 
 
-def _calls_full() -> ServiceError:
+def calls_full() -> ServiceError:
+    """Return the refusal of a call above MAX_CALLS."""
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "CALLS_FULL",

@@ -4,13 +4,17 @@ Protobuf makes an object of every two bytes of empty messages, keeps the interpr
 the last one, and takes fifty times the bytes. The walk below makes nothing, and hands the lock on.
 """
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 
-from ullage_common.wire.errors import ServiceError, invalid
+from ullage_common.wire.errors import invalid
 from ullage_common.wire.limits import MAX_PROMPT_TOKENS
 
 MAX_PARTS = 1 << 17
 """Fields and entries of all messages within one: 8192 turns with as many calls fit twice."""
+LIGHT_PARTS = 1024
+"""The same, of a message that is parsed at once."""
+LIGHT_PACKED_BYTES = 1 << 20
+"""Bytes of all its lists of numbers."""
 MAX_DEPTH = 32
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _LAST_BYTES = bytes(range(128, 256))
@@ -24,15 +28,29 @@ def check_message(data: bytes, descriptor: Descriptor) -> None:
     Raises:
         ServiceError: INVALID_ARGUMENT, it has too many parts or a list of too many numbers.
     """
+    if excess := _excess(data, descriptor, MAX_PARTS, len(data)):
+        message = f"{descriptor.name} has more than {excess}; send fewer"
+        raise invalid(descriptor.name, message, "BODY_TOO_LARGE")
+
+
+def is_light(data: bytes, descriptor: Descriptor) -> bool:
+    """Return whether a serialized message is parsed within a few milliseconds."""
+    return not _excess(data, descriptor, LIGHT_PARTS, LIGHT_PACKED_BYTES)
+
+
+def _excess(data: bytes, descriptor: Descriptor, max_parts: int, max_packed_bytes: int) -> str:
+    """Return which bound a message exceeds; empty if it exceeds none."""
     num_parts = 0
+    packed_bytes = 0
     waiting: list[tuple[int, int, Descriptor, int]] = [(0, len(data), descriptor, 0)]
     while waiting:
         at, end, kind, depth = waiting.pop()
         fields = kind.fields_by_number
+        list_bytes: dict[int, int] = {}
         while at < end:
             num_parts += 1
-            if num_parts > MAX_PARTS:
-                raise _too_many(descriptor, f"{MAX_PARTS} fields and entries")
+            if num_parts > max_parts:
+                return f"{max_parts} fields and entries"
             tag, at = _varint(data, at, end)
             wire_type = tag & 7
             if wire_type == _VARINT:
@@ -43,19 +61,29 @@ def check_message(data: bytes, descriptor: Descriptor) -> None:
                 size, at = _varint(data, at, end)
                 field = fields.get(tag >> 3)
                 if at < 0 or at + size > end:
-                    return
+                    return ""
                 inner = field.message_type if field is not None else None
                 if inner is not None:
                     if depth == MAX_DEPTH:
-                        raise _too_many(descriptor, f"{MAX_DEPTH} levels")
+                        return f"{MAX_DEPTH} levels"
                     waiting.append((at, at + size, inner, depth + 1))
-                elif field is not None and field.is_packed and size > MAX_PROMPT_TOKENS:
-                    _check_numbers(descriptor, field, data[at : at + size])
+                elif field is not None and field.is_packed:
+                    packed_bytes += size
+                    earlier = list_bytes.get(field.number, 0)
+                    list_bytes[field.number] = earlier + size
+                    if packed_bytes > max_packed_bytes:
+                        return f"{max_packed_bytes} bytes of numbers"
+                    # No serializer splits a list, so the bytes of its pieces count.
+                    if earlier + size > MAX_PROMPT_TOKENS and (
+                        earlier or _num_numbers(data[at : at + size]) > MAX_PROMPT_TOKENS
+                    ):
+                        return f"{MAX_PROMPT_TOKENS} numbers in {field.name}"
                 at += size
             else:
-                return  # groups, which no message here has
+                return ""  # groups, which no message here has
             if at < 0:
-                return
+                return ""
+    return ""
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
@@ -72,12 +100,6 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     return 0, -1
 
 
-def _check_numbers(descriptor: Descriptor, field: FieldDescriptor, packed: bytes) -> None:
+def _num_numbers(packed: bytes) -> int:
     """Count the numbers of a packed list; those of fixed size by an upper bound."""
-    if len(packed.translate(None, _LAST_BYTES)) > MAX_PROMPT_TOKENS:
-        raise _too_many(descriptor, f"{MAX_PROMPT_TOKENS} numbers in {field.name}")
-
-
-def _too_many(descriptor: Descriptor, what: str) -> ServiceError:
-    message = f"{descriptor.name} has more than {what}; send fewer"
-    return invalid(descriptor.name, message, "BODY_TOO_LARGE")
+    return len(packed.translate(None, _LAST_BYTES))

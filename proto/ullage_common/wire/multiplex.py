@@ -4,6 +4,11 @@ Each call runs as a task of its own, over the same code as Generate, with a cont
 such code uses of gRPC's. Responses of all calls that are ready at one moment leave in one message.
 A call may be `window` responses ahead of what the router took; then it waits, and no other does
 (`ullage_common.wire.flow_control`).
+
+Anybody who reaches an engine can open such a stream. So its open calls are bounded, the work of a
+message is done in pieces between which the event loop serves others, and nothing more begins while
+nobody reads the answers. A stream whose calls are refused for their tickets, one after the other,
+ends.
 """
 
 import asyncio
@@ -16,16 +21,21 @@ from functools import partial
 from typing import Any, Never
 
 import grpc
-from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_common.wire.channels import MAX_REQUEST_BYTES
-from ullage_common.wire.errors import ServiceError, invalid, to_status
+from ullage_common.wire.channels import MAX_CALLS, MAX_REQUEST_BYTES, calls_full
+from ullage_common.wire.errors import ServiceError, from_status, invalid, to_status
 from ullage_common.wire.flow_control import Pace, SendWindow
 
 # Responses in one message: it stays far below the longest that gRPC takes.
 MAX_BATCH = 256
+MAX_REFUSED_TICKETS = 32
+"""Calls refused for their tickets, none served between them, behind which a stream ends."""
+TURN_CALLS = 16
+"""Calls begun or ended at a time, before the event loop serves others."""
+TURN_ENTRIES = 2048
+"""Entries of a message that are looked at, at a time."""
 STATUS_KEY = "grpc-status-details-bin"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -41,6 +51,9 @@ async def serve_multiplex(generate: Generate, context: Context) -> None:
 
     Args:
         generate: the service's method, in either of gRPC's two styles.
+
+    Raises:
+        ServiceError: the stream breaks its bounds.
     """
     stream = _Stream(generate)
     sending = asyncio.create_task(stream.send_all(context), name="multiplex sender")
@@ -48,10 +61,7 @@ async def serve_multiplex(generate: Generate, context: Context) -> None:
         # What a router waits for to know that this engine has such streams.
         await context.send_initial_metadata(())
         while isinstance(request := await context.read(), pb.MultiplexRequest):
-            stream.take(request)
-    except DecodeError as error:
-        message = f"a message of the stream cannot be read ({error}); send MultiplexRequest"
-        raise invalid("calls", message, "MALFORMED_MESSAGE") from error
+            await stream.take(request)
     finally:
         sending.cancel()
         await stream.close()
@@ -68,16 +78,45 @@ class _Stream:
         self._outbox: list[tuple[int, pb.GenerateResponse | bytes]] = []
         """Tags, each with a response or the status that ends its call."""
         self._has_news = asyncio.Event()
+        self._has_room = asyncio.Event()
+        """Whether the router took most of what was sent."""
+        self._refused: ServiceError | None = None
+        self._num_refused = 0
+        """Calls refused for their tickets since one was served."""
 
-    def take(self, request: pb.MultiplexRequest) -> None:
-        for call in request.calls:
+    async def take(self, request: pb.MultiplexRequest) -> None:
+        """Begin, widen and cancel calls.
+
+        Raises:
+            ServiceError: there are too many calls in the message, or the tickets of too many before
+                were refused.
+        """
+        await self._wait_for_reader()
+        self._check_tickets()
+        if len(request.calls) > MAX_CALLS:
+            message = f"calls has {len(request.calls)} entries; send at most {MAX_CALLS}"
+            raise invalid("calls", message, "BODY_TOO_LARGE")
+        for num_begun, call in enumerate(request.calls):
+            if num_begun and not num_begun % TURN_CALLS:
+                await self._give_turn()
+                self._check_tickets()
             self._begin(call)
-        for grant in request.grants:
+
+        for num_taken, grant in enumerate(request.grants, 1):
             if context := self._calls.get(grant.tag):
                 context.send_window.grant(grant.responses)
-        for tag in request.cancelled_tags:
+            if not num_taken % TURN_ENTRIES:
+                await self._give_turn()
+
+        num_cancelled = 0
+        for num_taken, tag in enumerate(request.cancelled_tags, 1):
             if context := self._calls.pop(tag, None):
                 context.cancel()
+                num_cancelled += 1
+                if not num_cancelled % TURN_CALLS:
+                    await self._give_turn()
+            if not num_taken % TURN_ENTRIES:
+                await self._give_turn()
 
     async def send_all(self, context: Context) -> None:
         """Sends what calls have ready, as long as the stream lives."""
@@ -86,6 +125,8 @@ class _Stream:
             batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
             if not self._outbox:
                 self._has_news.clear()
+            if len(self._outbox) <= MAX_CALLS:
+                self._has_room.set()
             message = pb.MultiplexResponse()
             for tag, news in batch:
                 if isinstance(news, bytes):
@@ -96,14 +137,33 @@ class _Stream:
 
     async def close(self) -> None:
         tasks = list(self._tasks)
-        for task in tasks:
+        for num_ended, task in enumerate(tasks, 1):
             task.cancel()
+            if not num_ended % TURN_CALLS:
+                await asyncio.sleep(0)
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _give_turn(self) -> None:
+        """Let the event loop serve others."""
+        await asyncio.sleep(0)
+        await self._wait_for_reader()
+
+    async def _wait_for_reader(self) -> None:
+        while len(self._outbox) > MAX_CALLS:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    def _check_tickets(self) -> None:
+        if self._num_refused >= MAX_REFUSED_TICKETS and self._refused is not None:
+            raise self._refused
 
     def _begin(self, call: pb.MultiplexCall) -> None:
         if call.tag in self._calls:  # one of the two must not get the other's tokens
             error = invalid("tag", f"tag {call.tag} is in use; give each call its own")
             self._send_status(call.tag, to_status(error))
+            return
+        if len(self._tasks) >= MAX_CALLS:
+            self._send_status(call.tag, to_status(calls_full()))
             return
         context = CallContext(call, self._send)
         self._calls[call.tag] = context
@@ -121,7 +181,13 @@ class _Stream:
         try:
             status = await self._outcome(call.request, context)
         finally:
+            self._count_refusal(status)
             self._end(call, context, status)
+
+    def _count_refusal(self, status: Any) -> None:
+        if status.code == code_pb2.UNAUTHENTICATED:
+            self._num_refused += 1
+            self._refused = from_status(status)
 
     def _end(self, call: pb.MultiplexCall, context: "CallContext", status: Any) -> None:
         if self._calls.get(call.tag) is context:
@@ -148,6 +214,7 @@ class _Stream:
         return status_pb2.Status()
 
     def _send(self, tag: int, response: pb.GenerateResponse) -> None:
+        self._num_refused = 0
         self._outbox.append((tag, response))
         self._has_news.set()
 

@@ -292,6 +292,35 @@ def test_calls_of_routers_streams_are_held_to_their_tickets(
     asyncio.run(scenario())
 
 
+def test_a_stream_ends_behind_many_refused_tickets(
+    serve: Any, config: EngineConfig, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_common.wire.multiplex.MAX_REFUSED_TICKETS", 2)
+
+    async def scenario() -> None:
+        section = TicketsSection(keys_dir=str(keys), required=True)
+        soon = int(time.time() * 1000) + 60_000
+        engine_id = config.server.engine_id
+        async with serve(msgspec.structs.replace(config, tickets=section), step_s=0.001) as engine:
+            stream = RouterStream(engine)
+            for number in range(4):
+                # One that is served shows that the others were mistakes.
+                good = ticket(number, engine=engine_id, expires_ms=soon)
+                assert await stream.outcomes((request(), ())) == ["TICKET_REQUIRED"]
+                assert await stream.outcomes((request(), good)) == ["served"]
+            for _ in range(2):
+                assert await stream.outcomes((request(), ())) == ["TICKET_REQUIRED"]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream.outcomes((request(), ()))
+            error = from_rpc_error(caught.value)
+            assert (error.code, error.reason) == (
+                grpc.StatusCode.UNAUTHENTICATED,
+                "TICKET_REQUIRED",
+            )
+
+    asyncio.run(scenario())
+
+
 def test_a_served_engine_holds_requests_to_their_tickets(
     serve: Any, config: EngineConfig, keys: Path
 ) -> None:

@@ -131,6 +131,20 @@ def test_long_requests_do_not_share_a_message_that_is_too_long() -> None:
     asyncio.run(scenario())
 
 
+def test_requests_of_many_fields_do_not_share_a_message_of_too_many() -> None:
+    async def scenario() -> None:
+        async with multiplexed() as (_, multiplexer):
+            biases = pb.SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0))
+            requests = [ask(f"n{i}.", 1) for i in range(100)]
+            for request in requests:
+                request.sampling.CopyFrom(biases)
+            calls = [begin(multiplexer, request) for request in requests]
+            texts = await asyncio.gather(*map(text_of, calls))
+            assert texts == [words(request.request_id, 1) for request in requests]
+
+    asyncio.run(scenario())
+
+
 def test_a_request_longer_than_a_message_should_be_has_one_of_its_own() -> None:
     async def scenario() -> None:
         async with multiplexed() as (_, multiplexer):
