@@ -14,6 +14,8 @@ _SEEKING = frozenset(
     | {"count", "splitlines"}
 )
 """Methods and filters that look within a text."""
+_WRITING = frozenset({"d", "default", "format", "indent", "join", "tojson"})
+"""Methods and filters that write their arguments, or write with them."""
 _COUNTING = frozenset({"truncate", "wordcount", "wordwrap", "random"})
 """Filters whose result depends on a whole text."""
 
@@ -56,13 +58,22 @@ def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
         return
     if isinstance(node, nodes.Call) and getattr(node.node, "name", "") == "raise_exception":
         return
+    if isinstance(node, nodes.Filter) and node.name in _WRITING:
+        if node.node:
+            yield from _words(node.node, is_written)
+        return
+    if isinstance(node, nodes.Getattr) and node.attr in _WRITING:
+        yield from _words(node.node, True)
+        return
 
     if isinstance(node, nodes.Compare | nodes.Getitem):
         yield from _compared(node)
         return
-    joins = isinstance(node, nodes.Add | nodes.Concat | nodes.CondExpr) and is_written
+    # Jinja has joined constants with one another already.
+    joins = isinstance(node, nodes.Add | nodes.Concat | nodes.Output)
+    joins = joins or (isinstance(node, nodes.CondExpr) and is_written)
     for child in node.iter_child_nodes():
-        yield from _words(child, joins or isinstance(node, nodes.Output))
+        yield from _words(child, joins)
 
 
 def _compared(node: nodes.Compare | nodes.Getitem) -> Iterator[str]:

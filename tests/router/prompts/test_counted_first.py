@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,9 @@ from ullage_router.prompts.cleanse import cleanse_turns
 from ullage_router.prompts.prompts import Prompt, PromptBuilder
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
-from ullage_router.tokenizer import Model, TooManyTokens, load_model
+from ullage_router.tokenizer import Model, PromptError, TooManyTokens, load_model
 
+FAMILIES = Path(__file__).parents[2] / "engine/tokenizer/templates"
 CONTEXT = 100
 LONG_WORD = "x" + "_" * 50
 """A word of one token."""
@@ -179,7 +181,7 @@ PARTS = st.sampled_from(
     [
         "<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<|channel|>final<|message|>",
         "<p>", "</p>", "<script>", "\n", "\n\n", " ", "\u200b", "\t", '"', "\\", "<",
-        "\u00e9", "\U0001f600", "word ",
+        "\u00e9", "\U0001f600", "word ", "/no_think", "<tool_response>", "</tool_response>",
         LONG_WORD,
     ]
 )  # fmt: skip
@@ -229,13 +231,16 @@ def test_none_is_refused_that_fits_once_rendered(
     except ServiceError as error:
         if "characters" in error.message:
             return  # by the number of characters alone
-        assert error.reason == "CONTEXT_TOO_LONG"
+        if error.reason != "CONTEXT_TOO_LONG":
+            with pytest.raises(PromptError):
+                model.render(turns)
+            return
     else:
         assert list(prompt.token_ids) == list(model.render(turns))
         return
     try:
         model.render(turns, most=most)
-    except TooManyTokens:
+    except (PromptError, TooManyTokens):
         return
     assert drops
     assert len(truncate(turns, CONTEXT, model.render).token_ids) > CONTEXT
