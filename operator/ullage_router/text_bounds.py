@@ -328,30 +328,35 @@ class TextCutter:
         self._places = re.compile("|".join(f"(?:{rule.place})" for rule in rules))
         self._has_rules = bool(rules)
 
-    def pieces(self, text: str) -> Iterator[str]:
+    def pieces(self, text: str, is_part: bool = False) -> Iterator[str]:
         """Yield pieces whose tokens, one after another, are those of the text.
+
+        Args:
+            is_part: it is a part of a text that may be cut in other places, and is refused only
+                where that one is.
 
         Raises:
             UncutText: a piece would be too long.
         """
         start = 0
+        longest = self._longest + self._usual if is_part else self._longest
         while len(text) - start > self._usual:
-            match = self._next_place(text, start + self._usual)
+            match = self._next_place(text, start + self._usual, start + longest)
             if match is None:
                 break
             yield text[start : match.start()]
             start = match.end()
-        if len(text) - start > self._longest:
+        if len(text) - start > longest:
             raise UncutText(
                 f"it has {len(text)} characters, of which this tokenizer takes {self._longest} at "
                 "most; shorten it"
             )
         yield text[start:]
 
-    def _next_place(self, text: str, start: int) -> re.Match[str] | None:
+    def _next_place(self, text: str, start: int, end: int) -> re.Match[str] | None:
         if not self._has_rules:
             return None
-        end = min(len(text), start + self._longest - self._usual)
+        end = min(len(text), end)
         match = self._places.search(text, start, end)
         if match is None and end < len(text):
             raise UncutText(

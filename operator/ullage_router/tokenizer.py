@@ -35,6 +35,7 @@ from tokenizers.pre_tokenizers import (
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.affixes import Affixes, affixes_of
 from ullage_common.chat.special_tokens import (
+    ClearMarks,
     GuardedTokenizer,
     Piece,
     SpecialTokenError,
@@ -50,6 +51,8 @@ from ullage_router.text_bounds import TextCutter, TokenBound, UncutText, token_b
 MAX_BYTES = 16 << 20
 MAX_TOKENS = 1 << 30
 """Number of tokens that no text has."""
+EDGE_TOKENS = 8
+"""Tokens of a part of a text that may be fewer beside its neighbours."""
 # Of the digest, the array and their places in the table.
 ENTRY_BYTES = 250
 
@@ -116,20 +119,20 @@ class SegmentEncoder:
         return self._join(parted(text, self._boundaries), self._encode, most)
 
     def count(self, text: str, most: int) -> int:
-        """Return the number of a text's tokens, or one above `most`; no special token is made of
-        the text, and no token id is kept.
+        """Return a lower bound of the tokens that a part of a text has, or a number above `most`:
+        special tokens count as such, and what the part's neighbours may join is left out. No token
+        id is kept.
 
         Raises:
-            SpecialTokenError: it would become a guarded token.
-            UncutText: the text cannot be tokenised in pieces.
+            UncutText: the text cannot be tokenised in pieces, whatever is around the part.
         """
-        tokenise = self._guarded.encode if self._guarded else self._encode
-        number = 0
-        for ids in self._tokenise(text, tokenise):
-            number += len(ids)
-            if number > most:
-                break
-        return number
+        number = -EDGE_TOKENS
+        for piece in parted(text, self._boundaries):
+            for ids in self._tokenise(piece.text, self._encode, is_part=True):
+                number += len(ids)
+                if number > most:
+                    return number
+        return max(0, number)
 
     def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a text whose only guarded tokens are the pieces that are tokens.
@@ -174,9 +177,11 @@ class SegmentEncoder:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= _size(oldest)
 
-    def _tokenise(self, text: str, tokenise: Tokenise) -> Iterator[list[int]]:
+    def _tokenise(
+        self, text: str, tokenise: Tokenise, is_part: bool = False
+    ) -> Iterator[list[int]]:
         """Yield token ids of one piece after another."""
-        return map(tokenise, self._cutter.pieces(text))
+        return map(tokenise, self._cutter.pieces(text, is_part))
 
     def _encode(self, text: str) -> list[int]:
         # Without offsets, which nobody here reads and which take a fifth of the time.
@@ -279,23 +284,50 @@ class Model:
                 cannot be tokenised.
             TooManyTokens: there are more.
         """
+        try:
+            text, marks = self._written(messages, tools, arguments)
+            if marks is None:
+                ids = self.encoder.encode(text + opening, most)
+            else:
+                ids = self.encoder.encode_pieces(marks.pieces(text + opening), most)
+        except (SpecialTokenError, UncutText) as error:
+            raise PromptError(str(error)) from error
+        return _around(Affixes(self.chat_prefix), ids)
+
+    def write(
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """Return the text of a conversation's prompt.
+
+        Raises:
+            PromptError: as `render`.
+        """
+        text, marks = self._written(messages, tools, arguments)
+        return "".join(piece.text for piece in marks.pieces(text)) if marks else text
+
+    def _written(
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> tuple[str, ClearMarks | None]:
+        """Return the text of a conversation's prompt, and the means to remove its marks."""
         if self.template is None:
             raise PromptError("the model has no chat template; use /v1/completions")
         try:
             marked = self.guard.marked(messages, tools, arguments) if self.guard else None
             if marked is None:
-                text = self.template.render(messages, tools=tools, arguments=arguments)
-                ids = self.encoder.encode(text + opening, most)
-            else:
-                text = self.template.render(
-                    marked.turns, tools=marked.tools, arguments=marked.arguments
-                )
-                marks = marked.marks
-                del marked  # each form of a long text is as long
-                ids = self.encoder.encode_pieces(marks.pieces(text + opening), most)
-        except (ChatTemplateError, SpecialTokenError, UncutText) as error:
+                return self.template.render(messages, tools=tools, arguments=arguments), None
+            text = self.template.render(
+                marked.turns, tools=marked.tools, arguments=marked.arguments
+            )
+            # Each form of a long text is as long: the marked turns end here.
+            return text, marked.marks
+        except (ChatTemplateError, SpecialTokenError) as error:
             raise PromptError(str(error)) from error
-        return _around(Affixes(self.chat_prefix), ids)
 
     def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
         """Return the token ids of a raw prompt, in which special tokens count as such: it is all
@@ -333,14 +365,18 @@ class Model:
         return self.bound.fewest(text)
 
     def count_tokens(self, text: str, most: int) -> int:
-        """Return the number of a text's tokens, or one above `most`, in little memory.
+        """Return a lower bound of the tokens of a part of a prompt, or a number above `most`, in
+        little memory.
 
         Raises:
-            PromptError: the text cannot be tokenised.
+            PromptError: no prompt with that part can be tokenised.
         """
+        fewest = self.fewest_tokens(text) - EDGE_TOKENS
+        if fewest > most:
+            return fewest
         try:
             return self.encoder.count(text, most)
-        except (SpecialTokenError, UncutText) as error:
+        except UncutText as error:
             raise PromptError(str(error)) from error
 
     def decode(self, ids: Sequence[int]) -> str:

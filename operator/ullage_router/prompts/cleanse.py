@@ -337,6 +337,20 @@ def cleanse(text: str, rules: CleanseSection) -> str:
     return text if rules.html and looks_like_html(cleansed) else cleansed
 
 
+_HIDDEN_OR_BLANK = re.compile(
+    f"[{_INVISIBLE}{_JOINERS}{_BLANKS}{_BREAKS}]{{2,}}+|[{_INVISIBLE}{_JOINERS}]"
+)
+
+
+def squeezed(text: str) -> str:
+    """Return the text without anything that cleansing blanks and invisible characters may take."""
+    return _HIDDEN_OR_BLANK.sub(_squeeze, text)
+
+
+def _squeeze(match: re.Match[str]) -> str:
+    return " " if not _HIDDEN.fullmatch(match.group()) else ""
+
+
 def _is_json(text: str) -> bool:
     """Whether the whole of it is an object, an array or a string."""
     if text.lstrip()[:1] not in ("{", "[", '"'):

@@ -2,7 +2,7 @@
 
 import functools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,8 @@ from ullage_common.wire.json_size import VALUE_LIMITS, JsonCounter
 from ullage_common.wire.validation import check_prompt_tokens
 from ullage_router.engines.engines import Engines
 from ullage_router.intake import IntakeThread
-from ullage_router.prompts.cleanse import cleanse_turns
+from ullage_router.prompts.cleanse import cleanse_turns, squeezed
+from ullage_router.prompts.outline import are_more, written
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.tool_use import ToolUse, tool_use
@@ -181,10 +182,15 @@ class PromptBuilder:
             # An error that is returned keeps no frames, which hold all forms of the text.
             try:
                 if size > USUAL_CHARACTERS_PER_TOKEN * context:
-                    if model.count_tokens(turns[-1]["content"], context) > context:
-                        return self._too_long("messages", context)
-                    if _are_more(model, turns, most):
+                    stretches = written(model, turns, use, arguments, size)
+                    if are_more(model, (stretch.content for stretch in stretches), most):
                         return self._too_long("messages", most)
+                    # The last turn stays, whatever else is dropped; it is cleansed before.
+                    last = (
+                        part for s in stretches if s.turn == len(turns) - 1 for part in s.parts()
+                    )
+                    if self._keeps_turns and are_more(model, map(squeezed, last), context):
+                        return self._too_long("messages", context)
                 return model.render(turns, use.tools, use.opening, arguments, most)
             except PromptError as error:
                 return invalid("messages", f"messages: {error}")
@@ -208,11 +214,7 @@ class PromptBuilder:
         """Read messages, once their sizes are bounded; return the turns, the use of tools, and the
         number of all their characters."""
         messages = request.messages
-        # The last turn stays whatever else is dropped.
-        self._check_size(model, messages.messages[-1].content, "messages")
         self._check_whole(_num_characters(messages))
-        if messages.ByteSize() > self._max_contexts * self._engines.max_model_len:
-            self._check_fewest(model, messages.messages)
         _check_calls(messages)
         turns = tuple(make_turns(messages.messages))
         use = tool_use(request, model.tool_format)
@@ -267,41 +269,12 @@ class PromptBuilder:
             message = f"prompt has {num_tokens} tokens and the context is {context}; shorten it"
             raise invalid("prompt", message, "CONTEXT_TOO_LONG")
 
-    def _check_size(self, model: Model, text: str, field: str) -> None:
-        """Refuse a text that cannot fit however its tokens fall: tokenising megabytes is slow."""
-        fewest = model.fewest_tokens(text)
-        if fewest > self._engines.max_model_len:
-            raise self._too_long(field, fewest)
-
-    def _check_fewest(self, model: Model, messages: Iterable[inference_pb2.Message]) -> None:
-        """Refuse messages that have too many tokens however these fall, before they are turns."""
-        most = self._max_contexts * self._engines.max_model_len
-        fewest = sum(model.fewest_tokens(_shown(message.content)) for message in messages)
-        if fewest > most:
-            raise self._too_long("messages", most)
-
     def _too_long(self, field: str, fewest: int) -> ServiceError:
         context = self._engines.max_model_len
         message = (
             f"{field} has more than {fewest} tokens and the context is {context} tokens; shorten it"
         )
         return invalid(field, message, "CONTEXT_TOO_LONG")
-
-
-def _shown(content: str) -> str:
-    """Return the part of a message that every template writes: many leave thoughts out."""
-    return content.rpartition("</think>")[2]
-
-
-def _are_more(model: Model, turns: Iterable[Turn], most: int) -> bool:
-    """Return whether turns have more tokens than so many, without rendering them: that takes up to
-    ten times their memory."""
-    left = most
-    for turn in turns:
-        left -= model.count_tokens(_shown(turn["content"]), left)
-        if left < 0:
-            return True
-    return False
 
 
 def _num_characters(messages: inference_pb2.Messages) -> int:

@@ -28,6 +28,7 @@ from jinja2.utils import Namespace
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.client_text import ascii_json, escaped, formatted, interposed, joined
+from ullage_common.chat.template_looks import Looks, looks_of
 from ullage_common.chat.tool_formats import (
     Turn,
     described,
@@ -108,6 +109,9 @@ class ChatTemplate:
         self.variables = names - environment.globals.keys() - self._given.keys() - _OURS
         """Names that the template reads and a client may set."""
 
+        self.looks = self._plain.looks | self._with_tools.looks
+        """How the template looks at texts."""
+
         self.literals = (
             self._plain.literals
             | self._with_tools.literals
@@ -182,6 +186,7 @@ class _Compiled:
     knows_calls: bool
     checks_ids: bool
     """Whether it refuses calls whose ids are longer than nine characters."""
+    looks: Looks
 
     @property
     def knows_tools(self) -> bool:
@@ -205,6 +210,7 @@ def _compiled(environment: jinja2.Environment, source: str) -> _Compiled:
         literals=frozenset(_literals(parsed)),
         knows_calls="tool_calls" in source,
         checks_ids=_CHECKS_IDS.search(source) is not None,
+        looks=looks_of(parsed),
     )
 
 

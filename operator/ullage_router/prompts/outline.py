@@ -1,0 +1,186 @@
+"""Counts the tokens of a conversation that is far too long without rendering it, which takes up to
+ten times its memory.
+
+What a template writes of a conversation is its own affair: it may leave thoughts, old turns or
+texts beside calls out. So it renders an outline first, the conversation with a short stand-in for
+each long stretch of text. A stand-in that it writes whole stands for a stretch that it writes.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ullage_common.chat.special_tokens import finder
+from ullage_common.chat.tool_formats import Turn
+from ullage_router.prompts.tool_use import ToolUse
+from ullage_router.tokenizer import Model, PromptError
+
+LARGEST = 64 << 10
+"""Characters that an outline may always have; beyond, a quarter of the conversation's."""
+EDGE = 16
+"""Characters of a stretch at its beginning and end that stay."""
+SAMPLE = 'Ab "\\<&>\n \u00e9'
+"""Characters that filters for letters, JSON, HTML and blanks change."""
+TEXTS = ("content", "reasoning_content", "thinking")
+"""Fields of a turn that may be long and that no other turn refers to."""
+MOST_FILLING = 4096
+"""Characters that a stand-in may have because the template names such a number."""
+PART = 64 << 10
+"""Characters of a short part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch of a text that the template writes as it is, but for blanks around it."""
+
+    text: str
+    start: int
+    end: int
+    turn: int
+    """Place of its turn in the conversation."""
+    is_json: bool = False
+    """Whether it is written as JSON has it."""
+
+    @property
+    def content(self) -> str:
+        content = self.text[self.start : self.end].strip()
+        return _as_json(content) if self.is_json else content
+
+    def parts(self) -> Iterator[str]:
+        """Yield short parts of it."""
+        content = self.content
+        return (content[i : i + PART] for i in range(0, len(content), PART))
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class _TooLarge(Exception):
+    """An outline is not much shorter than the conversation."""
+
+
+class Outline:
+    """A conversation with stand-ins for its long stretches.
+
+    Args:
+        model: whose template looks for words in texts; they stay.
+        most: characters that it may have.
+    """
+
+    def __init__(self, model: Model, most: int) -> None:
+        assert model.template
+        looks = model.template.looks
+        self._finder = finder(looks.words)
+        self._edge = max(EDGE, *map(len, looks.words), 0)
+        self._filling = f"{SAMPLE}{'y' * looks.size}zP"
+        self._nonce = secrets.token_hex(8)
+        self._left = most
+        self._stretches: list[Stretch] = []
+
+    def turns(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Return the turns with stand-ins.
+
+        Raises:
+            _TooLarge: they are too many, or too long.
+        """
+        return [self._turn(turn, place) for place, turn in enumerate(turns)]
+
+    def written(self, prompt: str) -> Iterator[Stretch]:
+        """Yield the stretches whose stand-ins are in the prompt of the turns, each once."""
+        found = set[int]()
+        for match in re.finditer(f"Pq{self._nonce}n(\\d+)z", prompt):
+            place = int(match[1])
+            is_json = prompt.startswith(_as_json(self._filling), match.end())
+            if place in found or not (is_json or prompt.startswith(self._filling, match.end())):
+                continue
+            found.add(place)
+            yield replace(self._stretches[place], is_json=is_json)
+
+    def _turn(self, turn: Turn, place: int) -> Turn:
+        # Two names may have one text.
+        known = dict[int, str]()
+        outlined = dict(turn)
+        for name in TEXTS:
+            if (text := turn.get(name)) is not None:
+                if id(text) not in known:
+                    known[id(text)] = self._text(text, place)
+                outlined[name] = known[id(text)]
+        if calls := turn.get("tool_calls"):
+            outlined["tool_calls"] = [self._call(call, place) for call in calls]
+        return outlined
+
+    def _call(self, call: Mapping[str, Any], place: int) -> dict[str, Any]:
+        function = call["function"]
+        arguments = self._value(function["arguments"], place)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _value(self, value: Any, place: int) -> Any:
+        if isinstance(value, str):
+            return self._text(value, place)
+        if isinstance(value, list):
+            return [self._value(each, place) for each in value]
+        if isinstance(value, Mapping):
+            self._spend(sum(map(len, value)))
+            return {name: self._value(each, place) for name, each in value.items()}
+        return value
+
+    def _text(self, text: str, place: int) -> str:
+        parts = list[str]()
+        start = 0
+        for match in self._finder.finditer(text) if self._finder else ():
+            parts += (self._stand_in(text, start, match.start(), place), match.group())
+            self._spend(len(match.group()))
+            start = match.end()
+        parts.append(self._stand_in(text, start, len(text), place))
+        return "".join(parts)
+
+    def _stand_in(self, text: str, start: int, end: int, place: int) -> str:
+        probe = f"Pq{self._nonce}n{len(self._stretches)}z{self._filling}"
+        if end - start <= 2 * (len(probe) + 2 * self._edge):
+            self._spend(end - start)
+            return text[start:end]
+        self._spend(len(probe) + 2 * self._edge)
+        self._stretches.append(Stretch(text, start, end, place))
+        return text[start : start + self._edge] + probe + text[end - self._edge : end]
+
+    def _spend(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise _TooLarge
+
+
+def written(
+    model: Model, turns: Sequence[Turn], use: ToolUse, arguments: Mapping[str, Any], size: int
+) -> list[Stretch]:
+    """Return long stretches of a conversation that the template surely writes; it may write others.
+
+    Args:
+        size: characters of the conversation.
+    """
+    looks = model.template.looks if model.template else None
+    if looks is None or not looks.is_known or looks.size > MOST_FILLING:
+        return []
+    outline = Outline(model, max(LARGEST, size // 4))
+    try:
+        text = model.write(outline.turns(turns), use.tools, arguments)
+    except (_TooLarge, PromptError):  # the conversation itself is refused in the same words
+        return []
+    return list(outline.written(text))
+
+
+def are_more(model: Model, texts: Iterable[str], most: int) -> bool:
+    """Return whether texts surely have more tokens than so many.
+
+    Raises:
+        PromptError: one of them cannot be tokenised, wherever it stands.
+    """
+    left = most
+    for text in texts:
+        left -= model.count_tokens(text, left)
+        if left < 0:
+            return True
+    return False

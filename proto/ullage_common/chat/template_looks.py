@@ -1,0 +1,113 @@
+"""Facts of a chat template's source: the words that it looks for in texts.
+
+A text that keeps these words, and is as long as the template can tell, takes the same way through
+the template as a longer one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jinja2 import nodes
+
+_SEEKING = frozenset(
+    {"split", "rsplit", "partition", "rpartition", "find", "rfind", "index", "rindex", "replace"}
+    | {"count", "splitlines"}
+)
+"""Methods and filters that look within a text."""
+_WRITING = frozenset({"d", "default", "format", "indent", "join", "tojson"})
+"""Methods and filters that write their arguments, or write with them."""
+_COUNTING = frozenset({"truncate", "wordcount", "wordwrap", "random"})
+"""Filters whose result depends on a whole text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """How a template looks at texts."""
+
+    words: frozenset[str] = frozenset()
+    """Words that it may look for within a text."""
+    size: int = 0
+    """The largest number that it names, at which it may cut a text."""
+    is_known: bool = True
+    """False where it looks at every character, so that no shorter text stands for a long one."""
+
+    def __or__(self, other: "Looks") -> "Looks":
+        return Looks(
+            self.words | other.words,
+            max(self.size, other.size),
+            self.is_known and other.is_known,
+        )
+
+
+def looks_of(parsed: nodes.Template) -> Looks:
+    """Return how a template looks at texts."""
+    words = frozenset(word for word in _words(parsed, False) if len(word) > 1 and word.strip())
+    numbers = (
+        abs(constant.value)
+        for constant in parsed.find_all(nodes.Const)
+        if isinstance(constant.value, int)
+    )
+    return Looks(words, max(numbers, default=0), not _looks_closely(parsed))
+
+
+def _words(node: nodes.Node, is_written: bool) -> Iterator[str]:
+    """Yield constants other than those that are only written, compared as wholes, or are names."""
+    if isinstance(node, nodes.Const):
+        if isinstance(node.value, str) and not is_written:
+            yield node.value
+        return
+    if isinstance(node, nodes.Call) and getattr(node.node, "name", "") == "raise_exception":
+        return
+    if isinstance(node, nodes.Filter) and node.name in _WRITING:
+        if node.node:
+            yield from _words(node.node, is_written)
+        return
+    if isinstance(node, nodes.Getattr) and node.attr in _WRITING:
+        yield from _words(node.node, True)
+        return
+
+    if isinstance(node, nodes.Compare | nodes.Getitem):
+        yield from _compared(node)
+        return
+    # Jinja has joined constants with one another already.
+    joins = isinstance(node, nodes.Add | nodes.Concat | nodes.Output)
+    joins = joins or (isinstance(node, nodes.CondExpr) and is_written)
+    for child in node.iter_child_nodes():
+        yield from _words(child, joins)
+
+
+def _compared(node: nodes.Compare | nodes.Getitem) -> Iterator[str]:
+    """Yield constants without those that are compared with wholes, or are names of members."""
+    if isinstance(node, nodes.Getitem):
+        parts = [node.node] if isinstance(node.arg, nodes.Const) else [node.node, node.arg]
+    else:
+        is_whole = isinstance(node.expr, nodes.Const) and not _is_in(node)
+        parts = [] if is_whole else [node.expr]
+        wholes = (nodes.Const, nodes.List, nodes.Tuple)
+        parts += [operand.expr for operand in node.ops if not isinstance(operand.expr, wholes)]
+    for part in parts:
+        yield from _words(part, False)
+
+
+def _is_in(node: nodes.Compare) -> bool:
+    return any(operand.op in ("in", "notin") for operand in node.ops)
+
+
+def _looks_closely(parsed: nodes.Template) -> bool:
+    for filtered in parsed.find_all(nodes.Filter):
+        if filtered.name in _COUNTING:
+            return True
+        if filtered.name in _SEEKING and any(map(_is_short, filtered.args)):
+            return True
+    for call in parsed.find_all(nodes.Call):
+        is_seeking = isinstance(call.node, nodes.Getattr) and call.node.attr in _SEEKING
+        if is_seeking and (not call.args or any(map(_is_short, call.args))):
+            return True
+    return any(_is_in(node) and _is_short(node.expr) for node in parsed.find_all(nodes.Compare))
+
+
+def _is_short(node: nodes.Node) -> bool:
+    """Return whether it is a text that any text may have many of."""
+    if not isinstance(node, nodes.Const) or not isinstance(node.value, str):
+        return False
+    return len(node.value) == 1 or node.value.isspace()
