@@ -261,9 +261,50 @@ def test_an_answer_is_no_absence_of_the_store(
     assert "no *.safetensors is there" in refused()
 
 
-def refusal_of(status: int, code: str, *headers: tuple[str, str], inner: str = "") -> Answer:
+@needs_moto
+@pytest.mark.parametrize("refused_method", ["HEAD", "GET"])
+def test_files_of_an_earlier_start_are_served_while_the_store_is_busy(
+    peer: S3Peer, monkeypatch: pytest.MonkeyPatch, refused_method: str
+) -> None:
+    """Of a listing that was still answered."""
+    files = resolve_source(SOURCE)
+    peer.put("/models/teams/llama/config.json", b'{"later": 1}')
+    new_pod(monkeypatch)
+
+    def busy(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        is_asked = method == refused_method and path.endswith("config.json")
+        return refusal_of(503, "SlowDown", is_head=method == "HEAD") if is_asked else answer
+
+    peer.breaks = busy
+    assert resolve_source(SOURCE) == files
+
+    new_pod(monkeypatch)
+    peer.breaks = None
+    assert json.loads((resolve_source(SOURCE).path / "config.json").read_text()) == {"later": 1}
+
+
+@needs_moto
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (503, "SlowDown", "SlowDown: the store takes fewer requests than come"),
+        (429, "TooManyRequests", "429 TooManyRequests no: the store takes fewer requests"),
+        (500, "InternalError", "InternalError: the store has failed"),
+    ],
+)
+def test_a_busy_store_is_no_wrong_address(peer: S3Peer, status: int, code: str, words: str) -> None:
+    peer.breaks = lambda *_: refusal_of(status, code)
+    message = refused()
+    assert words in message
+    assert "s3.endpoint" not in message
+
+
+def refusal_of(
+    status: int, code: str, *headers: tuple[str, str], inner: str = "", is_head: bool = False
+) -> Answer:
     body = f"<Error><Code>{code}</Code><Message>no</Message>{inner}</Error>".encode()
-    return status, [("Content-Length", str(len(body))), *headers], body
+    sent = b"" if is_head else body
+    return status, [("Content-Length", str(len(body))), *headers], sent
 
 
 @needs_moto
@@ -271,6 +312,8 @@ def refusal_of(status: int, code: str, *headers: tuple[str, str], inner: str = "
     "answer",
     [
         refusal_of(301, "PermanentRedirect", ("x-amz-bucket-region", "eu-west-1")),
+        refusal_of(307, "TemporaryRedirect", ("x-amz-bucket-region", "eu-west-1")),
+        refusal_of(400, "AuthorizationHeaderMalformed", ("x-amz-bucket-region", "eu-west-1")),
         refusal_of(400, "AuthorizationHeaderMalformed", inner="<Region>eu-west-1</Region>"),
     ],
 )
@@ -283,6 +326,8 @@ def test_the_region_of_the_bucket_is_named(peer: S3Peer, answer: Answer) -> None
 def test_stores_that_name_their_region_anyway_are_believed(peer: S3Peer) -> None:
     peer.breaks = lambda *_: refusal_of(404, "NoSuchBucket", inner="<Region>eu-west-1</Region>")
     assert "there is no such bucket; check the name" in refused()
+    peer.breaks = lambda *_: refusal_of(403, "AccessDenied", ("x-amz-bucket-region", "garage"))
+    assert "access is denied" in refused()
 
 
 @needs_moto
