@@ -16,14 +16,13 @@ from urllib.parse import quote
 import pytest
 from ullage_testing.certificates import Authority
 from ullage_testing.ports import free_port
-from ullage_testing.s3_peer import MOTO, Answer, S3Peer, s3_peer, s3_store
+from ullage_testing.s3_peer import Answer, S3Peer, needs_moto, s3_peer, s3_store
 
 from ullage_engine.model_loader.room import Room
 from ullage_engine.model_loader.s3_client import endpoint_of
 from ullage_engine.model_loader.source import resolve_adapter, resolve_source
 from ullage_engine.protocol.errors import WeightsError
 
-needs_moto = pytest.mark.skipif(not MOTO.exists(), reason="make install-dev makes .venv-moto")
 WEIGHTS = random.Random(3).randbytes(20 << 20)
 PART = 8 << 20
 SOURCE = "s3://models/teams/llama"
@@ -631,3 +630,22 @@ def test_buckets_are_where_the_environment_says(
 ) -> None:
     found = endpoint_of(bucket, environ)
     assert (found.address, found.path) == (address, path)
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", "1 skipped"), ("true", "1 failed")])
+def test_a_gate_without_moto_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ci: str, outcome: str
+) -> None:
+    """Nobody reads there which tests were skipped."""
+    test = (
+        "from ullage_testing.s3_peer import needs_moto, s3_store\n"
+        "@needs_moto\n"
+        "def test_it(tmp_path):\n"
+        "    with s3_store(tmp_path / 'log'): pass\n"
+    )
+    (tmp_path / "test_it.py").write_text(test)
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("ULLAGE_MOTO", str(tmp_path / "absent"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
+    done = subprocess.run([*command, "."], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert outcome in done.stdout, done.stdout + done.stderr
