@@ -122,18 +122,35 @@ def endpoint_of(bucket: str, environ: Mapping[str, str]) -> Endpoint:
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     given = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if given:
-        parts = urllib.parse.urlsplit(given)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+        # The value may be a password, and errors are logged.
+        if "@" in given:
             raise S3Error(
-                f"s3.endpoint {given!r} is no address; write https://host or http://host",
+                "s3.endpoint has a user or a password before @, which requests would not use; "
+                "write https://host or http://host, and put keys into the Secret of s3.secretName",
                 is_final=True,
             )
+        parts = _split(given)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+            raise _no_address(given)
         return Endpoint(parts.scheme == "https", parts.netloc, f"/{bucket}/", region)
     suffix = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
     host = f"s3.{region}.{suffix}"
     if "." in bucket:  # which no certificate of *.s3 is for
         return Endpoint(True, host, f"/{bucket}/", region)
     return Endpoint(True, f"{bucket}.{host}", "/", region)
+
+
+def _split(endpoint: str) -> urllib.parse.SplitResult:
+    try:
+        return urllib.parse.urlsplit(endpoint)
+    except ValueError as error:
+        raise _no_address(endpoint) from error
+
+
+def _no_address(endpoint: str) -> S3Error:
+    return S3Error(
+        f"s3.endpoint {endpoint!r} is no address; write https://host or http://host", is_final=True
+    )
 
 
 class Bucket:

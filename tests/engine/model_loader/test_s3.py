@@ -632,6 +632,30 @@ def test_buckets_are_where_the_environment_says(
     assert (found.address, found.path) == (address, path)
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["http://user:hunter2@minio:9000", "user:hunter2@minio", "ftp://hunter2@minio", "//hunter2@["],
+)
+def test_a_password_in_the_address_is_refused_and_not_logged(
+    bucket_env: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: str,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", given)
+    with caplog.at_level(logging.DEBUG):
+        message = refused()
+    assert "s3.endpoint has a user or a password before @" in message
+    assert "hunter2" not in message + caplog.text
+
+
+def test_an_address_that_cannot_be_read_is_named(
+    bucket_env: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://[::1")
+    assert "s3.endpoint 'http://[::1' is no address; write https://host" in refused()
+
+
 @pytest.mark.parametrize(("ci", "outcome"), [("", "1 skipped"), ("true", "1 failed")])
 def test_a_gate_without_moto_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ci: str, outcome: str
