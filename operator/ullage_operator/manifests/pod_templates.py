@@ -5,6 +5,7 @@ Both run as an ordinary user without privileges on a read-only root file system,
 emptyDir volumes.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -473,13 +474,17 @@ def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
 
 def given_env(pool: PoolSpec) -> set[str]:
     """Return the names of environment variables that a pod template gives to engines."""
+    return {variable["name"] for variable in _given_variables(pool)}
+
+
+def _given_variables(pool: PoolSpec) -> list[Manifest]:
     containers = pool.pod_template.get("spec", {}).get("containers", ())
-    return {
-        variable["name"]
+    return [
+        variable
         for container in containers
         if container["name"] == naming.ENGINE
         for variable in container.get("env", ())
-    }
+    ]
 
 
 def group_env(pool: PoolSpec) -> list[Manifest]:
@@ -523,6 +528,24 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
     if s3.secret_name and not has_keys:
         env += _keys_of(s3.secret_name)
     return [variable for variable in env if variable["name"] not in given]
+
+
+def s3_store(service: Service, pool: PoolSpec) -> str:
+    """Return a digest of where engines find the bucket of their model.
+
+    It is empty for AWS where no region is set, and for models that are in no bucket. The address
+    itself may be of a Secret.
+    """
+    if not service.spec.model.source.startswith("s3://"):
+        return ""
+    env = {each["name"]: each for each in (*s3_env(service, pool), *_given_variables(pool))}
+    # Engines find it by the first of these that is not empty.
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        variable = env.get(name, {})
+        address = variable.get("value") or json.dumps(variable.get("valueFrom"), sort_keys=True)
+        if address != "null":
+            return digest(address.rstrip("/"))
+    return ""
 
 
 def _keys_of(secret: str) -> Iterator[Manifest]:
