@@ -84,6 +84,15 @@ def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) 
     return found
 
 
+def pinned(source: str) -> str:
+    """Return the name of the files that a source is in this process; empty before they are there.
+
+    It is the same on all machines.
+    """
+    path = json.loads(os.environ.get(PINS, "{}")).get(source, "")
+    return "/".join(Path(path).parts[-2:])
+
+
 def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
     """Return a folder with the wanted files of a prefix, or a GGUF file beside its parts.
 

@@ -18,10 +18,14 @@ from ullage_testing.certificates import Authority
 from ullage_testing.ports import free_port
 from ullage_testing.s3_peer import Answer, S3Peer, needs_moto, s3_peer, s3_store
 
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process.addresses import listen
+from ullage_common.process.config_file import read_file
 from ullage_engine.model_loader.room import Room
 from ullage_engine.model_loader.s3_client import endpoint_of
-from ullage_engine.model_loader.source import resolve_adapter, resolve_source
+from ullage_engine.model_loader.source import model_version, resolve_adapter, resolve_source
 from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.vllm_worker.group import Leader, Start
 
 WEIGHTS = random.Random(3).randbytes(20 << 20)
 PART = 8 << 20
@@ -654,6 +658,105 @@ def test_an_address_that_cannot_be_read_is_named(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://[::1")
     assert "s3.endpoint 'http://[::1' is no address; write https://host" in refused()
+
+
+FOLLOWER = """
+import sys
+from ullage_engine.vllm_worker import group
+sys.executable = sys.argv[1]  # in place of vLLM
+sys.exit(group.follow(sys.argv[2:]))
+"""
+COMPUTE = f"""#!{sys.executable}
+import pathlib, time
+from ullage_engine.model_loader.source import resolve_source
+print(resolve_source({SOURCE!r}).path, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def follower(peer: S3Peer, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A follower of a leader at `join_port`, with a program in place of vLLM that says what it
+    loads."""
+    config = tmp_path / "engine.yaml"
+    group = f"{{nodes: 2, join_port: {free_port()}}}"
+    config.write_text(
+        f"{{engine: vllm, gpus: 2, group: {group}, model: {{source: '{SOURCE}', name: m}}}}"
+    )
+    compute = tmp_path / "compute"
+    compute.write_text(COMPUTE)
+    compute.chmod(0o755)
+    given = ["--config", str(config), "--index", "0", "--leader", "127.0.0.1"]
+    command = [sys.executable, "-c", FOLLOWER, str(compute), *given]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.terminate()
+    process.communicate()
+
+
+def lead_once(tmp_path: Path, version: str) -> Leader:
+    """Return a leader whose follower has joined and got Start."""
+    config = read_file(tmp_path / "engine.yaml", EngineConfig)
+    leader = Leader(listen(None, config.group.join_port), "", 2, Start(7, version))
+    leader.gather(lambda _: None)
+    return leader
+
+
+@needs_moto
+def test_a_follower_keeps_its_version_while_its_leader_does(
+    peer: S3Peer, follower: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    files = resolve_source(SOURCE)
+    assert follower.stdout is not None
+    for _ in range(2):
+        leader = lead_once(tmp_path, model_version(SOURCE))
+        assert follower.stdout.readline().strip() == str(files.path)
+        peer.put("/models/teams/llama/config.json", b'{"later": 1}')
+        leader.close()
+
+
+@needs_moto
+def test_a_follower_refuses_the_leader_of_another_version(
+    peer: S3Peer,
+    follower: subprocess.Popen[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = resolve_source(SOURCE).path.name
+    own = model_version(SOURCE)
+    lead_once(tmp_path, own).close()
+    peer.put("/models/teams/llama/config.json", b'{"later": 1}')
+    new_pod(monkeypatch)
+    after = resolve_source(SOURCE).path.name
+    leader = lead_once(tmp_path, model_version(SOURCE))
+    _, said = follower.communicate(timeout=60)
+    leader.close()
+    assert follower.returncode == 1
+    assert f"the leader has the files 'models/{after}', and this node 'models/{before}'" in said
+
+
+@pytest.fixture
+def is_asked(peer: S3Peer) -> Iterator[threading.Event]:
+    """Holds all answers back; set once there is a request."""
+    is_asked, may_send = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        is_asked.set()
+        may_send.wait()
+        return answer
+
+    peer.breaks = hold
+    yield is_asked
+    may_send.set()
+
+
+@needs_moto
+def test_a_follower_ends_while_it_fetches(
+    is_asked: threading.Event, follower: subprocess.Popen[str]
+) -> None:
+    assert is_asked.wait(60)
+    follower.terminate()
+    assert follower.wait(60) == 0
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", "1 skipped"), ("true", "1 failed")])
