@@ -84,25 +84,33 @@ def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) 
     return found
 
 
+def pinned(source: str) -> str:
+    """Return the name of the files that a source is in this process; empty before they are there.
+
+    It is the same on all machines.
+    """
+    path = json.loads(os.environ.get(PINS, "{}")).get(source, "")
+    return "/".join(Path(path).parts[-2:])
+
+
 def fetch(what: str, bucket: str, path: str, wanted: Wanted) -> Path:
     """Return a folder with the wanted files of a prefix, or a GGUF file beside its parts.
 
-    They are those that the bucket has now. Where the store cannot be reached, they are those that
-    were fetched last.
+    They are those that the bucket has now. Where the store does not answer, or not until all are
+    there, they are those that were fetched last.
 
     Raises:
         WeightsError: they cannot be fetched whole.
     """
     key = path.strip("/")
     try:
-        store, items = _listing(what, bucket, key, wanted)
+        return fetch_now(what, bucket, key, wanted, Download())
     except BucketError as error:
         kept = _kept(bucket, key) if error.is_outage else None
         if kept is None:
             raise
         log.warning("%s: using the files of an earlier start in %s: %s", what, kept, error)
         return kept
-    return _fetch(what, store, key, items, Download())
 
 
 def fetch_now(what: str, bucket: str, path: str, wanted: Wanted, download: Download) -> Path:

@@ -29,9 +29,13 @@ _MOST_PAGES = 100
 """Pages of a listing; a page may name folders alone."""
 _TRY_LATER = (408, 412, 429)
 """Answers below 500 that may differ the next time: a timeout, a changed object, too many calls."""
+_REDIRECTS = (301, 307)
+_WRONG_REGION = "AuthorizationHeaderMalformed"
+"""Code of a refusal whose request was signed for another region than the bucket's."""
 _BUCKET = re.compile(r"[a-z0-9][-a-z0-9.]{1,61}[a-z0-9]")
 _TRUE = ("1", "true", "yes")
 
+_BUSY = "the store takes fewer requests than come; start again later, or raise its limits"
 _REMEDIES = {
     "NoSuchBucket": "there is no such bucket; check the name, s3.endpoint and s3.region",
     "NoSuchKey": "the object is gone; name one that is there",
@@ -39,8 +43,20 @@ _REMEDIES = {
     "InvalidAccessKeyId": "the access key is not known; check the Secret of s3.secretName",
     "SignatureDoesNotMatch": "the secret key is wrong; check the Secret of s3.secretName",
     "ExpiredToken": "the credentials have expired; renew those of s3.secretName",
+    "SlowDown": _BUSY,
+    "TooManyRequests": _BUSY,
+    "InternalError": "the store has failed; look into its log, and start again",
     "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
 }
+
+
+_CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "SlowDown", 503: "SlowDown"}
+"""Codes of refusals that have none."""
+_GAVE_UP = {
+    "AWS_ERROR_S3_SLOW_DOWN": f"SlowDown: {_BUSY}",
+    "AWS_ERROR_S3_INTERNAL_ERROR": f"InternalError: {_REMEDIES['InternalError']}",
+}
+"""What a store answered to all tries of the runtime, whose error does not have the answer."""
 
 
 class S3Error(Exception):
@@ -106,18 +122,35 @@ def endpoint_of(bucket: str, environ: Mapping[str, str]) -> Endpoint:
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     given = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if given:
-        parts = urllib.parse.urlsplit(given)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+        # The value may be a password, and errors are logged.
+        if "@" in given:
             raise S3Error(
-                f"s3.endpoint {given!r} is no address; write https://host or http://host",
+                "s3.endpoint has a user or a password before @, which requests would not use; "
+                "write https://host or http://host, and put keys into the Secret of s3.secretName",
                 is_final=True,
             )
+        parts = _split(given)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/"):
+            raise _no_address(given)
         return Endpoint(parts.scheme == "https", parts.netloc, f"/{bucket}/", region)
     suffix = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
     host = f"s3.{region}.{suffix}"
     if "." in bucket:  # which no certificate of *.s3 is for
         return Endpoint(True, host, f"/{bucket}/", region)
     return Endpoint(True, f"{bucket}.{host}", "/", region)
+
+
+def _split(endpoint: str) -> urllib.parse.SplitResult:
+    try:
+        return urllib.parse.urlsplit(endpoint)
+    except ValueError as error:
+        raise _no_address(endpoint) from error
+
+
+def _no_address(endpoint: str) -> S3Error:
+    return S3Error(
+        f"s3.endpoint {endpoint!r} is no address; write https://host or http://host", is_final=True
+    )
 
 
 class Bucket:
@@ -359,15 +392,18 @@ def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint)
     # An answer that began well and broke is no refusal.
     if status is None or 200 <= status < 300:
         return _outage(name, getattr(error, "message", str(error)), endpoint)
-    headers = {key.lower(): value for key, value in done.get("error_headers") or ()}
     fault = _Fault.of(done.get("error_body") or b"")
-    region = headers.get("x-amz-bucket-region") or fault.region or endpoint.region
+    region = fault.region or endpoint.region
+    # Some stores name their region in every answer, so elsewhere it is not the cause.
+    if status in _REDIRECTS or fault.code == _WRONG_REGION:
+        headers = {key.lower(): value for key, value in done.get("error_headers") or ()}
+        region = headers.get("x-amz-bucket-region") or region
     if region != endpoint.region:
         return S3Error(f"the bucket is in {region}; set s3.region to it", is_final=True)
     if status == 412:
         return S3Error("it has changed since it was listed; start again")
     # An answer to HEAD says no more than its status.
-    code = fault.code or {403: "AccessDenied", 404: "NoSuchKey"}.get(status, "")
+    code = fault.code or _CODES.get(status, "")
     remedy = _REMEDIES.get(code, "check s3.endpoint, s3.region and the credentials")
     said = " ".join(f"{status} {code} {fault.message}".split())
     return S3Error(
@@ -378,7 +414,9 @@ def _error_of(error: BaseException, done: Mapping[str, Any], endpoint: Endpoint)
 
 
 def _outage(name: str, reason: str, endpoint: Endpoint) -> S3Error:
-    """Return the error of a request that nobody answered."""
+    """Return the error of a request that nobody answered, or nobody could."""
+    if name in _GAVE_UP:
+        return S3Error(_GAVE_UP[name], is_outage=True)
     # The service that gives credentials may be away, as the store may be.
     if "CREDENTIALS" in name:
         return S3Error(
@@ -417,6 +455,6 @@ class _Fault:
             return cls()
         code = root.findtext("Code", "")[:100]
         # Some stores write their region into every refusal.
-        is_of_region = code == "AuthorizationHeaderMalformed"
+        is_of_region = code == _WRONG_REGION
         region = root.findtext("Region", "")[:100] if is_of_region else ""
         return cls(code, root.findtext("Message", "")[:300], region)

@@ -86,6 +86,16 @@ def resolve_source(source: str) -> ModelFiles:
     return _check(what, fetch_model(what, source, *bucket_and_key(what, source), wanted))
 
 
+def model_version(source: str) -> str:
+    """Return which files of a bucket this process uses since it resolved a source; empty for others
+    and before."""
+    if not is_of_bucket(source):
+        return ""
+    from ullage_engine.model_loader.s3 import pinned
+
+    return pinned(source)
+
+
 def resolve_adapter(source: str) -> Path:
     """Find the folder of a LoRA adapter in PEFT's format.
 

@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -28,7 +30,8 @@ from ullage_common.config.engine import EngineConfig, GroupSection, follower_pla
 from ullage_common.process import logs
 from ullage_common.process.addresses import listen
 from ullage_common.process.config_file import ConfigError, read_file
-from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
+from ullage_engine.model_loader.source import is_of_bucket, model_version, resolve_source
+from ullage_engine.protocol.errors import GROUP_LOST, WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading
 from ullage_engine.server.worker_process import launch_env, vllm_env
 from ullage_engine.vllm_worker.arguments import Node
@@ -67,11 +70,13 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """Its number among the nodes, from 1; the leader is 0."""
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class Start(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """All have joined: compute."""
 
     rank_bytes: int
     """Memory of a rank's device on the leader, by which every node plans its slots of adapters."""
+    model_version: str = ""
+    """The leader's files of a model in a bucket; empty for other sources."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -266,10 +271,10 @@ def end_worker(rank: int) -> NoReturn:
     os._exit(GROUP_LOST)
 
 
-def lead(group: GroupSection, report: Report, rank_bytes: int) -> Node:
+def lead(group: GroupSection, report: Report, rank_bytes: int, model_version: str = "") -> Node:
     """Wait for this worker's followers; after that this process ends with the first of them.
 
-    `rank_bytes`: memory of a rank's device here.
+    `rank_bytes`: memory of a rank's device here. `model_version`: which files of a bucket are used.
 
     Raises:
         WorkerStartError: the port is taken.
@@ -280,7 +285,7 @@ def lead(group: GroupSection, report: Report, rank_bytes: int) -> Node:
         raise WorkerStartError(
             f"group.join_port: cannot listen at {group.join_port} ({error.strerror}); set another"
         ) from error
-    start = Start(rank_bytes=rank_bytes)
+    start = Start(rank_bytes=rank_bytes, model_version=model_version)
     leader = Leader(listener, os.environ.get(REVISION, ""), group.nodes, start)
     former: list[int] = []
 
@@ -313,29 +318,54 @@ class Follower:
         command: Callable[[str, Start], Sequence[str]],
         environment: Mapping[str, str],
         health: FollowerHealth,
+        fetch: Callable[[], str] | None = None,
     ) -> None:
         """`leader`: name and join port. `command`: returns the worker's command for the leader's
-        address and its message. `health`: answers the kubelet."""
+        address and its message. `health`: answers the kubelet. `fetch`: fetches a model that is in
+        a bucket, for all workers of this process, and returns its version."""
         self._leader = leader
         self._message = join
         self._command = command
         self._environment = environment
         self._health = health
+        self._fetch = fetch
         self._is_computing = False
         self._is_ending = False
         self._refusal = ""
 
     def run(self) -> None:
+        """Compute until a signal ends it.
+
+        Raises:
+            WeightsError: the model cannot be fetched, or the leader has another version of it.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        version = self._fetched(self._fetch) if self._fetch else ""
         while not self._is_ending:
             connection, start = self._join()
             try:
+                _check_version(version, start.model_version)
                 self._compute(connection, start)
             finally:
                 connection.close()
             if not self._is_ending:
                 time.sleep(_RETRY_S)
+
+    def _fetched(self, fetch: Callable[[], str]) -> str:
+        """Fetch in a thread, for a download takes minutes and the kubelet wants to hear of it."""
+        version: Future[str] = Future()
+
+        def run() -> None:
+            try:
+                version.set_result(fetch())
+            except BaseException as error:
+                version.set_exception(error)
+
+        threading.Thread(target=run, name="fetch", daemon=True).start()
+        while not wait([version], _NEWS_S).done:
+            self._health.on_look()
+        return version.result()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._is_computing:
@@ -411,6 +441,16 @@ class Follower:
                 self._health.is_computing = bool(os.read(loaded, 1))
 
 
+def _check_version(own: str, leaders: str) -> None:
+    """Raise WeightsError where this node and its leader would load different files."""
+    if own != leaders:
+        raise WeightsError(
+            f"model.source: the leader has the files {leaders!r}, and this node {own!r}: the "
+            "bucket has changed between their starts; this node ends, to look for newer files at its "
+            "next start; if that stays, delete the leader's pod"
+        )
+
+
 def announce_loaded() -> None:
     """Tell the follower that started this process that the model is loaded here."""
     if LOADED_FD in os.environ:
@@ -433,7 +473,8 @@ def _wait_for_answer(connection: Connection, health: FollowerHealth) -> Start | 
 
 
 def follow(arguments: Sequence[str]) -> int:
-    """Run a follower; return the exit status: 0 it was asked to end, 2 wrong configuration."""
+    """Run a follower; return the exit status: 0 it was asked to end, 1 its model is not there or
+    not the leader's, 2 wrong configuration."""
     parser = argparse.ArgumentParser(
         prog="python -m ullage_engine.vllm_worker --follow",
         description="Compute with vLLM as a further node of an ullage-engine on another one.",
@@ -457,7 +498,7 @@ def follow(arguments: Sequence[str]) -> int:
     host = options.leader.replace("{group}", str(leader))
     command = [sys.executable, "-m", "ullage_engine.vllm_worker", "--node", str(rank)]
     command += ["--config", str(options.config)]
-    Follower(
+    follower = Follower(
         (host, config.group.join_port),
         Join(os.environ.get(REVISION, ""), rank),
         lambda address, start: [
@@ -466,5 +507,16 @@ def follow(arguments: Sequence[str]) -> int:
         ],
         launch_env(config, vllm_env),
         health,
-    ).run()
+        partial(_fetch_model, config.model.source) if is_of_bucket(config.model.source) else None,
+    )
+    try:
+        follower.run()
+    except WeightsError as error:
+        log.error("%s", error)
+        return 1
     return 0
+
+
+def _fetch_model(source: str) -> str:
+    resolve_source(source)
+    return model_version(source)

@@ -24,7 +24,7 @@ from ullage_engine.model_loader import digest
 from ullage_engine.model_loader.files import check_for_vllm
 from ullage_engine.model_loader.loader import check_unchanged, source_key
 from ullage_engine.model_loader.proof import ProofFile, confirm, tolerance
-from ullage_engine.model_loader.source import resolve_source
+from ullage_engine.model_loader.source import model_version, resolve_source
 from ullage_engine.protocol.errors import (
     MemoryShortError,
     ProofError,
@@ -185,7 +185,8 @@ def _start(
 ) -> Started:
     memory = StartMemory(config, host_tier, backoff.limits)
     nodes = config.group.nodes
-    node = lead(config.group, report, memory.rank_bytes) if nodes > 1 else None
+    version = model_version(config.model.source)
+    node = lead(config.group, report, memory.rank_bytes, version) if nodes > 1 else None
     weights_dir = Path(config.server.weights_dir)
     progress = _Progress(report, lambda: memory.used_bytes() + written_bytes(weights_dir))
     with progress.watch():

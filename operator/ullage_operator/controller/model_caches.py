@@ -143,6 +143,7 @@ def cache_status(pool: str, states: Iterable[CacheState]) -> dict[str, Any]:
                     "phase": state.phase,
                     "claimName": state.cache.claim,
                     "source": state.cache.source,
+                    **({"store": state.cache.store} if state.cache.store else {}),
                     "bytes": state.bytes,
                     "totalBytes": state.total_bytes,
                     **({"message": state.message} if state.message else {}),
@@ -205,26 +206,32 @@ def _state_of_job(
 
 
 def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recorded status of a claim; empty if it is about another claim or model."""
+    """Return the recorded status of a claim; empty if it is about another claim, model or
+    store."""
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
-        if (said.get("claimName"), said.get("source")) == (cache.claim, cache.source):
+        known = (said.get("claimName"), said.get("source"), said.get("store", ""))
+        if known == (cache.claim, cache.source, cache.store):
             return said
     return {}
 
 
 def _job_of(cache: SharedCache, objects: Iterable[LiveObject]) -> LiveObject | None:
     """Return the newest Job for a claim and its model."""
-    wanted = {naming.FETCH_CLAIM: cache.claim, naming.FETCH_SOURCE: cache.source}
-    jobs = [
-        item
-        for item in objects
-        if item["kind"] == "Job"
-        and wanted.items() <= (item["metadata"].get("annotations") or {}).items()
-    ]
+    jobs = [item for item in objects if item["kind"] == "Job" and _is_for(item, cache)]
     jobs.sort(key=lambda item: str(item["metadata"].get("creationTimestamp", "")))
     return jobs[-1] if jobs else None
+
+
+def _is_for(job: LiveObject, cache: SharedCache) -> bool:
+    said = job["metadata"].get("annotations") or {}
+    wanted = {
+        naming.FETCH_CLAIM: cache.claim,
+        naming.FETCH_SOURCE: cache.source,
+        naming.FETCH_STORE: cache.store,
+    }
+    return all(said.get(name, "") == value for name, value in wanted.items())
 
 
 def _is_of(pod: LiveObject, job: LiveObject) -> bool:

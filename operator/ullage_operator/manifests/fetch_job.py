@@ -22,6 +22,7 @@ from ullage_operator.manifests.pod_templates import (
     pod_defaults,
     port,
     s3_env,
+    s3_store,
     scratch_volume,
 )
 
@@ -55,6 +56,8 @@ class SharedCache(NamedTuple):
     source: str
     pools: tuple[str, ...]
     """Pools whose engines read their model from the claim."""
+    store: str = ""
+    """Digest of the address of the bucket's store; empty where the source says enough."""
 
 
 def shared_caches(service: Service) -> list[SharedCache]:
@@ -65,7 +68,10 @@ def shared_caches(service: Service) -> list[SharedCache]:
         if cache.warm and cache.claim_name:
             pools.setdefault(cache.claim_name, []).append(name)
     source = service.spec.model.source
-    return [SharedCache(claim, source, tuple(names)) for claim, names in pools.items()]
+    return [
+        SharedCache(claim, source, tuple(names), s3_store(service, service.spec.pools[names[0]]))
+        for claim, names in pools.items()
+    ]
 
 
 def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manifest:
@@ -107,6 +113,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
     job["metadata"]["annotations"] = {
         naming.FETCH_CLAIM: cache.claim,
         naming.FETCH_SOURCE: cache.source,
+        **({naming.FETCH_STORE: cache.store} if cache.store else {}),
     }
     return job
 

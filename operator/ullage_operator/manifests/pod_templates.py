@@ -5,6 +5,7 @@ Both run as an ordinary user without privileges on a read-only root file system,
 emptyDir volumes.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -473,13 +474,17 @@ def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
 
 def given_env(pool: PoolSpec) -> set[str]:
     """Return the names of environment variables that a pod template gives to engines."""
+    return {variable["name"] for variable in _given_variables(pool)}
+
+
+def _given_variables(pool: PoolSpec) -> list[Manifest]:
     containers = pool.pod_template.get("spec", {}).get("containers", ())
-    return {
-        variable["name"]
+    return [
+        variable
         for container in containers
         if container["name"] == naming.ENGINE
         for variable in container.get("env", ())
-    }
+    ]
 
 
 def group_env(pool: PoolSpec) -> list[Manifest]:
@@ -494,33 +499,57 @@ def group_env(pool: PoolSpec) -> list[Manifest]:
     ]
 
 
+AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+"""Variables of AWS's SDKs, and keys of a Secret, that are one credential."""
+
+
 def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
     """Return the variables by which engines read buckets, which are those of AWS's SDKs.
 
-    Variables of the pod template come before them.
+    Variables of the pod template come before them. Keys are of one credential, so where the pod
+    template has one of them, it has all.
     """
     spec = service.spec
     s3 = spec.s3 or S3Spec()
     if spec.s3 is None and not spec.model.source.startswith("s3://"):
         return []
 
+    given = given_env(pool)
+    has_keys = not given.isdisjoint(AWS_KEYS)
     values = {
         "ULLAGE_S3_CACHE": f"{naming.CACHE_DIR}/s3",
         "AWS_ENDPOINT_URL_S3": s3.endpoint,
         "AWS_REGION": s3.region,
-        "AWS_NO_SIGN_REQUEST": "true" if s3.anonymous else None,
+        "AWS_NO_SIGN_REQUEST": "true" if s3.anonymous and not has_keys else None,
     }
     env: list[Manifest] = [
         {"name": name, "value": value} for name, value in values.items() if value
     ]
-    if s3.secret_name:
+    if s3.secret_name and not has_keys:
         env += _keys_of(s3.secret_name)
-    given = given_env(pool)
     return [variable for variable in env if variable["name"] not in given]
 
 
+def s3_store(service: Service, pool: PoolSpec) -> str:
+    """Return a digest of where engines find the bucket of their model.
+
+    It is empty for AWS where no region is set, and for models that are in no bucket. The address
+    itself may be of a Secret.
+    """
+    if not service.spec.model.source.startswith("s3://"):
+        return ""
+    env = {each["name"]: each for each in (*s3_env(service, pool), *_given_variables(pool))}
+    # Engines find it by the first of these that is not empty.
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        variable = env.get(name, {})
+        address = variable.get("value") or json.dumps(variable.get("valueFrom"), sort_keys=True)
+        if address != "null":
+            return digest(address.rstrip("/"))
+    return ""
+
+
 def _keys_of(secret: str) -> Iterator[Manifest]:
-    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+    for key in AWS_KEYS:
         # Only temporary credentials have a token.
         optional = {"optional": True} if key == "AWS_SESSION_TOKEN" else {}
         reference = {"secretKeyRef": {"name": secret, "key": key, **optional}}

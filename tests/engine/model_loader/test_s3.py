@@ -16,14 +16,17 @@ from urllib.parse import quote
 import pytest
 from ullage_testing.certificates import Authority
 from ullage_testing.ports import free_port
-from ullage_testing.s3_peer import MOTO, Answer, S3Peer, s3_peer, s3_store
+from ullage_testing.s3_peer import Answer, S3Peer, needs_moto, s3_peer, s3_store
 
+from ullage_common.config.engine import EngineConfig
+from ullage_common.process.addresses import listen
+from ullage_common.process.config_file import read_file
 from ullage_engine.model_loader.room import Room
 from ullage_engine.model_loader.s3_client import endpoint_of
-from ullage_engine.model_loader.source import resolve_adapter, resolve_source
+from ullage_engine.model_loader.source import model_version, resolve_adapter, resolve_source
 from ullage_engine.protocol.errors import WeightsError
+from ullage_engine.vllm_worker.group import Leader, Start
 
-needs_moto = pytest.mark.skipif(not MOTO.exists(), reason="make install-dev makes .venv-moto")
 WEIGHTS = random.Random(3).randbytes(20 << 20)
 PART = 8 << 20
 SOURCE = "s3://models/teams/llama"
@@ -261,9 +264,50 @@ def test_an_answer_is_no_absence_of_the_store(
     assert "no *.safetensors is there" in refused()
 
 
-def refusal_of(status: int, code: str, *headers: tuple[str, str], inner: str = "") -> Answer:
+@needs_moto
+@pytest.mark.parametrize("refused_method", ["HEAD", "GET"])
+def test_files_of_an_earlier_start_are_served_while_the_store_is_busy(
+    peer: S3Peer, monkeypatch: pytest.MonkeyPatch, refused_method: str
+) -> None:
+    """Of a listing that was still answered."""
+    files = resolve_source(SOURCE)
+    peer.put("/models/teams/llama/config.json", b'{"later": 1}')
+    new_pod(monkeypatch)
+
+    def busy(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        is_asked = method == refused_method and path.endswith("config.json")
+        return refusal_of(503, "SlowDown", is_head=method == "HEAD") if is_asked else answer
+
+    peer.breaks = busy
+    assert resolve_source(SOURCE) == files
+
+    new_pod(monkeypatch)
+    peer.breaks = None
+    assert json.loads((resolve_source(SOURCE).path / "config.json").read_text()) == {"later": 1}
+
+
+@needs_moto
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (503, "SlowDown", "SlowDown: the store takes fewer requests than come"),
+        (429, "TooManyRequests", "429 TooManyRequests no: the store takes fewer requests"),
+        (500, "InternalError", "InternalError: the store has failed"),
+    ],
+)
+def test_a_busy_store_is_no_wrong_address(peer: S3Peer, status: int, code: str, words: str) -> None:
+    peer.breaks = lambda *_: refusal_of(status, code)
+    message = refused()
+    assert words in message
+    assert "s3.endpoint" not in message
+
+
+def refusal_of(
+    status: int, code: str, *headers: tuple[str, str], inner: str = "", is_head: bool = False
+) -> Answer:
     body = f"<Error><Code>{code}</Code><Message>no</Message>{inner}</Error>".encode()
-    return status, [("Content-Length", str(len(body))), *headers], body
+    sent = b"" if is_head else body
+    return status, [("Content-Length", str(len(body))), *headers], sent
 
 
 @needs_moto
@@ -271,6 +315,8 @@ def refusal_of(status: int, code: str, *headers: tuple[str, str], inner: str = "
     "answer",
     [
         refusal_of(301, "PermanentRedirect", ("x-amz-bucket-region", "eu-west-1")),
+        refusal_of(307, "TemporaryRedirect", ("x-amz-bucket-region", "eu-west-1")),
+        refusal_of(400, "AuthorizationHeaderMalformed", ("x-amz-bucket-region", "eu-west-1")),
         refusal_of(400, "AuthorizationHeaderMalformed", inner="<Region>eu-west-1</Region>"),
     ],
 )
@@ -283,6 +329,8 @@ def test_the_region_of_the_bucket_is_named(peer: S3Peer, answer: Answer) -> None
 def test_stores_that_name_their_region_anyway_are_believed(peer: S3Peer) -> None:
     peer.breaks = lambda *_: refusal_of(404, "NoSuchBucket", inner="<Region>eu-west-1</Region>")
     assert "there is no such bucket; check the name" in refused()
+    peer.breaks = lambda *_: refusal_of(403, "AccessDenied", ("x-amz-bucket-region", "garage"))
+    assert "access is denied" in refused()
 
 
 @needs_moto
@@ -586,3 +634,145 @@ def test_buckets_are_where_the_environment_says(
 ) -> None:
     found = endpoint_of(bucket, environ)
     assert (found.address, found.path) == (address, path)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["http://user:hunter2@minio:9000", "user:hunter2@minio", "ftp://hunter2@minio", "//hunter2@["],
+)
+def test_a_password_in_the_address_is_refused_and_not_logged(
+    bucket_env: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: str,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", given)
+    with caplog.at_level(logging.DEBUG):
+        message = refused()
+    assert "s3.endpoint has a user or a password before @" in message
+    assert "hunter2" not in message + caplog.text
+
+
+def test_an_address_that_cannot_be_read_is_named(
+    bucket_env: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://[::1")
+    assert "s3.endpoint 'http://[::1' is no address; write https://host" in refused()
+
+
+FOLLOWER = """
+import sys
+from ullage_engine.vllm_worker import group
+sys.executable = sys.argv[1]  # in place of vLLM
+sys.exit(group.follow(sys.argv[2:]))
+"""
+COMPUTE = f"""#!{sys.executable}
+import pathlib, time
+from ullage_engine.model_loader.source import resolve_source
+print(resolve_source({SOURCE!r}).path, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def follower(peer: S3Peer, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A follower of a leader at `join_port`, with a program in place of vLLM that says what it
+    loads."""
+    config = tmp_path / "engine.yaml"
+    group = f"{{nodes: 2, join_port: {free_port()}}}"
+    config.write_text(
+        f"{{engine: vllm, gpus: 2, group: {group}, model: {{source: '{SOURCE}', name: m}}}}"
+    )
+    compute = tmp_path / "compute"
+    compute.write_text(COMPUTE)
+    compute.chmod(0o755)
+    given = ["--config", str(config), "--index", "0", "--leader", "127.0.0.1"]
+    command = [sys.executable, "-c", FOLLOWER, str(compute), *given]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.terminate()
+    process.communicate()
+
+
+def lead_once(tmp_path: Path, version: str) -> Leader:
+    """Return a leader whose follower has joined and got Start."""
+    config = read_file(tmp_path / "engine.yaml", EngineConfig)
+    leader = Leader(listen(None, config.group.join_port), "", 2, Start(7, version))
+    leader.gather(lambda _: None)
+    return leader
+
+
+@needs_moto
+def test_a_follower_keeps_its_version_while_its_leader_does(
+    peer: S3Peer, follower: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    files = resolve_source(SOURCE)
+    assert follower.stdout is not None
+    for _ in range(2):
+        leader = lead_once(tmp_path, model_version(SOURCE))
+        assert follower.stdout.readline().strip() == str(files.path)
+        peer.put("/models/teams/llama/config.json", b'{"later": 1}')
+        leader.close()
+
+
+@needs_moto
+def test_a_follower_refuses_the_leader_of_another_version(
+    peer: S3Peer,
+    follower: subprocess.Popen[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = resolve_source(SOURCE).path.name
+    own = model_version(SOURCE)
+    lead_once(tmp_path, own).close()
+    peer.put("/models/teams/llama/config.json", b'{"later": 1}')
+    new_pod(monkeypatch)
+    after = resolve_source(SOURCE).path.name
+    leader = lead_once(tmp_path, model_version(SOURCE))
+    _, said = follower.communicate(timeout=60)
+    leader.close()
+    assert follower.returncode == 1
+    assert f"the leader has the files 'models/{after}', and this node 'models/{before}'" in said
+
+
+@pytest.fixture
+def is_asked(peer: S3Peer) -> Iterator[threading.Event]:
+    """Holds all answers back; set once there is a request."""
+    is_asked, may_send = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
+        is_asked.set()
+        may_send.wait()
+        return answer
+
+    peer.breaks = hold
+    yield is_asked
+    may_send.set()
+
+
+@needs_moto
+def test_a_follower_ends_while_it_fetches(
+    is_asked: threading.Event, follower: subprocess.Popen[str]
+) -> None:
+    assert is_asked.wait(60)
+    follower.terminate()
+    assert follower.wait(60) == 0
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", "1 skipped"), ("true", "1 failed")])
+def test_a_gate_without_moto_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ci: str, outcome: str
+) -> None:
+    """Nobody reads there which tests were skipped."""
+    test = (
+        "from ullage_testing.s3_peer import needs_moto, s3_store\n"
+        "@needs_moto\n"
+        "def test_it(tmp_path):\n"
+        "    with s3_store(tmp_path / 'log'): pass\n"
+    )
+    (tmp_path / "test_it.py").write_text(test)
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("ULLAGE_MOTO", str(tmp_path / "absent"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
+    done = subprocess.run([*command, "."], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert outcome in done.stdout, done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """Leaders and followers find each other and end together: real sockets and processes, and a
 program in place of vLLM that says that it runs, and runs until it is ended."""
 
+import json
 import os
 import signal
 import socket
@@ -347,7 +348,9 @@ def test_a_worker_that_leads_says_that_it_waits(monkeypatch: pytest.MonkeyPatch)
     with pytest.MonkeyPatch.context() as patch:
         # The test's own process is not to end with its follower.
         patch.setattr(Leader, "watch", lambda leader, _: leader.close())
-        node = lead(GroupSection(nodes=2, join_port=port), report, 7)
+        node = lead(GroupSection(nodes=2, join_port=port), report, 7, "models/llama-1")
+    told = {"type": "Start", "rank_bytes": 7, "model_version": "models/llama-1"}
+    assert json.loads(peers[0].recv(4096)) == told
     assert (node.rank, node.leader) == (0, "127.0.0.1")
     assert {(each.stage, each.total_bytes) for each in loading} == {("followers", 1)}
     assert [each.done_bytes for each in loading][-1] == 1

@@ -1,5 +1,6 @@
 """What waits for a model that a Job fetches into a shared claim, and what is said of the Job."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -104,6 +105,77 @@ def test_new_engines_wait_until_the_model_is_there() -> None:
     assert "StatefulSet" in kinds(third) and "Job" not in kinds(third)
     assert condition(third)["status"] == "True"
     assert [item["kind"] for item in third.delete] == []
+
+
+def of_bucket(env: Sequence[dict[str, Any]] = (), **s3: str) -> Service:
+    container = {"name": "engine", "env": list(env)}
+    return parse(
+        {
+            "apiVersion": "serving.ullage.dev/v1alpha1",
+            "kind": "LLMService",
+            "metadata": {"name": "s", "namespace": "n", "uid": "u", "generation": 1},
+            "spec": {
+                "model": {"source": "s3://models/m", "name": "m"},
+                "s3": {"secretName": "keys", **s3},
+                "pools": {
+                    "single": {
+                        "modelCache": CACHE,
+                        "podTemplate": {"spec": {"containers": [container]}},
+                    }
+                },
+            },
+        }
+    )
+
+
+def from_secret(key: str) -> dict[str, Any]:
+    reference = {"secretKeyRef": {"name": "store", "key": key}}
+    return {"name": "AWS_ENDPOINT_URL", "valueFrom": reference}
+
+
+@pytest.mark.parametrize(
+    ("before", "later"),
+    [
+        (of_bucket(endpoint="http://a:9000"), of_bucket(endpoint="http://b:9000")),
+        (of_bucket(), of_bucket(endpoint="http://b:9000")),
+        (of_bucket(endpoint="http://a:9000"), of_bucket()),
+        (of_bucket(region="eu-west-1"), of_bucket(region="eu-north-1")),
+        (of_bucket([from_secret("a")]), of_bucket([from_secret("b")])),
+        (
+            of_bucket(endpoint="http://a:9000"),
+            of_bucket(
+                [{"name": "AWS_ENDPOINT_URL_S3", "value": "http://b:9000"}],
+                endpoint="http://a:9000",
+            ),
+        ),
+    ],
+)
+def test_a_cache_is_not_warm_for_another_store(before: Service, later: Service) -> None:
+    filled = with_job(after(SEEN, planned(SEEN, before)), "Complete")
+    warm = planned(filled, before)
+    assert condition(warm)["status"] == "True"
+
+    for seen in (filled, after(filled, warm)):
+        moved = planned(seen, later)
+        assert condition(moved)["status"] == "False"
+        [job] = [item for item in moved.apply if item["kind"] == "Job"]
+        assert job["metadata"]["name"] not in {key.name for key in filled.objects}
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        of_bucket(endpoint="http://a:9000/", region="eu-west-1"),
+        of_bucket(
+            [{"name": "AWS_ENDPOINT_URL", "value": "http://b:9000"}], endpoint="http://a:9000"
+        ),
+    ],
+)
+def test_a_cache_stays_warm_for_the_same_store(later: Service) -> None:
+    before = of_bucket(endpoint="http://a:9000")
+    filled = with_job(after(SEEN, planned(SEEN, before)), "Complete")
+    warm = after(filled, planned(filled, before))
+    assert condition(planned(warm, later))["status"] == "True"
 
 
 def test_a_job_reads_a_bucket_as_the_engines_do() -> None:

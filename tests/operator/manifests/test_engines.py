@@ -177,6 +177,18 @@ def test_a_pod_template_may_set_what_engines_read_buckets_by(make_plan: MakePlan
     assert env_of(container(plan))["AWS_REGION"] == "eu-north-1"
 
 
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize("s3", [{"anonymous": True}, {"secretName": "models"}])
+def test_keys_of_a_pod_template_are_mixed_with_no_others(
+    make_plan: MakePlan, s3: dict[str, Any], name: str
+) -> None:
+    own = {"name": "engine", "env": [{"name": name, "value": "own"}]}
+    pools = {"single": {"podTemplate": {"spec": {"containers": [own]}}}}
+    model = MODEL | {"source": "s3://models/m.gguf"}
+    env = env_of(container(make_plan(model=model, s3=s3, pools=pools)))
+    assert {key: env[key] for key in env if key.startswith("AWS_")} == {name: "own"}
+
+
 def test_followers_fetch_with_the_same_credentials(make_plan: MakePlan) -> None:
     model = MODEL | {"source": "s3://models/llama-8b"}
     pools = {"large": {"gpus": 4, "nodes": 2}}
