@@ -446,8 +446,8 @@ def _check_version(own: str, leaders: str) -> None:
     if own != leaders:
         raise WeightsError(
             f"model.source: the leader has the files {leaders!r}, and this node {own!r}: the "
-            "bucket has changed between their starts; this node ends, to look for newer files at its "
-            "next start; if that stays, delete the leader's pod"
+            "bucket has changed between their starts; this node ends, and looks for newer files "
+            "when it starts again; if that stays, delete the leader's pod"
         )
 
 
