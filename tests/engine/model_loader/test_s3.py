@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -688,10 +689,21 @@ def follower(peer: S3Peer, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     compute.chmod(0o755)
     given = ["--config", str(config), "--index", "0", "--leader", "127.0.0.1"]
     command = [sys.executable, "-c", FOLLOWER, str(compute), *given]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     yield process
     process.terminate()
-    process.communicate()
+    try:
+        process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        # One that computes waits for the end of its leader, which a test that failed leaves open.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def lead_once(tmp_path: Path, version: str) -> Leader:
