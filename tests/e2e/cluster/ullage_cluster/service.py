@@ -77,7 +77,7 @@ class Service:
     def is_rolled(self) -> bool:
         """Whether every workload runs its newest template in as many pods as it should."""
         listed = self.everything("statefulsets,deployments,pods")
-        pods = [obj for obj in listed if obj["kind"] == "Pod" and not _is_done(obj)]
+        pods = [obj for obj in listed if obj["kind"] == "Pod" and not _is_of_job(obj)]
         workloads = [obj for obj in listed if obj["kind"] != "Pod"]
         wanted = sum(w["spec"]["replicas"] for w in workloads)
         return (
@@ -91,9 +91,10 @@ class Service:
         until(self.is_settled, f"{self.name} is settled; it has {self.status()}")
 
 
-def _is_done(pod: Object) -> bool:
-    """Whether a pod has done its work, as that of a Job does."""
-    return bool(pod["status"].get("phase") == "Succeeded")
+def _is_of_job(pod: Object) -> bool:
+    """Whether a pod is a Job's, and so no replica of a workload."""
+    owners = pod["metadata"].get("ownerReferences", ())
+    return any(owner["kind"] == "Job" for owner in owners)
 
 
 def _is_rolled(workload: Object) -> bool:
