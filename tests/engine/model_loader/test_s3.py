@@ -784,6 +784,7 @@ def test_a_gate_without_moto_fails(
     )
     (tmp_path / "test_it.py").write_text(test)
     monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"))
     monkeypatch.setenv("ULLAGE_MOTO", str(tmp_path / "absent"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
     done = subprocess.run([*command, "."], cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ullage_operator.conditions.conditions import outdated_definition, overridden_bases
+from ullage_operator.conditions.conditions import outdated_definition
 from ullage_operator.conditions.events import EventNote, transitions
 
 
@@ -45,9 +45,7 @@ def test_of_a_new_service_only_the_unusual_is_told() -> None:
 
 
 def test_what_the_pages_call_a_warning_is_one() -> None:
-    conditions = [*outdated_definition(["spec.a"]), *overridden_bases(["spec.b"])]
-    now = [condition(each.type, "True", each.reason) for each in conditions]
+    now = [condition(each.type, "True", each.reason) for each in outdated_definition(["spec.a"])]
     assert [(note.reason, note.warning) for note in transitions([], now)] == [
-        ("DefaultsMissing", True),
-        ("StoredDefaults", True),
+        ("DefaultsMissing", True)
     ]
