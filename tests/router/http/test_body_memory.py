@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from ullage_testing.fake_engine import MODEL, TEMPLATE, TOKENIZER, FakeEngine
 from ullage_testing.peak_memory import PeakMemory
 from ullage_testing.ports import free_port
+from ullage_testing.raw_http import exchange
 
 MOST_BYTES = 64 << 20
 """Memory above that of an idle process."""
@@ -107,15 +107,6 @@ def http(path: str, body: bytes) -> bytes:
     head = b"POST /v1/%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     return head % (path.encode(), len(body)) + body
-
-
-def exchange(port: int, data: bytes) -> bytes:
-    answer = bytearray()
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        client.sendall(data)
-        while part := client.recv(1 << 16):
-            answer += part
-    return bytes(answer)
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -87,16 +86,6 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "lists of input": (EMBEDDINGS, b'{"input":%b}' % listed(listed(b"12345", 6_000), 6_000_000)),
     "input token ids": (EMBEDDINGS, b'{"input":%b}' % listed(b"12345", 6_000_000)),
 }  # fmt: skip
-
-
-def exchange(port: int, data: bytes) -> bytes:
-    """Send a request and return the answer, from a thread, which sockets leave the lock."""
-    answer = bytearray()
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        client.sendall(data)
-        while part := client.recv(1 << 16):
-            answer += part
-    return bytes(answer)
 
 
 @contextlib.asynccontextmanager
