@@ -441,7 +441,7 @@ def _since(at: datetime | None, now: datetime) -> float:
 
 
 def silent_pools(engine_health: Iterable[EngineHealth], silent_after: float) -> frozenset[str]:
-    """Pools with an engine of which routers are to be asked whether they hear it."""
+    """Return pools with a silent engine: the operator asks routers whether they hear it."""
     return frozenset(v.pool for v in engine_health if v.report and v.silent_s >= silent_after)
 
 

@@ -374,7 +374,7 @@ def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
 
 
 def late(part: str, limit_s: float) -> ServiceError:
-    """An error for a request of which a part did not arrive in time."""
+    """Return the error for a request whose part did not arrive in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "REQUEST_TIMEOUT",

@@ -95,7 +95,7 @@ class PressureController:
         return min(share, self._batch_limit)
 
     def limit_batch(self, share: float) -> None:
-        """Bounds the share of the largest batch, whatever the level; 1 is no bound."""
+        """Bound the share of the largest batch at every level; 1 is no bound."""
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:

@@ -79,9 +79,9 @@ def fetch_model(what: str, source: str, bucket: str, path: str, wanted: Wanted) 
     pins = json.loads(os.environ.get(PINS, "{}"))
     if source in pins and Path(pins[source]).exists():
         return Path(pins[source])
-    found = fetch(what, bucket, path, wanted)
-    os.environ[PINS] = json.dumps(pins | {source: str(found)})
-    return found
+    snapshot = fetch(what, bucket, path, wanted)
+    os.environ[PINS] = json.dumps(pins | {source: str(snapshot)})
+    return snapshot
 
 
 def pinned(source: str) -> str:

@@ -261,8 +261,8 @@ class Bucket:
             request.finished_future.result()
         except (Exception, CancelledError) as error:
             if not failed.done():
-                known = _error_of(error, done, self.endpoint)
-                raise _ended_early(known, position, item.size) from error
+                cause = _error_of(error, done, self.endpoint)
+                raise _ended_early(cause, position, item.size) from error
         if failed.done():
             failed.result()
         if position != item.size:
@@ -301,8 +301,8 @@ class Bucket:
         def on_headers(headers: list[tuple[str, str]], **_: Any) -> None:
             done["headers"] = {name.lower(): value for name, value in headers}
 
-        def on_done(**known: Any) -> None:
-            done.update(known)
+        def on_done(**outcome: Any) -> None:
+            done.update(outcome)
 
         headers = self._http.HttpHeaders([("Host", self.endpoint.host), *asked.items()])
         request = self._client.make_request(

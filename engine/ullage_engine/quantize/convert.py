@@ -119,7 +119,7 @@ class ModelDirectory:
         self._store(f"{stem}.weight_scale", matrix.scales)
 
     def finish(self, config: Json, source: Path) -> None:
-        """Writes what is left: the last shard, the index, configuration and tokenizer."""
+        """Write the last shard, the index, the configuration and the tokenizer."""
         self._flush()
         index = {"metadata": {"total_size": self._nbytes}, "weight_map": self._files}
         self._write_json("model.safetensors.index.json", index)
@@ -491,7 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def ended_by_exit() -> Iterator[None]:
-    """Turns SIGTERM into an exit that removes what is half written."""
+    """Turn SIGTERM into an exit that removes half-written files."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

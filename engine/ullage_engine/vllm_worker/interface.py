@@ -130,7 +130,7 @@ class Core(Protocol):
         """
 
     def load_adapter(self, name: str) -> None:
-        """Read a LoRA adapter into a slot, of which one is free.
+        """Read a LoRA adapter into a free slot.
 
         Raises:
             AdapterError: it cannot be read, or is none of the model's; nothing of it is kept.

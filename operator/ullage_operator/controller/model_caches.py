@@ -211,8 +211,8 @@ def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
     pools = status.get("pools", {})
     for pool in cache.pools:
         said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
-        known = (said.get("claimName"), said.get("source"), said.get("store", ""))
-        if known == (cache.claim, cache.source, cache.store):
+        filled = (said.get("claimName"), said.get("source"), said.get("store", ""))
+        if filled == (cache.claim, cache.source, cache.store):
             return said
     return {}
 

@@ -305,7 +305,7 @@ def is_owned_by(item: LiveObject, uid: str) -> bool:
 
 
 def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Manifest:
-    """Returns the status after the plan was carried out, as far as that was possible."""
+    """Return the status after the plan was carried out, or the part of it that could be."""
     service = with_replicas(service, observed.objects, observed.scaling)
     return status_of(service, plan.rollout, observed, plan.healing)
 
@@ -469,7 +469,7 @@ def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
 
 
 def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
-    """Returns what stays as it is of pools whose engines are not made anew yet."""
+    """Return the keys of objects that stay as they are while their pools wait for a roll."""
     pools = [name for pool in rollout.held for name in (pool, naming.group_pool(pool))]
     names = [naming.pool_name(service.name, pool) for pool in pools]
     return {ObjectKey(kind, name) for kind in _OF_PODS for name in names}

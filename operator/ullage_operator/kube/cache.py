@@ -221,7 +221,7 @@ class Cache:
         return [key for key in self._by_service if self.service(key) is not None]
 
     def owned(self, key: ServiceKey) -> list[Object]:
-        """Returns objects that carry the service's labels and the operator's, whoever owns them."""
+        """Return objects with the labels of the service and of the operator, by any owner."""
         objects = self._by_service.get(key, {})
         return [obj for (kind, _), obj in objects.items() if kind not in (SERVICE, POD)]
 
@@ -236,7 +236,7 @@ class Cache:
         )
 
     def serves(self, kind: Kind, namespace: str) -> bool:
-        """Whether the API server knows the kind, as far as the operator can tell."""
+        """Return whether the API server serves the kind; True until an answer denies it."""
         return all(c.visibility is not Visibility.ABSENT for c in self._of(kind, namespace))
 
     def missing(self, namespace: str) -> list[Denied]:

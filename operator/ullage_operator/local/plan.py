@@ -378,7 +378,7 @@ def engine_lines(service: Service, has_vllm: bool) -> list[str]:
 
 
 def policies_of(service: Service) -> dict[str, AutoscalingSpec]:
-    """Returns the policies of pools that scale; here nobody else does it, whatever the provider."""
+    """Return the policies of pools that scale; a local run scales for every provider."""
     autoscaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
     return {name: scaling for name, scaling in autoscaling.items() if scaling}
 

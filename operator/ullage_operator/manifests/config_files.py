@@ -243,7 +243,7 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
 
 
 def document(config: Strict) -> dict[str, Any]:
-    """A configuration as plain data; what is unset is left out, so the reader's default holds."""
+    """Return a configuration as plain data, without unset fields: the reader's defaults hold."""
     return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
 
 

@@ -61,7 +61,7 @@ def image_has_vllm(image: str, settings: Settings) -> bool | None:
 
 
 def may_be_vllm(spec: Spec) -> bool:
-    """Whether engines of a service can be vLLM, whatever their image has."""
+    """Return whether the spec lets engines of a service be vLLM."""
     return spec.engine != "native"
 
 

@@ -436,7 +436,7 @@ def scaler_objects(
 
 
 def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
-    """Return what to apply to a live ScaledObject of which only the pause is to change."""
+    """Return the manifest that changes only the pause of a live ScaledObject."""
     kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
     meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
     annotations = dict(meta.get("annotations") or {})

@@ -110,7 +110,7 @@ class Alert(NamedTuple):
 
 
 def rule_groups(service: Service, settings: Settings) -> list[Rule]:
-    """Returns the groups of the PrometheusRule: what is recorded, and the alerts."""
+    """Return the groups of the PrometheusRule: recording rules and alerts."""
     name = f"ullage-{service.namespace}-{service.name}"
     parts = (
         *(slo_alerts, budget_alerts, router_alerts),
@@ -140,7 +140,7 @@ def alert_rule(alert: Alert, service: Service, settings: Settings) -> Rule:
 
 
 def burn_rates(service: Service) -> list[Rule]:
-    """Returns what is recorded of each objective: 1 spends its budget exactly, 0 nothing of it."""
+    """Return the recording rules of burn rates: 1 spends an error budget exactly, 0 nothing."""
     slo, of_routers = service.spec.slo, routers(service)
     late = {"ttft_p95": ("ttft", slo.ttft_p95, 0.05), "e2e_p95": ("e2e", slo.e2e_p95, 0.05)}
     late |= {name: ("e2e", slo.e2e_p95 * factor, share) for name, factor, share in TAILS}
@@ -248,7 +248,7 @@ def budget_alerts(service: Service) -> list[Alert]:
 
 
 def burn(service: Service, window: str, objectives: str) -> str:
-    """What is recorded of objectives, whose names match."""
+    """Return the selector of the burn rates of objectives whose names match."""
     of_service = f'namespace="{service.namespace}",llmservice="{service.name}"'
     return f'{BURN}{window}{{{of_service},objective=~"{objectives}"}}'
 

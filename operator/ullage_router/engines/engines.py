@@ -310,7 +310,7 @@ class Engines:
         return order.index(engine.pool), engine.key
 
     def on_state_change(self, engine: Engine) -> None:
-        """Makes decisions look anew at all engines, if this one's state has changed."""
+        """Make the next decision read all engines again, if this engine's state has changed."""
         if self._roster and not self._roster.is_right_about(engine):
             self._forget_states()
         if engine.headroom:

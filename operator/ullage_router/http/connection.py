@@ -394,7 +394,7 @@ class Connection(HttpToolsProtocol):
         return len(data)
 
     def _withdraw_upgrade(self) -> None:
-        """Parses a head anew without its offer to speak another protocol.
+        """Parse a head again without its offer to speak another protocol.
 
         The parser takes what follows such a head for that protocol, also the body of a client that
         only offers HTTP/2, as Java's does.
