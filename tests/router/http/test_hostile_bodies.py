@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from ullage_testing.loop_watch import MOST_HELD_S, MOST_S, watched_loop
 from ullage_testing.peak_memory import PeakMemory
+from ullage_testing.raw_http import exchange
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http.openai import requests
