@@ -149,13 +149,15 @@ class SegmentEncoder:
         return self._join(pieces, guarded.encode, most)
 
     def _join(self, pieces: Iterable[Piece], tokenise: Tokenise, most: int) -> TokenIds:
-        ids = _no_tokens()
+        ids = array("I")
         for piece in pieces:
             if piece.is_token:
                 ids.append(self._special_ids[piece.text])
             else:
                 ids.extend(self._segment(piece.text, tokenise, most - len(ids)))
-        return _counted([ids], most)
+        if len(ids) > most:
+            raise TooManyTokens
+        return ids
 
     def _segment(self, segment: str, tokenise: Tokenise, most: int) -> TokenIds:
         key = blake2b(segment.encode(), digest_size=16).digest()
@@ -190,12 +192,8 @@ class SegmentEncoder:
         return ids
 
 
-def _no_tokens() -> TokenIds:
-    return array("I")
-
-
 def _counted(parts: Iterable[Iterable[int]], most: int) -> TokenIds:
-    ids = _no_tokens()
+    ids = array("I")
     for part in parts:
         ids.extend(part)
         if len(ids) > most:

@@ -537,7 +537,11 @@ def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
 
 
 def _tell(request: AdmissionRequest, level: int = logging.INFO) -> None:
-    """Adds a decision to the request's timeline and to the log."""
+    """Add a decision to the request's timeline and to the log.
+
+    Most requests are accepted at once. The line at their end has the same timeline, so a line of
+    their own is for debugging.
+    """
     record, decision = request.call.record, request.call.decision
     fields: dict[str, object] = {
         "pred_kv_mb": decision.predicted_mib,
@@ -549,6 +553,8 @@ def _tell(request: AdmissionRequest, level: int = logging.INFO) -> None:
         "engine": decision.engine,
     }
     record.note("decided", request.deciding_s, **fields)
+    if decision.action == "accept":
+        level = logging.DEBUG
     if log.isEnabledFor(level):
         own = {"request_id": record.request_id, "event": "decided"}
         more = fields | {"degraded": list(decision.degraded)}

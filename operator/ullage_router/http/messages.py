@@ -205,7 +205,7 @@ class Request:
         if kind.partition(";")[0].strip().lower() != JSON:
             self._has_failed = True
             raise content_type_not_supported(kind)
-        return Body(await self.read(tenant))
+        return Body(await self._read_whole(tenant))
 
     async def read(self, tenant: str = "") -> bytes:
         """Read the body.
@@ -217,6 +217,10 @@ class Request:
             ServiceError: there is none, it is too large, malformed or late, or there is no room.
         """
         self._check_length()
+        return await self._read_whole(tenant)
+
+    async def _read_whole(self, tenant: str) -> bytes:
+        """Read a body whose declared length is possible."""
         try:
             body = await self._read(tenant)
         except ServiceError:

@@ -28,8 +28,8 @@ _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
 """Pages that Prometheus and the operator read, through whatever proxies a mesh has."""
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
 """Ends of names that nobody can register, such as host.docker.internal."""
-MAX_NAME = 253
-"""Characters of the longest name that DNS has."""
+MAX_HOST = 253 + len(".:65535")
+"""Characters of the longest name that DNS has, with the root's dot and a port."""
 KEPT_NAMES = 256
 """Names and addresses of which the answer is remembered: nearly all requests have the same."""
 _METHODS = b"GET, HEAD, POST, OPTIONS"
@@ -90,9 +90,8 @@ class OriginGuard:
             if is_for_machines:
                 return
         host = request.headers.get("host", "")
-        name = _name(host)
         # Over TLS a name that turned into this machine has no certificate here.
-        if not (request.is_encrypted or name in self._hosts or _is_local_name(name)):
+        if not (request.is_encrypted or _is_local_host(host) or _name(host) in self._hosts):
             raise forbidden(
                 "HOST_NOT_ALLOWED",
                 f"host is {host[:100]!r}, which is no name of this machine; use 127.0.0.1 or "
@@ -154,14 +153,15 @@ def _name(host: str) -> str:
     return host.partition(":")[0].rstrip(".").lower()
 
 
-def _is_local_name(name: str) -> bool:
-    """Return whether no stranger can make the name mean another address: it is an address, or a
-    name that nobody can register."""
-    return len(name) <= MAX_NAME and _is_local(name)
+def _is_local_host(host: str) -> bool:
+    """Return whether no stranger can make the name in a Host header mean another address: it is an
+    address, or a name that nobody can register."""
+    return len(host) <= MAX_HOST and _is_local(host)
 
 
 @functools.lru_cache(maxsize=KEPT_NAMES)
-def _is_local(name: str) -> bool:
+def _is_local(host: str) -> bool:
+    name = _name(host)
     if not name or name == socket.gethostname().lower():
         return True
     try:

@@ -282,7 +282,8 @@ def _num_characters(messages: inference_pb2.Messages) -> int:
     size = TURN_CHARACTERS * len(messages.messages) + len(messages.template_arguments)
     for message in messages.messages:
         size += len(message.content) + len(message.reasoning)
-        size += sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+        for call in message.tool_calls:
+            size += len(call.name) + len(call.arguments)
     return size
 
 

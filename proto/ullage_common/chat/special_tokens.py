@@ -14,7 +14,7 @@ import secrets
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tokenizers import AddedToken, Tokenizer, normalizers
 
@@ -82,8 +82,7 @@ def _pattern(tree: _Tree) -> str:
     return f"(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A piece of a prompt."""
 
     text: str
@@ -95,10 +94,11 @@ def parted(text: str, pattern: re.Pattern[str] | None) -> Iterator[Piece]:
     """Cut a text at the tokens that a pattern finds."""
     start = 0
     for match in pattern.finditer(text) if pattern else ():
-        if start < match.start():
-            yield Piece(text[start : match.start()])
+        token_start, end = match.span()
+        if start < token_start:
+            yield Piece(text[start:token_start])
         yield Piece(match.group(), is_token=True)
-        start = match.end()
+        start = end
     if start < len(text):
         yield Piece(text[start:])
 

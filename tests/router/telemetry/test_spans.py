@@ -74,13 +74,13 @@ def test_a_request_is_one_trace_from_the_client_to_the_engine(
         assert two.attributes["http.response.status_code"] == 400
         assert two.attributes["ullage.request_id"] == "two"
 
-        [line] = [line for line in lines(caplog, "one") if line["message"] == "decided"]
-        assert line["event"] == "decided"
-        assert {name: line[name] for name in TAGS} == {name: decided[name] for name in TAGS}
-        [last] = [line for line in lines(caplog, "one") if line["message"] == "answered"]
-        assert last["event"] == "finished"
+        [line] = lines(caplog, "one")  # a request that is accepted at once has no line before
+        assert line["message"] == "answered"
+        assert line["event"] == "finished"
         timeline = next(each["timeline"] for each in latest if each["request_id"] == "one")
-        assert last["timeline"] == timeline
+        assert line["timeline"] == timeline
+        logged = timeline[1]
+        assert {name: logged[name] for name in TAGS} == {name: decided[name] for name in TAGS}
         assert [each["event"] for each in timeline] == [
             *("tokenised", "decided", "sent", "admitted", "first_token")
         ]
@@ -91,7 +91,9 @@ def test_a_request_is_one_trace_from_the_client_to_the_engine(
         asyncio.run(scenario(receiver))
 
 
-def test_waiting_losses_and_refusals_are_seen(start_service: "StartService") -> None:
+def test_waiting_losses_and_refusals_are_seen(
+    start_service: "StartService", caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(receiver: OtlpReceiver) -> None:
         tracing = {"endpoint": receiver.http_endpoint, "protocol": "http"}
         async with start_service(
@@ -104,6 +106,12 @@ def test_waiting_losses_and_refusals_are_seen(start_service: "StartService") -> 
             )
             refused = await service.chat()
             assert refused.status_code == 429
+            told = lines(caplog, refused.headers["x-request-id"])
+            assert [(line["event"], line["admission_action"]) for line in told] == [
+                ("decided", "queue"),
+                ("decided", "reject"),
+                ("refused", "reject"),
+            ]
         spans = receiver.wait(lambda spans: len(roots(spans)) == 1)
         [root] = roots(spans)
         assert root.is_error
@@ -115,7 +123,7 @@ def test_waiting_losses_and_refusals_are_seen(start_service: "StartService") -> 
         [queued] = [span for span in spans if span.name == "queue"]
         assert queued.end_s - queued.start_s >= 0.1
 
-    with OtlpReceiver() as receiver:
+    with OtlpReceiver() as receiver, caplog.at_level(logging.INFO):
         asyncio.run(scenario(receiver))
 
 

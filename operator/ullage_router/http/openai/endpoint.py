@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,8 +49,7 @@ _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(NamedTuple):
     """The parts of a body that are kept: the request, and the form of the answer."""
 
     request: inference_pb2.GenerateRequest
