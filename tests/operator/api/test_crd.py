@@ -128,6 +128,37 @@ def test_cost_of_rules_is_bounded(subtests: pytest.Subtests) -> None:
             assert node.get("type") != "array" or "maxItems" in node
 
 
+MAX_CONVERSIONS = 31
+"""Numbers of several types that a rule may make texts of. To Kubernetes 1.30 each of them may be as
+long as a request, 3 MiB, of which one costs a thirty-first of a rule's budget."""
+
+
+def test_few_numbers_of_several_types_become_texts_in_a_rule(subtests: pytest.Subtests) -> None:
+    for path, node in RULED.items():
+        for rule in node["x-kubernetes-validations"]:
+            with subtests.test(path, rule=rule["rule"]):
+                assert _conversions(rule["rule"], node.get("maxItems", 1)) <= MAX_CONVERSIONS
+
+
+def _conversions(rule: str, max_items: int) -> int:
+    """Return how often a rule calls `string` for a list of as many items as are allowed."""
+    count = 0
+    for call in re.finditer(r"\bstring\(", rule):
+        before = rule[: call.start()]
+        loops = [
+            loop.end()
+            for loop in re.finditer(r"\bself\.\w+\(", before)
+            if before[loop.end() :].count("(") >= before[loop.end() :].count(")")
+        ]
+        count += max_items ** len(loops)
+    return count
+
+
+def test_a_loop_in_a_loop_converts_often() -> None:
+    assert _conversions("self.all(a, self.all(b, string(a) == string(b)))", 8) == 128
+    assert _conversions("self.all(a, [string(a)].all(x, self.all(b, x == string(b))))", 5) == 30
+
+
 def test_defaults_fulfil_the_schema_by_themselves() -> None:
     """The API server checks a default before it fills in the defaults below it."""
     for path, node in NODES.items():
