@@ -87,7 +87,8 @@ async def overload(
     session: aiohttp.ClientSession, server: Server, rate: float, seconds: float
 ) -> dict[str, Any]:
     """Send `rate` requests a second at even intervals, without waiting for answers."""
-    tasks, started = list[asyncio.Task[Answer]](), time.perf_counter()
+    tasks = list[asyncio.Task[Answer]]()
+    started = time.perf_counter()
     for number in range(int(rate * seconds)):
         await asyncio.sleep(max(0.0, started + number / rate - time.perf_counter()))
         tasks.append(asyncio.create_task(ask(session, server, 500_000 + number, OUTPUT)))
@@ -197,7 +198,8 @@ async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -
             }
             for server in servers
         }
-        ours, theirs = medians["ullage"], medians["vllm"]
+        ours = medians["ullage"]
+        theirs = medians["vllm"]
         ratio = ours["output_tokens_per_s"] / theirs["output_tokens_per_s"]
         result[str(level)] = {
             **medians,
@@ -253,7 +255,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of 8, a short overload")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.concurrency, options.overload_s = 1, "8", 3.0
+        options.rounds = 1
+        options.concurrency = "8"
+        options.overload_s = 3.0
     result = asyncio.run(run(options))
     print(json.dumps(result, indent=2))
     statuses = set(result["overload"]["ullage"]["statuses"])

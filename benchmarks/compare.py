@@ -66,14 +66,17 @@ REQUESTS = 32
 WARM_UP = ((1, 2), (8, 8))
 """Concurrencies and requests of what is not measured."""
 WARM_UP_SEED = 999
-LEAST_THROUGHPUT, MOST_TTFT = 1.5, 0.6
+LEAST_THROUGHPUT = 1.5
+MOST_TTFT = 0.6
 GOAL = (
     f"goal: tok/s >= {LEAST_THROUGHPUT:g} and TTFT p50 <= {MOST_TTFT:g} times the better peer's, "
     "perplexity within 0.5 % of the file's own"
 )
-JUDGED_LEVELS, LEAST_ROUNDS = (1, 8, 32), 2
+JUDGED_LEVELS = (1, 8, 32)
+LEAST_ROUNDS = 2
 STATUSES = {"reached": 0, "missed": 1, "not judged": 3}
-FAILED, INTERRUPTED = 2, 130
+FAILED = 2
+INTERRUPTED = 130
 FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 Makers = Mapping[str, Callable[[Path], Server]]
 COLUMNS = {
@@ -311,7 +314,8 @@ def measure(server: Server, levels: Sequence[int], log: Path) -> Round:
                 asyncio.run(load(concurrency, requests, seed=WARM_UP_SEED))
         figures = {}
         for concurrency in levels:
-            load_average, times = os.getloadavg()[0], CpuTimes(run)
+            load_average = os.getloadavg()[0]
+            times = CpuTimes(run)
             with progress(f"{server.name}, {concurrency} concurrent"):
                 measured = asyncio.run(load(concurrency, REQUESTS))
             server_s, other_cores = times.spent()

@@ -69,7 +69,8 @@ def build_paths(arguments: argparse.Namespace) -> dict[str, Experts]:
         intermediate=arguments.width,
         scoring="sigmoid",
     )
-    dtype, device = DTYPES[arguments.dtype], torch.device(arguments.device)
+    dtype = DTYPES[arguments.dtype]
+    device = torch.device(arguments.device)
     arena = allocate(step_arena(*arena_of(spec, arguments.hidden, dtype)), dtype, device)
 
     def random(*shape: int) -> torch.Tensor:
@@ -102,7 +103,8 @@ class Forced:
     """Experts by the path that is to be measured."""
 
     def __init__(self, matrices: ExpertLinears, few_pairs: int) -> None:
-        self.forward, self.forward_each = matrices.forward, matrices.forward_each
+        self.forward = matrices.forward
+        self.forward_each = matrices.forward_each
         self.reads_ends = matrices.reads_ends
         self.few_pairs = few_pairs
 

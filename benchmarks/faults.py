@@ -135,7 +135,8 @@ async def inject(engine: Engine, run: Run, kind: str, chooser: random.Random) ->
     if kind == "oom":
         await _inject_oom(engine, run, chooser.randrange(20))
         return
-    at, pid = time.monotonic(), await _until(engine.worker_pid)
+    at = time.monotonic()
+    pid = await _until(engine.worker_pid)
     await _hit(engine, pid, kind)
     if chooser.random() < 0.15:  # another one while the next worker loads
         await asyncio.sleep(chooser.uniform(0.0, 3.0))
@@ -154,7 +155,8 @@ async def _hit(engine: Engine, pid: int, kind: str) -> None:
 
 
 async def _inject_oom(engine: Engine, run: Run, after_steps: int) -> None:
-    before, at = await engine.ooms(), time.monotonic()
+    before = await engine.ooms()
+    at = time.monotonic()
     request = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_OOM, after_steps=after_steps)
     await engine.admin.InjectFault(request)
     while await engine.ooms() <= before:
@@ -232,7 +234,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     async with start_engine(folder, options.log, **_sections(options)) as running:
         run = Run(await references(running, options.prompts, options.tokens))
         await _idle(running)
-        before, started = await running.state(), time.monotonic()
+        before = await running.state()
+        started = time.monotonic()
         streams = [
             asyncio.create_task(stream(running, run, number, options.seed))
             for number in range(options.streams)

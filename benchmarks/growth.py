@@ -227,9 +227,11 @@ def measure(
     plan = StepPlan([chunk(row, 1, context - 1, pool) for row in range(sequences)])
     runner.execute(plan)
     best_s = best_cpu_s = float("inf")
-    deadline, count = time.perf_counter() + seconds, 0
+    deadline = time.perf_counter() + seconds
+    count = 0
     while time.perf_counter() < deadline or count < 3:
-        started, cpu_started = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        cpu_started = time.process_time()
         runner.execute(plan)
         best_s = min(best_s, time.perf_counter() - started)
         best_cpu_s = min(best_cpu_s, time.process_time() - cpu_started)

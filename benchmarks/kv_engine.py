@@ -100,7 +100,8 @@ class Pool:
         self.tell()
 
     def tell(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
+        changed = self.changed
+        self.changed = asyncio.Event()
         changed.set()
 
 
@@ -174,7 +175,8 @@ class KVEngine(
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        tokens, key = request.stop.max_tokens, next(self._keys)
+        tokens = request.stop.max_tokens
+        key = next(self._keys)
         blocks = blocks_of(len(request.token_ids.ids), tokens)
         if not self.pool.take(key, blocks, tokens):
             full = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "no blocks left")
@@ -211,7 +213,8 @@ async def serve(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     pool = Pool(options.blocks, options.token_s, options.sequence_s)
-    engine, server = KVEngine(options.name, pool), new_server()
+    engine = KVEngine(options.name, pool)
+    server = new_server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
     headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
     port = server.add_insecure_port(f"127.0.0.1:{options.port}")

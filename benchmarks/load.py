@@ -22,7 +22,8 @@ import aiohttp
 
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world")
 """Words that are one token each in common vocabularies."""
-INPUT_WORDS, OUTPUT = 163, 64
+INPUT_WORDS = 163
+OUTPUT = 64
 
 
 class ServerError(SystemExit):
@@ -69,7 +70,10 @@ async def ask(
         "stream_options": {"include_usage": True},
     }
     started = last = time.perf_counter()
-    status, error, first, pause = 0, "", 0.0, 0.0
+    status = 0
+    error = ""
+    first = 0.0
+    pause = 0.0
     usage = {"prompt_tokens": 0, "completion_tokens": 0}
     try:
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
@@ -83,7 +87,8 @@ async def ask(
                 if any(choice["delta"].get("content") for choice in chunk.get("choices", ())):
                     now = time.perf_counter()
                     first = first or now
-                    pause, last = max(pause, now - last), now
+                    pause = max(pause, now - last)
+                    last = now
                 usage = chunk.get("usage") or usage
         if not error and usage["completion_tokens"] != tokens:
             error = f"sent {usage['completion_tokens']} of {tokens} tokens"

@@ -59,7 +59,8 @@ from ullage_router.telemetry.metrics import Metrics, TenantMetrics
 from ullage_router.telemetry.record import CachedTokens, RequestRecord
 
 MANIFEST = Path(__file__).resolve().parents[1] / "examples" / "smollm2.yaml"
-MOST_SCRAPE_MS, MOST_SHARE = 10.0, 0.01
+MOST_SCRAPE_MS = 10.0
+MOST_SHARE = 0.01
 FLOORS = f"floors: each scrape <= {MOST_SCRAPE_MS:g} ms, router, worker and whole <= {MOST_SHARE:g}"
 TENANTS = tuple(f"tenant-{number}" for number in range(20))
 CODES = (200, 400, 401, 429, 499, 500, 503, 504)
@@ -104,13 +105,16 @@ def busy_router() -> Router:
             for priority in (-1, 0, 1):
                 record = RequestRecord("r", tenant=tenant, status=code, priority=priority)
                 record.decision = made("reject" if code == 429 else "accept", queued_s=0.1)
-                record.ttft_s, record.output_tokens, record.ended = 0.1, 50, record.arrived + 2
+                record.ttft_s = 0.1
+                record.output_tokens = 50
+                record.ended = record.arrived + 2
                 record.cached = (CachedTokens("device", 64, 0.0),)
                 router.record = record
                 router.on_end()
     router.record = RequestRecord("r", tenant=TENANTS[0], status=200)
     router.record.decision = made("accept")
-    router.record.ttft_s, router.record.output_tokens = 0.1, 50
+    router.record.ttft_s = 0.1
+    router.record.output_tokens = 50
     router.record.ended = router.record.arrived + 2
     return router
 
@@ -157,7 +161,8 @@ def entry() -> Any:
 
 
 def busy_engine() -> EngineMetrics:
-    metrics, state = EngineMetrics("model"), worker_state(busy_figures())
+    metrics = EngineMetrics("model")
+    state = worker_state(busy_figures())
     places = [
         RankPlace(
             rank=rank,
@@ -238,8 +243,11 @@ class Costs:
 
 
 def measure_costs() -> Costs:
-    router, engine, figures = busy_router(), busy_engine(), busy_figures()
-    begun, encoder = entry(), msgspec.msgpack.Encoder()
+    router = busy_router()
+    engine = busy_engine()
+    figures = busy_figures()
+    begun = entry()
+    encoder = msgspec.msgpack.Encoder()
     engine.tokens(begun, 1)
 
     def token() -> None:
@@ -268,7 +276,8 @@ class Service:
         self._engines = [engine["metrics_url"] for engine in state["engines"]]
 
     def counts(self) -> dict[str, float]:
-        router, engine = read(self._router), read(*self._engines)
+        router = read(self._router)
+        engine = read(*self._engines)
         return {
             "requests": router["ullage_router_requests_total"],
             "router_s": router["process_cpu_seconds_total"],
@@ -298,7 +307,8 @@ def under_load(options: argparse.Namespace) -> dict[str, float]:
         process, _ = start(MANIFEST, state_file)
         try:
             state = json.loads(state_file.read_text())
-            service, ask = Service(state), (state["http_url"], state["model"])
+            service = Service(state)
+            ask = (state["http_url"], state["model"])
             asyncio.run(level(*ask, options.concurrency, options.concurrency, 20, 4))
             before = service.counts()
             asyncio.run(level(*ask, options.concurrency, options.requests, 20, options.tokens))

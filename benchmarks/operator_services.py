@@ -104,7 +104,8 @@ def operator() -> Iterator[tuple[psutil.Process, str]]:
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     """With the namespace and the definition; the namespace goes at the end."""
     connection = Connection()
-    api, headers = await connection.api(), await connection.headers()
+    api = await connection.api()
+    headers = await connection.headers()
     await connection.close()
     verify = api.rest_client.ssl_context
     async with httpx.AsyncClient(
@@ -254,7 +255,9 @@ def watched(text: str) -> float:
 async def main() -> None:
     options = parser().parse_args()
     if options.quick:
-        options.services, options.seconds, options.edits = 20, 3.0, 3
+        options.services = 20
+        options.seconds = 3.0
+        options.edits = 3
     with api_server():
         async with client() as api:
             print(f"{options.services} services, load average {os.getloadavg()[0]:.1f}")

@@ -67,7 +67,8 @@ GAP_S = 2.5
 """Seconds without a sample after which an alert has cleared; there is one every second."""
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
-TTFT_S, E2E_S = 7.0, 20.0
+TTFT_S = 7.0
+E2E_S = 20.0
 OBJECTIVES = MappingProxyType({"ttft_p95": TTFT_S, "e2e_p95": E2E_S})
 FLOORS = (
     f"floors: goodput_share >= {LEAST_GOODPUT_SHARE:g}, refused_p99_ms <= {MOST_REFUSED_P99_MS:g}, "
@@ -196,7 +197,8 @@ async def start_router(
         "pools": [{"name": "single", "targets": addresses}],
         "slo": dict(slo),
     }
-    path, log = to / "router.yaml", to / "router.log"
+    path = to / "router.yaml"
+    log = to / "router.log"
     path.write_text(json.dumps(config))
     command = (sys.executable, "-m", "ullage_router.main", "--config", str(path))
     router = await stack.enter_async_context(process(*command, log=log))
@@ -301,7 +303,9 @@ class Client:
     async def ask(self, ask: Ask) -> Answer:
         """One request, to its last byte."""
         started = time.monotonic()
-        ttft_s, code, has_waited = 0.0, "", False
+        ttft_s = 0.0
+        code = ""
+        has_waited = False
         try:
             async with (
                 asyncio.timeout(HANG_S),
@@ -315,11 +319,14 @@ class Client:
                     if not ttft_s and line.startswith(b"data:"):
                         ttft_s = time.monotonic() - started
                     if b'"error"' in line:
-                        status, code = -1, "BROKEN"
+                        status = -1
+                        code = "BROKEN"
         except TimeoutError:
-            status, code = 0, "HUNG"
+            status = 0
+            code = "HUNG"
         except aiohttp.ClientError as error:
-            status, code = -1, type(error).__name__
+            status = -1
+            code = type(error).__name__
         now = time.monotonic()
         return Answer(ask, status, code, has_waited, now, ttft_s, now - started)
 
@@ -327,7 +334,8 @@ class Client:
 async def measured_capacity(client: Client, plan: Plan) -> float:
     """Worth of the answers to clients that each send one request after another, a second."""
     asks = itertools.cycle(random.Random(3).sample(MIX * 20, k=20 * len(MIX)))
-    end, answers = time.monotonic() + max(5.0, plan.seconds / 2), list[Answer]()
+    end = time.monotonic() + max(5.0, plan.seconds / 2)
+    answers = list[Answer]()
 
     async def go_on() -> None:
         while time.monotonic() < end:
@@ -343,7 +351,8 @@ async def measured_capacity(client: Client, plan: Plan) -> float:
 
 async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Answer]]:
     """When the load began, and every answer."""
-    started, rate = time.monotonic(), plan.factor * capacity / plan.mean_worth
+    started = time.monotonic()
+    rate = plan.factor * capacity / plan.mean_worth
     asks = random.Random(7).choices(MIX, k=int(rate * plan.seconds))
     tasks = []
     for number, ask in enumerate(asks):
@@ -356,7 +365,8 @@ def figures(
     plan: Plan, capacity: float, started: float, answers: Sequence[Answer]
 ) -> dict[str, Any]:
     """What is printed."""
-    begin, end = started + plan.ramp_s, started + plan.seconds
+    begin = started + plan.ramp_s
+    end = started + plan.seconds
     good = [a for a in answers if a.is_good and begin <= a.ended < end]
     goodput = sum(plan.worth(answer.ask) for answer in good) / (end - begin)
     served = [answer for answer in answers if answer.status == 200]
@@ -410,7 +420,8 @@ async def run(plan: Plan, with_prometheus: bool) -> dict[str, Any]:
         capacity = plan.engines * plan.blocks / plan.token_s
         if plan.is_timed:
             capacity = await measured_capacity(client, plan)
-        before, began = cpu_s(router), time.time()
+        before = cpu_s(router)
+        began = time.time()
         started, answers = await load(client, plan, capacity)
         used_ms = 1e3 * (cpu_s(router) - before) / len(answers)
         report = {**figures(plan, capacity, started, answers), "router_cpu_ms": round(used_ms, 3)}
@@ -443,7 +454,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="3 s of little load, without floors")
     o = parser.parse_args()
     if o.quick:
-        o.seconds, o.slots, o.token_s = 3.0, 2, 0.01
+        o.seconds = 3.0
+        o.slots = 2
+        o.token_s = 0.01
     engines = 1 if o.real else o.engines
     plan = Plan(o.seconds, o.factor, engines, o.slots, o.token_s, o.sequence_s, o.real, o.clients)
     figures = asyncio.run(run(plan, o.prometheus))

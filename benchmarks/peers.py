@@ -40,7 +40,8 @@ cache for all."""
 MAX_SEQUENCES = 64
 KV_GIB = 1
 PROGRESS_S = 5.0
-START_S, STOP_S = 600.0, 30.0
+START_S = 600.0
+STOP_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Running:
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
     """Says on stderr every few seconds for how long something has been running."""
-    ended, started = threading.Event(), time.monotonic()
+    ended = threading.Event()
+    started = time.monotonic()
 
     def report() -> None:
         while not ended.wait(PROGRESS_S):

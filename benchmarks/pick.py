@@ -138,7 +138,8 @@ async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: i
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         asked = entries(batch, is_like)
-        end, placed = time.perf_counter() + seconds, 0
+        end = time.perf_counter() + seconds
+        placed = 0
 
         async def ask() -> None:
             nonlocal placed
@@ -157,7 +158,8 @@ async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: i
 async def answers(port: int, is_direct: bool, seconds: float) -> float:
     """Whole answers a second with CLIENTS at once."""
     async with Client(f"127.0.0.1:{port}", is_direct=is_direct) as client:
-        end, done = time.perf_counter() + seconds, 0
+        end = time.perf_counter() + seconds
+        done = 0
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
         request.stop.max_tokens = 64
 
@@ -182,7 +184,8 @@ def cpu_s(process: psutil.Process) -> float:
 async def measure(port: int, router: psutil.Process, seconds: float) -> None:
     for is_like, kind in ((False, "distinct"), (True, "like")):
         for batch in BATCHES:
-            used, started = cpu_s(router), time.perf_counter()
+            used = cpu_s(router)
+            started = time.perf_counter()
             rate = await picks(port, batch, is_like, seconds)
             share = (cpu_s(router) - used) / (time.perf_counter() - started)
             per_core = f"{rate / share:>9,.0f} a second of its CPU"

@@ -7,7 +7,12 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 COLORS = ("#3b82c4", "#d9822b", "#3f9c5a", "#a05cc0")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, GAP = 760, 150, 60, 20, 34, 44
+WIDTH = 760
+HEIGHT = 150
+LEFT = 60
+RIGHT = 20
+TOP = 34
+GAP = 44
 BARS_LEFT = 110
 MOST_POINTS = 400
 

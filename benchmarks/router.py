@@ -351,8 +351,12 @@ def main() -> None:
     parser.add_argument("--production-stack", default=PRODUCTION_STACK)
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.seconds, options.requests = 1, 0.5, 200
-        options.streams, options.connections, options.rate = 50, 8, 20.0
+        options.rounds = 1
+        options.seconds = 0.5
+        options.requests = 200
+        options.streams = 50
+        options.connections = 8
+        options.rate = 20.0
     with contextlib.ExitStack() as stack:
         run(Path(stack.enter_context(tempfile.TemporaryDirectory())), options)
 

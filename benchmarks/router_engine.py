@@ -192,7 +192,8 @@ class OpenAIEngine(asyncio.Protocol):
         """One event after the other."""
         self._transport.write(self._events[number])
         if number + 1 < len(self._events):
-            loop, local = asyncio.get_running_loop(), self._transport.get_extra_info("sockname")
+            loop = asyncio.get_running_loop()
+            local = self._transport.get_extra_info("sockname")
             loop.call_later(until_step(self._interval_s, local), self._send, number + 1)
 
 
@@ -221,7 +222,8 @@ def _chunk(data: bytes) -> bytes:
 
 
 async def serve_http(ports: Sequence[int], tokens: int, interval_s: float) -> None:
-    loop, listening = asyncio.get_running_loop(), []
+    loop = asyncio.get_running_loop()
+    listening = []
     for port in ports:
         server = await loop.create_server(
             lambda: OpenAIEngine(tokens, interval_s), "127.0.0.1", port, backlog=2048

@@ -113,7 +113,8 @@ class Load:
             self.errors += 1
 
     async def closed(self, connections: int, seconds: float, requests: int) -> None:
-        until, remaining = time.perf_counter() + seconds, requests or 1 << 60
+        until = time.perf_counter() + seconds
+        remaining = requests or 1 << 60
 
         async def worker(connection: Connection) -> None:
             nonlocal remaining

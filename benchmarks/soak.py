@@ -38,7 +38,8 @@ from tiers_up import DEVICE_MIB, TOKEN_BYTES, Answer, Service, ask, service_up
 from ullage_common.wire.channels import open_channel
 
 MIB = 1 << 20
-HOST_SHARE, FILE_SHARE = 1.5, 3.0
+HOST_SHARE = 1.5
+FILE_SHARE = 3.0
 """Sizes of the tiers, as shares of the device's KV."""
 LONGEST_SHARE = 0.5
 """Share of the device's KV after which a conversation ends and another begins."""
@@ -144,9 +145,12 @@ def is_refused(error: Exception) -> bool:
 
 
 async def turn(soak: Soak, channel: grpc.aio.Channel, session: Session) -> None:
-    chooser, room = soak.chooser, soak.kv_tokens
+    chooser = soak.chooser
+    room = soak.kv_tokens
     if not session.tokens or len(session.tokens) > LONGEST_SHARE * room:
-        session.name, session.tokens, session.turns = f"{session.number}-{soak.answers}", [], 0
+        session.name = f"{session.number}-{soak.answers}"
+        session.tokens = []
+        session.turns = 0
     num_new = int(chooser.choice(TURN_SHARES) * chooser.uniform(1.0, 1.25) * room)
     prompt = session.tokens + [chooser.randrange(100, 4000) for _ in range(num_new)]
     max_tokens = int(chooser.choice(ANSWER_SHARES) * room)
@@ -233,7 +237,8 @@ def _progress(soak: Soak) -> str:
 async def kill_worker(soak: Soak, service: Service, started: float, after_s: float) -> None:
     await asyncio.sleep(after_s)
     if pid := service.worker_pid(0):
-        soak.killed_s, soak.answers_at_kill = time.monotonic() - started, soak.answers
+        soak.killed_s = time.monotonic() - started
+        soak.answers_at_kill = soak.answers
         os.kill(pid, signal.SIGKILL)
 
 
@@ -252,7 +257,8 @@ async def run(options: argparse.Namespace, folder: Path) -> Soak:
         service_up(folder, f"{options.kv_mib}Mi", tiers) as service,
         open_channel(service.target) as channel,
     ):
-        started, seconds = time.monotonic(), 60 * options.minutes
+        started = time.monotonic()
+        seconds = 60 * options.minutes
         killer = asyncio.create_task(kill_worker(soak, service, started, options.kill_s))
         work = [
             asyncio.create_task(sample(soak, service, files, started)),
@@ -279,7 +285,8 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
     rows = soak.samples
     if len(rows) < FEWEST_ROWS:
         return [*soak.errors, f"there are only {len(rows)} samples"]
-    last, shared = rows[-1], sorted(filter(os.path.exists, soak.shared_files))
+    last = rows[-1]
+    shared = sorted(filter(os.path.exists, soak.shared_files))
     quota = FILE_SHARE * soak.kv_mib * MIB
     checks = {
         "blocks of KV failed in a tier": last["failures"] == 0,

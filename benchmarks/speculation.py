@@ -157,7 +157,8 @@ def new_engine(runner: ModelRunner, num_speculative_tokens: int) -> EngineCore:
         decode_tokens=1 << 20,
         num_speculative_tokens=num_speculative_tokens,
     )
-    throughput, lengths = ThroughputEstimator(), OutputLengthEstimator(LONGEST, start=256)
+    throughput = ThroughputEstimator()
+    lengths = OutputLengthEstimator(LONGEST, start=256)
     return EngineCore(Scheduler(profile, limits, throughput, lengths), runner, throughput)
 
 

@@ -104,7 +104,8 @@ class Blocks:
     """The blocks that all measurements move, and memory of the same size to move them to."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
         self.total_bytes = num_blocks * block_bytes
         self.keys = block_keys(SPACE, range(num_blocks), 1)
         # At beginnings of pages, as slots of the host tier and fio's buffers are.
@@ -347,7 +348,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw the engine's figures as SVG")
     options = parser.parse_args()
     if options.quick:
-        options.size_mib, options.rounds, options.prompt_tokens = 64, 1, 512
+        options.size_mib = 64
+        options.rounds = 1
+        options.prompt_tokens = 512
     return options
 
 

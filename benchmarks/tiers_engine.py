@@ -25,7 +25,8 @@ from tiers_up import TOKEN_BYTES, Answer, Service, ask, service_up
 from ullage_common.wire.channels import open_channel
 
 MIB = 1 << 20
-TAIL, OUTPUT = 16, 32
+TAIL = 16
+OUTPUT = 32
 """Tokens of a prompt behind its long prefix, and of an answer."""
 TEXT_PROMPT = 512
 WAIT_S = 60.0
@@ -127,7 +128,8 @@ async def measure_pass(
     prompt_mib = num_tokens * TOKEN_BYTES / MIB
     # One prompt with its answer, and hardly a block more: each is gone when the next is computed.
     max_kv = f"{(num_tokens + TAIL + OUTPUT) * 1.1 * TOKEN_BYTES / MIB:.0f}Mi"
-    chooser, result = random.Random(num_tokens), Pass()
+    chooser = random.Random(num_tokens)
+    result = Pass()
     prompts = [
         [chooser.randrange(100, 40_000) for _ in range(num_tokens + TAIL)]
         for _ in range(max(setup.prompts for setup in SETUPS))

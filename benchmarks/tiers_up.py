@@ -169,7 +169,8 @@ async def ask(
         output=pb.OutputOptions(return_token_ids=True),
         session_id=session,
     )
-    answer, finished = Answer(), pb.Finished()
+    answer = Answer()
+    finished = pb.Finished()
     started = time.perf_counter()
     async for response in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request):
         now = time.perf_counter() - started
@@ -182,7 +183,8 @@ async def ask(
             f"{len(answer.token_ids)} of {max_tokens} tokens, reason {finished.reason}"
         )
     usage = finished.usage
-    answer.prompt_tokens, answer.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+    answer.prompt_tokens = usage.prompt_tokens
+    answer.cached_tokens = usage.cached_tokens
     answer.cached_by_tier = {each.tier: each.tokens for each in usage.cached_by_tier}
     if usage.cached_tokens and not usage.cached_by_tier:
         answer.cached_by_tier = {"device": usage.cached_tokens}

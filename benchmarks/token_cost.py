@@ -85,7 +85,8 @@ def run_engine(step_ms: str, config_path: Path) -> int:
     )
 
     async def serve() -> None:
-        stop, hurry = asyncio.Event(), asyncio.Event()
+        stop = asyncio.Event()
+        hurry = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         await EngineApp(config, lambda _: launch, RestartPolicy()).run(stop, hurry)
 

@@ -127,7 +127,8 @@ def type_of(node: Schema) -> str:
 
 
 def bounds(node: Schema) -> str:
-    low, high = node.get("minimum"), node.get("maximum")
+    low = node.get("minimum")
+    high = node.get("maximum")
     if low is not None and high is not None:
         return f" {low} to {high}"
     return f" ≥ {low}" if low is not None else f" ≤ {high}" if high is not None else ""

@@ -102,7 +102,8 @@ class Build:
 
     def target(self, name: str, tag: str, base: str) -> list[str]:
         """Builds one image of docker/Dockerfile; its build context is the folder of wheels."""
-        image, wheels = IMAGES[name], self.folder / "wheels" / name
+        image = IMAGES[name]
+        wheels = self.folder / "wheels" / name
         options = ["--target", image.target or name, "--build-context", f"wheels={wheels}"]
         values = {
             "BASE": base,
@@ -122,7 +123,8 @@ class Build:
 
 def fetch_commands(name: str, wheels: Path, machine: str) -> Iterator[list[str]]:
     """What fills the folder of wheels: the product's own first, then what it needs, and pip."""
-    image, pip = IMAGES[name], [sys.executable, "-m", "pip"]
+    image = IMAGES[name]
+    pip = [sys.executable, "-m", "pip"]
     yield [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), "."]
     chosen = ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms(machine)]
     download = [*pip, "download", "--quiet", *chosen, "--dest", str(wheels)]
@@ -223,7 +225,8 @@ def pull_base(build: Build, base: str) -> str:
 
 def make(build: Build, name: str, base: str, archive: Path) -> Made:
     """One image from its wheels to its archive."""
-    wheels, tag = build.folder / "wheels" / name, f"{REPOSITORY}/{name}:{version()}"
+    wheels = build.folder / "wheels" / name
+    tag = f"{REPOSITORY}/{name}:{version()}"
     shutil.rmtree(wheels, ignore_errors=True)
     wheels.mkdir(parents=True)
     for command in fetch_commands(name, wheels, platform.machine()):

@@ -100,7 +100,8 @@ def lines() -> Iterator[str]:
     for name, alias in engine.VLLM_NAMES.items():
         yield f"| `{alias}{name.exposed.removeprefix(name.name)}` | `{name.exposed}` |"
     ends = "stop and length; timeout and cancelled are abort"
-    success, cache = engine.VLLM_SUCCESS, engine.VLLM_CACHE
+    success = engine.VLLM_SUCCESS
+    cache = engine.VLLM_CACHE
     yield f"| `{success.exposed}`, label `finished_reason` | `{engine.REQUESTS.exposed}`: {ends} |"
     sizes = f"`{engine.BLOCK_TOKENS.name}` and `{engine.BLOCKS.name}`"
     yield f"| `{cache.name}{{{','.join(cache.labels)}}}` | {sizes}, as labels |"

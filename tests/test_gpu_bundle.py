@@ -77,7 +77,8 @@ def test_wheels_are_fetched_once_and_the_missing_ones_are_named(
 
 
 def test_what_is_too_large_is_named(tmp_path: Path) -> None:
-    small, large = tmp_path / "small.whl", tmp_path / "large.bin"
+    small = tmp_path / "small.whl"
+    large = tmp_path / "large.bin"
     small.write_bytes(bytes(1000))
     large.write_bytes(bytes(5000))
     assert gpu_bundle.check_size([small], [large], limit=6000).startswith("bundle 0.0 MiB")

@@ -221,7 +221,8 @@ def oci_archive(path: Path, layers: list[bytes]) -> str:
 
 
 def test_an_archives_digest_and_sizes_are_told(tmp_path):
-    plain, packed = bytes(5_000), gzip.compress(bytes(100_000))
+    plain = bytes(5_000)
+    packed = gzip.compress(bytes(100_000))
     digest = oci_archive(tmp_path / "x.tar", [plain, packed])
     made = images.inspect(tmp_path / "x.tar")
     assert made == images.Made(digest, len(plain) + len(packed), 105_000)

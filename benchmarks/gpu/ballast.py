@@ -14,7 +14,8 @@ STEP_BYTES = 16 << 20
 
 
 def main() -> None:
-    device, leave = torch.device(sys.argv[1]), int(sys.argv[2])
+    device = torch.device(sys.argv[1])
+    leave = int(sys.argv[2])
     held = take(device, leave)
     print(sum(each.nbytes for each in held), flush=True)
     sys.stdin.read()

@@ -126,7 +126,8 @@ def settled(job: Job, seconds: float = SETTLE_S) -> int:
     while time.monotonic() < deadline and time.monotonic() - since < STABLE_S:
         time.sleep(INTERVAL_S)
         used = measured()[0]
-        lowest, highest = min(lowest, used), max(highest, used)
+        lowest = min(lowest, used)
+        highest = max(highest, used)
         if highest - lowest > STABLE_BYTES:
             lowest = highest = used
             since = time.monotonic()

@@ -23,10 +23,15 @@ from benchmarks.gpu.figures import Job, Results
 
 ROOT = Path(__file__).parents[2]
 
-PASSED, FAILED, CRASHED, TIMED_OUT, NOT_RUN = "passed", "failed", "crashed", "timed out", "not run"
+PASSED = "passed"
+FAILED = "failed"
+CRASHED = "crashed"
+TIMED_OUT = "timed out"
+NOT_RUN = "not run"
 STATUSES = (PASSED, FAILED, CRASHED, TIMED_OUT, NOT_RUN)
 
-FIRST_S, SECOND_S = 150.0, 440.0
+FIRST_S = 150.0
+SECOND_S = 440.0
 """Most seconds of each of the two calls."""
 
 REHEARSAL_FACTOR = 3.0

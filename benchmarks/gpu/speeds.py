@@ -38,7 +38,8 @@ INT4_GROUP = 32
 """Values that share a scale, as the loader's own int4 has them."""
 FEW_ROWS = 32
 """Rows up to which a product waits for its weights."""
-LEAST_FEW, LEAST_MANY = 1.0, 0.4
+LEAST_FEW = 1.0
+LEAST_MANY = 0.4
 """Speed of small weights against bfloat16, where rows are few and where they are many."""
 LEAST_PREFILL = 0.35
 LEAST_DECODE = {1 << 16: 0.7, 1 << 15: 0.5}

@@ -100,7 +100,8 @@ def _config(options: argparse.Namespace) -> EngineConfig:
 
 
 async def _serve(config: EngineConfig, config_path: Path) -> None:
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
 
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()

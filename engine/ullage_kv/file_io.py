@@ -34,7 +34,8 @@ from ullage_kv.keys import KEY_BYTES
 
 log = logging.getLogger(__name__)
 
-_MAGIC, _VERSION = b"ullagekv", 1
+_MAGIC = b"ullagekv"
+_VERSION = 1
 _HEADER = struct.Struct(f"<8sQ{KEY_BYTES}sQ")
 """Magic, version, namespace, bytes of a block; its check follows."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}s16sQ")
@@ -44,7 +45,8 @@ _EXTENT_BYTES = 64 << 20
 """Bytes by which the file of slots grows."""
 _GRACE_S = 600.0
 """Seconds for which a folder without an engine is kept for it, whatever room others need."""
-_LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.01
+_LOCK_TRIES = 5
+_LOCK_PAUSE_S = 0.01
 """Times that a folder's lock is asked for: others look for a moment whether somebody has it."""
 _NAMESPACE = re.compile("[0-9a-f]{16}")
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
@@ -96,7 +98,9 @@ class SlotFile:
         Raises:
             FileTierError: it cannot be made, written or locked, or `max_bytes` hold no block.
         """
-        self._space, self._block_bytes, self._calls = space, block_bytes, calls
+        self._space = space
+        self._block_bytes = block_bytes
+        self._calls = calls
         self.slot_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
         self.max_slots = (max_bytes - PAGE_BYTES) // (self.slot_bytes + _ENTRY_BYTES)
         if self.max_slots < 1:
@@ -286,10 +290,8 @@ class SlotFile:
         num_entries = max(0, len(table) - PAGE_BYTES) // _ENTRY_BYTES
         for slot in range(num_entries):
             start = PAGE_BYTES + slot * _ENTRY_BYTES
-            entry, check = (
-                table[start : start + _ENTRY.size],
-                table[start + _ENTRY.size : start + _ENTRY.size + 8],
-            )
+            entry = table[start : start + _ENTRY.size]
+            check = table[start + _ENTRY.size : start + _ENTRY.size + 8]
             if not any(entry):
                 continue
             if check != _check(entry, slot) or slot >= self.num_slots:

@@ -174,7 +174,8 @@ class Lane:
         self._queue = deque[Job]()
         self._num_waiting = 0
         """Transfers that no thread has taken."""
-        self._max_queued, self._max_taken = max_queued, max_taken
+        self._max_queued = max_queued
+        self._max_taken = max_taken
         self._buffer_bytes = buffer_bytes
         self._num_active = 0
         self._is_closed = False

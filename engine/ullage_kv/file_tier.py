@@ -23,7 +23,8 @@ from ullage_kv.tier import Breaker, TierCounter, TierStats, Transfer, done
 
 log = logging.getLogger(__name__)
 
-NUM_LOADING, NUM_SAVING = 4, 4
+NUM_LOADING = 4
+NUM_SAVING = 4
 """Threads: while some copy and take checksums, the device must have enough to do."""
 _MAX_QUEUED_BYTES = 64 << 20
 """Most bytes of blocks that wait to be saved: each of them holds a slot of the host tier."""
@@ -37,7 +38,8 @@ _LOOK_S = 1.0
 _TRIM_S = 60.0
 """Seconds between two looks for folders without an engine, and between two tries to grow on a
 device that is full."""
-_TURN_BYTES, _TURN_SHARE = 4 << 20, 1 / 64
+_TURN_BYTES = 4 << 20
+_TURN_SHARE = 1 / 64
 """Most bytes of blocks that a thread saves in its turn, and most of all slots: where threads take
 turns for each block, they mostly wait for one another."""
 
@@ -88,7 +90,8 @@ class FileTier:
         """
         self._path = Path(path)
         self._open_file = partial(SlotFile, self._path, space, block_bytes, max_bytes, calls)
-        self._block_bytes, self._max_bytes = block_bytes, max_bytes
+        self._block_bytes = block_bytes
+        self._max_bytes = max_bytes
         self._clock = clock
         self._save_deadline_s = save_deadline_s
         self._counter = TierCounter()

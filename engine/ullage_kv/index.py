@@ -104,7 +104,8 @@ class SlotIndex:
         `blocks`: slot, key and parent of those that lie in new slots already, the least recently
         used first. They are read from now on.
         """
-        first, self.num_slots = self.num_slots, self.num_slots + num_slots
+        first = self.num_slots
+        self.num_slots = self.num_slots + num_slots
         self._generations += [0] * num_slots
         for slot, key, parent in blocks:
             shard = self._shard(key)
@@ -343,14 +344,16 @@ class SlotIndex:
 
     def _oldest(self) -> _Shard | None:
         """Returns the shard with the block that is to be evicted next."""
-        oldest, last_used = None, 0
+        oldest = None
+        last_used = 0
         for shard in self._shards:
             if not shard.evictable:
                 continue
             with shard.lock:
                 first = next(iter(shard.evictable.values()), None)
             if first is not None and (oldest is None or first.last_used < last_used):
-                oldest, last_used = shard, first.last_used
+                oldest = shard
+                last_used = first.last_used
         return oldest
 
     def _evict_first(self, shard: _Shard) -> None:
@@ -469,8 +472,10 @@ class Lease:
         """Gives everything back: what was reserved is aborted, what was pinned is not any more."""
         with self._lock:
             self._is_closed = True
-            reserved, self._reserved = self._reserved, set()
-            pinned, self._pinned = self._pinned, Counter()
+            reserved = self._reserved
+            self._reserved = set()
+            pinned = self._pinned
+            self._pinned = Counter()
         for ref in reserved:
             self._index._end_writing(ref, is_stored=False)
         for ref in pinned.elements():

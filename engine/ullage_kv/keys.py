@@ -54,7 +54,8 @@ def extend_keys(
     numbers = array.array("I", token_ids[start : len(token_ids) // block_tokens * block_tokens])
     if sys.byteorder == "big":
         numbers.byteswap()
-    data, size = memoryview(numbers).cast("B"), block_tokens * numbers.itemsize
+    data = memoryview(numbers).cast("B")
+    size = block_tokens * numbers.itemsize
     for offset in range(0, len(data), size):
         digest = hashlib.sha256(parent + data[offset : offset + size]).digest()
         chain = chain or digest[:CHAIN_BYTES]

@@ -170,7 +170,8 @@ class Peer:
             try:
                 here = self._take_answer(answer, len(places))
                 held = list(itertools.compress(places, here))
-                pinned, places = held[: answer.num_pinned], held[answer.num_pinned :]
+                pinned = held[: answer.num_pinned]
+                places = held[answer.num_pinned :]
                 if not pinned:
                     arriving.refuse(places)
                     return
@@ -244,7 +245,8 @@ class Peer:
             self._is_closed = True
             channels = [channel for _, channel in self._retired]
             channels += [self._channel] if self._channel else []
-            self._retired, self._channel = [], None
+            self._retired = []
+            self._channel = None
         for channel in channels:
             channel.close()
 
@@ -327,7 +329,8 @@ class _Arriving:
 
     def _take_chunk(self, place: int, chunk: pb.ReadResponse) -> None:
         memory = self._transfers[place].memory
-        data, start = chunk.data, self._num_written[place]
+        data = chunk.data
+        start = self._num_written[place]
         if chunk.offset != start or not 0 < len(data) <= len(memory) - start:
             raise _WrongAnswer(
                 f"it sent {len(data)} bytes at {chunk.offset}, where {start} of the {len(memory)} "

@@ -258,7 +258,8 @@ class RemoteTier:
         """Reads from peers again after all chains were removed, as when whoever damaged them is
         gone. Chains and blocks that were removed by name are not read again."""
         with self._lock:
-            was_distrusted, self._is_distrusted = self._is_distrusted, False
+            was_distrusted = self._is_distrusted
+            self._is_distrusted = False
         if was_distrusted:
             log.info("peers are read again")
 
@@ -376,7 +377,8 @@ class RemoteTier:
 
     def _next_batch(self) -> list[_Copies]:
         """Waits for blocks to copy; empty: the tier is closed, and nothing waits any more."""
-        batch, num_bytes = list[_Copies](), 0
+        batch = list[_Copies]()
+        num_bytes = 0
         with self._has_copies:
             self._has_copies.wait_for(lambda: self._queue or self._closing.is_set())
             while self._queue and num_bytes < BATCH_BYTES:
@@ -479,7 +481,8 @@ class RemoteTier:
     def close(self) -> None:
         with self._lock:
             self._closing.set()
-            peers, self._peers = self._peers, {}
+            peers = self._peers
+            self._peers = {}
         with self._has_copies:
             self._has_copies.notify()
         for peer in peers.values():

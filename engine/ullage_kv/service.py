@@ -400,7 +400,8 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         Raises:
             ServiceError: there is none.
         """
-        held, served = self.leases.find(number), self._served()
+        held = self.leases.find(number)
+        served = self._served()
         if served is None or held.store is not served.store:
             self.leases.end(number)
             raise _lease_over()

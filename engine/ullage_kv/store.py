@@ -302,7 +302,8 @@ class Store:
 
     def _begin(self, fetch: _Fetch, part: range) -> "Future[None]":
         """Begins to fetch a part; returns when its results are there."""
-        keys, wanted = fetch.keys, dict[str, list[int]]()
+        keys = fetch.keys
+        wanted = dict[str, list[int]]()
         for place, name in zip(part, self.contains(keys[part.start : part.stop]), strict=True):
             if name and name != HOST:
                 wanted.setdefault(name, []).append(place)

@@ -171,9 +171,11 @@ def _demand(
     if not load.ready or not load.capacity:
         least = max(current, 1 if load.wanted else 0)
         return ScalingDecision(least, "NotReady", "no engine is ready that could be measured")
-    target, why = policy.targets.kv_utilization, "Memory"
+    target = policy.targets.kv_utilization
+    why = "Memory"
     if history.strain and history.strain.share < target:
-        target, why = history.strain.share, "Late"
+        target = history.strain.share
+        why = "Late"
     engine = load.capacity / load.ready
     ratio = (load.claimed + load.waiting) / (engine * target)
     present = max(0, current - policy.warm_spares)
@@ -345,7 +347,8 @@ def pool_load(name: str, reports: Iterable[RouterReport], is_partial: bool) -> P
 Object = Mapping[str, Any]
 
 SCALING = "ScalingActive"
-OWN, KEDA = "ullage", "keda"
+OWN = "ullage"
+KEDA = "keda"
 """Who decides: `spec.pools.NAME.autoscaling.provider`."""
 
 SCALED_OBJECT = "ScaledObject"
@@ -560,5 +563,6 @@ def scaling_notes(before: Object, after: Object) -> list[EventNote]:
 
 
 def _scaling_message(name: str, pool: Object) -> str:
-    count, why = pool["desiredReplicas"], pool["scaling"]["message"]
+    count = pool["desiredReplicas"]
+    why = pool["scaling"]["message"]
     return f"pool {name} is to have {count} engine{'' if count == 1 else 's'}: {why}"

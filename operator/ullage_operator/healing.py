@@ -175,7 +175,8 @@ def _decide_for_pool(
     wait_s, reason = _wait(policy, history, now)
     others = [pod for pod in pods if pod is not diagnosis.pod]
     if why := _why_spared(diagnosis, others, {each.pod.uid for each in diagnoses}, is_unreachable):
-        reason, wait_s = why, policy.silent_after
+        reason = why
+        wait_s = policy.silent_after
     if not wait_s:
         return RestartDecision((diagnosis,))
     message = f"{diagnosis.message}; {_explanation(reason, policy)}"
@@ -416,7 +417,8 @@ def engine_pods(
 def _engine_pod(
     pod: Pod, health: EngineHealth | None, lost: frozenset[str], now: datetime
 ) -> EnginePod:
-    health, ready = health or _UNKNOWN, is_ready(pod)
+    health = health or _UNKNOWN
+    ready = is_ready(pod)
     return EnginePod(
         name=str(pod["metadata"]["name"]),
         uid=str(pod["metadata"]["uid"]),

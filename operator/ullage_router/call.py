@@ -70,7 +70,8 @@ class PausableDeadline:
     def paused(self) -> Iterator[None]:
         """Postpones the deadline and its timeouts by as long as the block takes."""
         loop = asyncio.get_running_loop()
-        began, ends = loop.time(), [timeout.when() for timeout in self._timeouts]
+        began = loop.time()
+        ends = [timeout.when() for timeout in self._timeouts]
         for timeout in self._timeouts:
             timeout.reschedule(None)
         try:

@@ -138,7 +138,8 @@ class Peer:
 
     def _connected(self) -> grpc.aio.Channel:
         if self._channel is None:
-            tls, target = self._step.tls, self._step.target
+            tls = self._step.tls
+            target = self._step.target
             if tls and self.certificates:
                 credentials = self.certificates.channel_credentials()
                 self._channel = open_channel(target, credentials, tls.server_name)
@@ -222,7 +223,8 @@ def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
     """
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(call.request)
-    request.model, request.request_id = "", call.record.request_id
+    request.model = ""
+    request.request_id = call.record.request_id
     request.priority = min(0, call.request.priority)
     return request
 
@@ -295,7 +297,8 @@ class BufferedAnswer:
 
     def describe(self, request_id: str, decision: Decision) -> None:
         """Writes into `accepted` what was tried."""
-        self.accepted.request_id, self.accepted.model = request_id, decision.model
+        self.accepted.request_id = request_id
+        self.accepted.model = decision.model
         del self.accepted.attempts[:]
         self.accepted.attempts.extend(attempt.to_wire() for attempt in decision.attempts)
 
@@ -457,7 +460,8 @@ class _Run:
     def _call_of(self, step: int) -> Call:
         """Return the call as a step gets it, with decisions of its own."""
         call = copy.copy(self._call)
-        call.decision, call.refused_by = Decision(), {}
+        call.decision = Decision()
+        call.refused_by = {}
         call.hands_on = step != self._plan.steps[-1]
         if self._is_judged(step) and not call.request.output.HasField("top_logprobs"):
             call.request = type(call.request)()
@@ -490,7 +494,8 @@ class _Run:
         except TimeoutError:
             outcome = "slow"
         except ServiceError as error:
-            outcome, reason = "failed" if answer else _outcome(error), error.reason
+            outcome = "failed" if answer else _outcome(error)
+            reason = error.reason
         self._on_end(step, outcome, await self._drop(step), confidence, reason)
         return None
 

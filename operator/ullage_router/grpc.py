@@ -155,7 +155,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await abort(context, error)
 
     def _limit_s(self, context: Context) -> float:
-        limit_s, remaining_s = self._limits.total_timeout, context.time_remaining()
+        limit_s = self._limits.total_timeout
+        remaining_s = context.time_remaining()
         return limit_s if remaining_s is None else min(limit_s, remaining_s)
 
 

@@ -90,7 +90,8 @@ class Router:
         self._siblings: Siblings | None = None
         if place:
             own_routes = self._console.own_routes() if self._console else {}
-            folder, count = Path(place.folder), config.processes
+            folder = Path(place.folder)
+            count = config.processes
             self._siblings = Siblings(
                 pages, self._stats, folder, place.index, count, routes, own_routes
             )
@@ -100,7 +101,8 @@ class Router:
         guard = RequestGuard(gate.admit, self.service.intake.run)
         self._grpc = new_server(place is not None, guard, NARROW_WINDOWS)
         self._probes: grpc.aio.Server | None = None
-        share, least = MAX_HELD_BYTES // config.processes, LEAST_BODIES * Limits().max_body_bytes
+        share = MAX_HELD_BYTES // config.processes
+        least = LEAST_BODIES * Limits().max_body_bytes
         limits = Limits(max_held_bytes=max(share, least))
         is_local = config.console is not None and config.console.local
         app = App(
@@ -194,7 +196,8 @@ class Router:
         return msgspec.json.encode({**self.service.snapshot(), "latest": latest})
 
     async def _serve_metrics(self) -> None:
-        section, is_shared = self._config.metrics, self._siblings is not None
+        section = self._config.metrics
+        is_shared = self._siblings is not None
         listener = listen(section.host, section.port, is_shared, name="metrics")
         self.metrics_port = listener.getsockname()[1]
         if self._siblings:

@@ -291,7 +291,8 @@ class Outcomes:
 
     def on_contradicted(self, error: ServiceError) -> None:
         """Stable engines served what the canary answered so; its failures are counted already."""
-        tally, code = self._tallies[Side.CANARY], error.code
+        tally = self._tallies[Side.CANARY]
+        code = error.code
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             tally.declined += 1
         elif not is_failure(error) and error.reason not in LEAVING:
@@ -436,7 +437,8 @@ class Rollout:
         has_stable = self._engines.is_ready_on(Side.STABLE, call.adapter)
         if call.side is Side.STABLE or not has_stable:
             return await proceed(call)
-        call.is_trial, failure = True, None
+        call.is_trial = True
+        failure = None
         try:
             return await once(call)
         except NotOnCanary:
@@ -453,7 +455,8 @@ class Rollout:
 
     async def _for_stable(self, call: Call) -> Call:
         """Returns the call for the stable engines, with the tokens of their model."""
-        call.side, call.is_trial = Side.STABLE, False
+        call.side = Side.STABLE
+        call.is_trial = False
         call.refused_by.clear()
         model = self._engines.served_model(
             call.request.model, Side.STABLE, call.tenant.rules.models

@@ -85,7 +85,8 @@ class SharedQuota:
         return Quota(requests, tokens, self._full.concurrency, sum(active)), active
 
     def _write(self, quota: Quota, active: list[int]) -> None:
-        requests, tokens = quota.requests, quota.tokens
+        requests = quota.requests
+        tokens = quota.tokens
         data = _RECORD.pack(
             requests.level if requests else 0.0,
             requests.at if requests else 0.0,

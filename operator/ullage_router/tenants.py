@@ -181,7 +181,9 @@ class Account:
 
 def open_account(name: str, rules: TenantRules, share: float, now: float) -> Account:
     """A tenant with full buckets, of which this router has its share."""
-    requests, tokens, most = rules.requests_per_minute, rules.tokens_per_minute, rules.concurrency
+    requests = rules.requests_per_minute
+    tokens = rules.tokens_per_minute
+    most = rules.concurrency
     quota = Quota(
         requests=Bucket.full(max(1.0, requests * share), now) if requests else None,
         tokens=Bucket.full(max(1.0, tokens * share), now) if tokens else None,
@@ -357,11 +359,15 @@ class TenantSession:
         is_paid = self._was_paid is not None and self._was_paid()
         if is_paid:
             prompt_tokens = output_tokens = 0
-        prompt, output, active = prompt_tokens * count, output_tokens * count, self._active
+        prompt = prompt_tokens * count
+        output = output_tokens * count
+        active = self._active
         if active:
-            ended, account = min(count, active), self._account
+            ended = min(count, active)
+            account = self._account
             self._active -= ended
-            charged, now = ended * self._charged, time.monotonic()
+            charged = ended * self._charged
+            now = time.monotonic()
             account.apply(lambda quota: quota.leave(charged, prompt + output, now, ended))
             if self._was_paid and not is_paid:
                 if not self._is_given_back:
@@ -427,7 +433,8 @@ class TenantSession:
 
     def _headers(self) -> Mapping[str, str]:
         """OpenAI's: https://platform.openai.com/docs/guides/rate-limits#rate-limits-in-headers."""
-        quota, headers = self._account.quota, dict[str, str]()
+        quota = self._account.quota
+        headers = dict[str, str]()
         if quota.requests is None and quota.tokens is None:
             return headers
         now = time.monotonic()
@@ -589,7 +596,8 @@ class Tenants:
         assert self._section
         folder = Path(self._section.keys_dir)
         loaded = await asyncio.to_thread(load, folder, self._loaded.keys)
-        self._ring, self._loaded = KeyRing(loaded.keys), loaded
+        self._ring = KeyRing(loaded.keys)
+        self._loaded = loaded
         self._forget()
         if not loaded.problems:
             self._loaded_unix = time.time()

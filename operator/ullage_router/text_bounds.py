@@ -196,7 +196,8 @@ class _Normalizer:
             kind = step["type"]
             kinds.add(kind)
             if kind == "Replace":
-                pattern, content = step["pattern"], step["content"]
+                pattern = step["pattern"]
+                content = step["content"]
                 if pattern.get("Regex") in _RUNS_OF_BLANKS:
                     keeps_all = False
                     continue

@@ -18,14 +18,15 @@ from ullage_dashboards.model import (
     summed_rate,
 )
 
-STEP, SEQUENCES = "ullage_step_seconds", "ullage_step_sequences"
+STEP = "ullage_step_seconds"
+SEQUENCES = "ullage_step_sequences"
 INTER_TOKEN = "ullage_inter_token_latency_seconds"
 GENERATED = "ullage_generation_tokens_total"
-HITS, LOOKED_UP = (
-    "ullage_prefix_cache_hits_tokens_total",
-    "ullage_prefix_cache_queries_tokens_total",
-)
-FAILURE, FILES, PEERS = "a tier that fails", "memory.tiers.file", "memory.tiers.remote"
+HITS = "ullage_prefix_cache_hits_tokens_total"
+LOOKED_UP = "ullage_prefix_cache_queries_tokens_total"
+FAILURE = "a tier that fails"
+FILES = "memory.tiers.file"
+PEERS = "memory.tiers.remote"
 
 
 def per_engine(name: str) -> Query:

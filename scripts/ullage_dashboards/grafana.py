@@ -13,7 +13,9 @@ from grafana_foundation_sdk.models.xychart import ScatterShow, SeriesMapping
 from ullage_dashboards.model import Dashboard, Panel, Query, Variable
 
 SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="$datasource")
-WIDTH, HEIGHT, STAT_HEIGHT = 24, 8, 4
+WIDTH = 24
+HEIGHT = 8
+STAT_HEIGHT = 4
 COLOURS = ("green", "yellow", "orange", "red")
 REF_IDS = "ABCDEFGHIJ"
 
@@ -34,19 +36,25 @@ def render(page: Dashboard) -> str:
     )
     for each in page.variables:
         builder.with_variable(variable(each))
-    number, y = 0, 0
+    number = 0
+    y = 0
     for row in page.rows:
         number += 1
         builder.with_row(builders.Row(row.title).id(number).grid_pos(place(0, y, WIDTH, 1)))
-        x, y, height = 0, y + 1, 0
+        x = 0
+        y = y + 1
+        height = 0
         for panel in row.panels:
             number += 1
             if x + panel.width > WIDTH:
-                x, y, height = 0, y + height, 0
+                x = 0
+                y = y + height
+                height = 0
             tall = STAT_HEIGHT if panel.kind == "stat" else HEIGHT
             position = place(x, y, panel.width, tall)
             builder.with_panel(picture(panel).id(number).grid_pos(position))
-            x, height = x + panel.width, max(height, tall)
+            x = x + panel.width
+            height = max(height, tall)
         y += height
     return json.dumps(builder.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 

@@ -19,14 +19,18 @@ from ullage_dashboards.model import (
     summed_rate,
 )
 
-TTFT, E2E = "ullage_router_ttft_seconds", "ullage_router_e2e_seconds"
+TTFT = "ullage_router_ttft_seconds"
+E2E = "ullage_router_e2e_seconds"
 SPEED = "ullage_router_stream_tokens_per_second"
-REQUESTS, REFUSALS = "ullage_router_requests_total", "ullage_router_refusals_total"
+REQUESTS = "ullage_router_requests_total"
+REFUSALS = "ullage_router_refusals_total"
 DECISIONS = "ullage_router_decisions_total"
 FAILED = f'{SERVICE},code=~"5.."'
 READING = (4, 7, 13)
 """Tokens a second: what people read at least, comfortably, at most."""
-TENANTS, CASCADE, KEPT = "tenants", "a cascade", "answers kept by key"
+TENANTS = "tenants"
+CASCADE = "a cascade"
+KEPT = "answers kept by key"
 LOST_ENGINE = "an engine lost in an answer"
 OPERATOR_PODS = 'namespace=~"$namespace",pod=~"$pod"'
 

@@ -88,7 +88,8 @@ def test_ullage_is_compared_with_the_better_of_the_others(compare: Any) -> None:
 
 
 def test_nothing_is_judged_without_both_sides(compare: Any) -> None:
-    ours, theirs = {1: figures(9, 1)}, {1: figures(1, 9)}
+    ours = {1: figures(9, 1)}
+    theirs = {1: figures(1, 9)}
     assert compare.ratios({"ullage": ours}) == []
     assert compare.ratios({"vllm": theirs, "llama.cpp": theirs}) == []
 
@@ -300,7 +301,8 @@ def test_only_a_whole_run_is_judged(compare: Any) -> None:
 
 
 def test_servers_that_count_other_prompt_tokens_are_not_compared(compare: Any) -> None:
-    ours, theirs = {8: {"prompt_tokens": 180.0}}, {8: {"prompt_tokens": 181.0}}
+    ours = {8: {"prompt_tokens": 180.0}}
+    theirs = {8: {"prompt_tokens": 181.0}}
     compare.check_prompts({"vllm": ours, "ullage": ours})
     with pytest.raises(compare.ServerError, match=r"llama\.cpp 181, ullage 180"):
         compare.check_prompts({"llama.cpp": theirs, "ullage": ours})

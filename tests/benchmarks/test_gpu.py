@@ -229,7 +229,8 @@ def test_kernels_are_packed_for_the_next_machine(
 ) -> None:
     from benchmarks.gpu.__main__ import pack_kernels
 
-    cache, out = tmp_path / "cache", tmp_path / "out"
+    cache = tmp_path / "cache"
+    out = tmp_path / "out"
     out.mkdir()
     (cache / "hash").mkdir(parents=True)
     for suffix in ("cubin", "json", "ttir"):
@@ -255,7 +256,8 @@ def test_what_a_rehearsal_passed_is_run_at_full_size(programme: Any, tmp_path: P
 def test_folders_of_killed_runs_are_removed(programme: Any, tmp_path: Path) -> None:
     from benchmarks.gpu.__main__ import SCRATCH, remove_abandoned
 
-    abandoned, used = tmp_path / f"{SCRATCH}a", tmp_path / f"{SCRATCH}b"
+    abandoned = tmp_path / f"{SCRATCH}a"
+    used = tmp_path / f"{SCRATCH}b"
     for folder in (abandoned, used):
         folder.mkdir()
         (folder / "model").write_text("x")
@@ -298,7 +300,8 @@ def test_an_interrupt_ends_the_programme_and_its_parts(number: int, tmp_path: Pa
 def test_near_ties_are_told_from_other_tokens(programme: Any) -> None:
     from benchmarks.gpu.ties import Pair, compare
 
-    wanted, gaps = [1, 2, 3], [1.0, 1e-6, 1.0]
+    wanted = [1, 2, 3]
+    gaps = [1.0, 1e-6, 1.0]
     for given, parted in [
         ([1, 2, 3], (0, 0)),
         ([1, 2], (0, 0)),

@@ -45,7 +45,8 @@ class FakeKernel:
     __name__ = "attend_split"
 
     def __init__(self, log: str = "", error: str = "") -> None:
-        self._log, self._error = log, error
+        self._log = log
+        self._error = error
 
     def warmup(self, *args: object, grid: tuple[int, ...], **constants: object) -> Any:
         if self._error:

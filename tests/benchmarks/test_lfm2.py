@@ -141,7 +141,8 @@ def test_a_comparison_counts_every_slice() -> None:
 @pytest.fixture
 def tf32() -> Iterator[None]:
     """TF32 switched on, and as it was afterwards."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32)
     matmul.allow_tf32 = True
     cudnn.allow_tf32 = True

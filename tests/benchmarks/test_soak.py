@@ -70,7 +70,9 @@ def test_what_grows_or_fails_is_named(
 
 def test_what_clients_met_is_named(soak: Any, tmp_path: Path) -> None:
     run = seen(soak)
-    run.errors, run.after_kill, run.e2e_s = ["session 1: gone"], {}, [30.0]
+    run.errors = ["session 1: gone"]
+    run.after_kill = {}
+    run.e2e_s = [30.0]
     run.cached_by_tier = {"device": 16}
     run.shared_files = {str(tmp_path), str(tmp_path / "gone")}
     problems = soak.faults(run, 20.0)

@@ -15,7 +15,8 @@ from ullage_operator.controller.controller import OperatorMetrics
 from ullage_operator.kube.informer import WatchMetrics
 
 ROOT = Path(__file__).parents[2]
-CHART, RUNBOOKS = ROOT / "charts" / "ullage", ROOT / "docs" / "runbooks"
+CHART = ROOT / "charts" / "ullage"
+RUNBOOKS = ROOT / "docs" / "runbooks"
 NAMESPACE = "ullage-system"
 """Where `render` installs the chart."""
 GPU = 'UUID="a",exported_pod="engine-0"'

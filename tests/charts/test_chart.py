@@ -149,7 +149,8 @@ def test_helm_test_asks_the_operator_that_the_policy_lets_it_reach(render):
     by_name = {obj["kind"]: obj for obj in made}
     service, policy, pod = (by_name[kind] for kind in ("Service", "NetworkPolicy", "Pod"))
     (deployment,) = by_kind(render(), "Deployment")
-    template, own = deployment["spec"]["template"], pod["metadata"]["labels"]
+    template = deployment["spec"]["template"]
+    own = pod["metadata"]["labels"]
     for match in (service["spec"]["selector"], policy["spec"]["podSelector"]["matchLabels"]):
         assert match.items() <= template["metadata"]["labels"].items()
         assert not match.items() <= own.items()

@@ -21,7 +21,8 @@ EVERYBODYS = ("selfsubjectaccessreviews",)
 
 def right(method, path_and_query):
     """(group, resource, verb) that a request needs; None for what everybody may ask."""
-    path, query = urlsplit(path_and_query).path, parse_qs(urlsplit(path_and_query).query)
+    path = urlsplit(path_and_query).path
+    query = parse_qs(urlsplit(path_and_query).query)
     found = re.match(r"/(?:api|apis/([^/]+))/v[^/]*/(?:namespaces/[^/]+/)?(.+)$", path)
     if found is None or found[2] in EVERYBODYS:
         return None

@@ -190,7 +190,8 @@ def test_every_value_and_every_group_is_commented():
     """Values with `# --`, as documentation tools read them; groups with a plain comment."""
     lines = (CHART / "values.yaml").read_text().splitlines()
     stack: list[tuple[int, str]] = []
-    paths, wanted = set(leaves(VALUES)), set()
+    paths = set(leaves(VALUES))
+    wanted = set()
     for at, line in enumerate(lines):
         name, colon, _ = line.strip().partition(":")
         if not colon or line.strip().startswith(("#", "-")):

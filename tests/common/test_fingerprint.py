@@ -44,7 +44,8 @@ def test_one_changed_fact_is_the_difference(
 ) -> None:
     changed = data.draw(st.sampled_from(sorted(given_facts)))
     value = f"{given_facts[changed]}+{suffix}"
-    before, after = fingerprint_of(given_facts), fingerprint_of({**given_facts, changed: value})
+    before = fingerprint_of(given_facts)
+    after = fingerprint_of({**given_facts, changed: value})
     assert before.digest != after.digest
     found = differences({"a": before, "b": after})
     assert found == {changed: {given_facts[changed]: ["a"], value: ["b"]}}

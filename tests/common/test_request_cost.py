@@ -108,8 +108,10 @@ def test_the_price_is_that_of_one_growing_and_one_sliding_table(
     profile: MemoryProfile, prompt: int, output: int, samples: int
 ) -> None:
     """The formula of the module's docstring, written out."""
-    size, chunk = profile.block_tokens, profile.prefill_chunk_tokens
-    length, shared = prompt + output, (prompt - 1) // size
+    size = profile.block_tokens
+    chunk = profile.prefill_chunk_tokens
+    length = prompt + output
+    shared = (prompt - 1) // size
     original = 1 if samples > 1 and prompt > 1 else 0
     grown = shared + samples * (-(-length // size) - shared) + original
     sliding = 0
@@ -126,13 +128,16 @@ def most_held(profile: MemoryProfile, prompt: int, length: int) -> int:
     A step gives back what lies before the window of its first token, then takes the blocks of its
     tokens.
     """
-    size, most = profile.block_tokens, 0
+    size = profile.block_tokens
+    most = 0
     windows = [each.window_tokens for each in profile.groups if not each.state_blocks]
     for start in range(length):
         skipped = sum(max(0, start - window + 1) // size for window in windows if window)
-        end, step = length, profile.decode_tokens
+        end = length
+        step = profile.decode_tokens
         if start < prompt:
-            end, step = prompt, profile.prefill_chunk_tokens
+            end = prompt
+            step = profile.prefill_chunk_tokens
         for stored in range(start + 1, min(start + step, end) + 1):
             most = max(most, len(windows) * -(-stored // size) - skipped)
     return most + profile.state_blocks

@@ -12,7 +12,8 @@ ENOUGH_S = 20.0
 
 
 def test_a_new_key_signs_and_the_old_one_verifies_still(tmp_path: Path) -> None:
-    old, new = b"o" * 32, b"n" * 32
+    old = b"o" * 32
+    new = b"n" * 32
     (tmp_path / "a").write_bytes(old)
     claims = Claims(1, 10_000, engine_tag("e"), 1, 2, 1, 0, 3)
 
@@ -38,7 +39,8 @@ def test_a_new_key_signs_and_the_old_one_verifies_still(tmp_path: Path) -> None:
 )
 def test_uses_count_until_their_time(capacity: int, steps: list[tuple[int, int, int]]) -> None:
     """Each step lets time pass and uses a ticket, as far as there is room for it."""
-    uses, now = TicketUses(capacity), 0
+    uses = TicketUses(capacity)
+    now = 0
     added: dict[int, tuple[int, int]] = {}
     for ticket, lasts, passed in steps:
         now += passed

@@ -19,7 +19,8 @@ from ullage_common.process.tracing import (
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
-SERVER, CLIENT = 2, 3
+SERVER = 2
+CLIENT = 3
 
 
 def traced(section: TracingSection) -> Tracer:
@@ -51,7 +52,8 @@ def test_spans_arrive_over_grpc_and_http() -> None:
             )
         spans = receiver.wait(lambda spans: len(spans) == 4)
     for first, second in (spans[:2], spans[2:]):
-        child, root = first, second
+        child = first
+        root = second
         assert (root.service, root.name, root.kind) == ("ullage-test", "root", SERVER)
         assert (root.trace_id, root.parent_id) == (TRACE, "b7ad6b7169203331")
         assert (root.start_s, root.end_s) == (100.0, 103.0)

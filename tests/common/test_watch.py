@@ -12,7 +12,8 @@ def test_a_change_that_fails_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        tries, taken = 0, asyncio.Event()
+        tries = 0
+        taken = asyncio.Event()
 
         async def reload() -> None:
             nonlocal tries

@@ -96,7 +96,8 @@ def _engines(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Ite
 
         def start(**sections: Any) -> Engine:
             folder = tmp_path_factory.mktemp("engine")
-            grpc_port, metrics_port = free_port(), free_port()
+            grpc_port = free_port()
+            metrics_port = free_port()
             config = default_config(folder, weights_dir, grpc_port, metrics_port)
             for name, value in sections.items():
                 is_section = isinstance(value, dict)

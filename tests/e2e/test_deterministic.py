@@ -74,7 +74,8 @@ def experts(start_engine: Callable[..., "Engine"], tmp_path: Path) -> list["Engi
 def test_text_is_the_same_alone_in_company_and_across_a_kill(
     family: str, engines: str, request: pytest.FixtureRequest
 ) -> None:
-    engine, num_tokens = request.getfixturevalue(engines)[0], OUTPUT_TOKENS[family]
+    engine = request.getfixturevalue(engines)[0]
+    num_tokens = OUTPUT_TOKENS[family]
     killed: list[int] = []
 
     def strike(count: int) -> None:

@@ -85,7 +85,8 @@ class Answer:
         if chunk.get("usage"):
             self.usage = chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]
         for choice in chunk["choices"]:
-            delta, index = choice.get("delta", {}), choice["index"]
+            delta = choice.get("delta", {})
+            index = choice["index"]
             calls = delta.get("tool_calls") or []
             pieces = [choice.get("text"), delta.get("content")]
             pieces += [call["function"].get("arguments") for call in calls]
@@ -107,7 +108,8 @@ class Service:
         self, request: tuple[str, dict[str, Any]], on_token: Callable[[], None] = lambda: None
     ) -> Answer:
         path, body = request
-        answer, is_done = Answer(), False
+        answer = Answer()
+        is_done = False
         async with self.http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, await response.aread()
             answer.engine = response.headers["x-ullage-engine"]
@@ -269,7 +271,8 @@ def test_eight_streams_live_through_twenty_kills(
     async def scenario() -> None:
         async with service(tmp_path, two_engines) as running:
             is_over = asyncio.Event()
-            counts, ended = [0] * len(REQUESTS), [0]
+            counts = [0] * len(REQUESTS)
+            ended = [0]
 
             async def keep_asking(number: int) -> None:
                 for turn in itertools.count():

@@ -50,7 +50,9 @@ def kill_worker(service: "Service", engine: str) -> None:
 
 async def streamed(client: openai.AsyncOpenAI, service: "Service", is_killed: bool) -> list[str]:
     """The texts of three hot answers, during which their worker may be killed."""
-    texts, num_chunks, kill_after = ["", "", ""], 0, 12 if is_killed else 0
+    texts = ["", "", ""]
+    num_chunks = 0
+    kill_after = 12 if is_killed else 0
     raw = await client.chat.completions.with_raw_response.create(
         **ASKED, n=3, temperature=1.5, stream=True
     )

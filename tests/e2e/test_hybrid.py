@@ -48,7 +48,8 @@ def stream(
         "ignore_eos": True,
         "stream": True,
     }
-    text, reason = "", None
+    text = ""
+    reason = None
     client = httpx.Client(base_url=service.http_url, timeout=300, trust_env=False)
     with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200, response.read()

@@ -58,7 +58,8 @@ async def strike_for(engine: "Engine", seconds: float) -> int:
     async with open_channel(engine.target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         whole = [(await generate(stub, prompt, "alone"))[0] for prompt in PROMPTS]
-        deadline, kills = time.monotonic() + seconds, 0
+        deadline = time.monotonic() + seconds
+        kills = 0
         while kills < 2 or time.monotonic() < deadline:
             killed: list[int] = []
 

@@ -147,7 +147,8 @@ def test_scenario_4_a_forced_oom_restarts_nothing(small: "Service", undisturbed:
         async with client(small) as c, open_channel(c.engine["grpc_target"]) as channel:
             worker = c.worker().pid
             admin = admin_pb2_grpc.AdminServiceStub(channel)
-            ooms, restarts = c.metric("ullage_oom_events_total"), _restarts(c)
+            ooms = c.metric("ullage_oom_events_total")
+            restarts = _restarts(c)
             for after_steps in (2, 3, 20):
                 fault = admin_pb2.InjectFaultRequest(
                     kind=admin_pb2.FAULT_KIND_OOM, after_steps=after_steps
@@ -166,7 +167,8 @@ def test_scenario_4_a_dead_worker_is_all_that_restarts(
 ) -> None:
     async def scenario() -> None:
         async with client(small) as c, open_channel(c.engine["grpc_target"]) as channel:
-            before, family = await c.idle(), _family(small)
+            before = await c.idle()
+            family = _family(small)
             answers = asyncio.create_task(texts(c))
             await c.until(lambda stats: stats["requests_running"] == len(PROMPTS))
             worker = c.worker()

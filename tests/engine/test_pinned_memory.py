@@ -13,7 +13,8 @@ from ullage_engine.pinned_memory import PinnedMemory, whole_pages
 if TYPE_CHECKING:
     from ullage_testing.fake_cudart import FakeCudart
 
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+CUDA = torch.device("cuda")
+CPU = torch.device("cpu")
 PAGE = 4096
 
 

@@ -114,7 +114,8 @@ def test_containers_ports_and_env_merge_by_key(apply):
 
 
 def test_a_removed_container_goes_and_replicas_fall_back_to_the_default(apply):
-    one, two = {"name": "one", "image": "i"}, {"name": "two", "image": "i"}
+    one = {"name": "one", "image": "i"}
+    two = {"name": "two", "image": "i"}
     apply(f"{DEPLOYMENTS}/d", deployment(one, two, replicas=3))
     after = apply(f"{DEPLOYMENTS}/d", deployment(two)).json()
     assert [c["name"] for c in after["spec"]["template"]["spec"]["containers"]] == ["two"]

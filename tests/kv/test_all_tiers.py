@@ -16,7 +16,8 @@ from ullage_kv import Arena, Block, FileTier, Status, Store
 from ullage_kv.index import Lease, SlotRef
 from ullage_kv.remote_tier import RemoteTier
 
-SIZE, SLOT = 6_000, 8_192
+SIZE = 6_000
+SLOT = 8_192
 CHAINS = [keys_of(a, b, c) for a in range(2) for b in range(2) for c in range(1)]
 MAX_BYTES = 4096 + 6 * (SLOT + 128)
 """Of the file tier: six blocks."""
@@ -95,7 +96,8 @@ class TiersMachine(RuleBasedStateMachine):
     def lose_writer(self) -> None:
         """Whoever was writing is gone; nobody reads what it has left."""
         self.lease.close()
-        self.lease, self.reserved = self.store.index.lease(), []
+        self.lease = self.store.index.lease()
+        self.reserved = []
 
     @rule(keys=st.sampled_from(CHAINS), depth=st.integers(1, 3))
     def put_at_peer(self, keys: list[bytes], depth: int) -> None:

@@ -70,7 +70,8 @@ class BreakerMachine(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        was_open, was_paused = self.breaker.is_open, self.breaker.is_paused
+        was_open = self.breaker.is_open
+        was_paused = self.breaker.is_paused
         allowed = self.breaker.allows()
         assert allowed != was_paused
         assert allowed or was_open

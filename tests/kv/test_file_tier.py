@@ -307,7 +307,8 @@ def test_a_restart_finds_the_blocks(opened: Open) -> None:
 
 
 def test_the_end_of_the_oldest_chain_makes_room(opened: Open) -> None:
-    old, new = keys_of(1, 2), keys_of(3, 4)
+    old = keys_of(1, 2)
+    new = keys_of(3, 4)
     tier = opened(num_blocks=4)
     save(tier, old)
     save(tier, new)
@@ -329,7 +330,8 @@ def test_blocks_that_are_saved_at_once_know_what_they_continue(opened: Open) -> 
 
 
 def test_after_a_restart_it_does_so_as_well(opened: Open) -> None:
-    old, new = keys_of(1, 2), keys_of(3, 4)
+    old = keys_of(1, 2)
+    new = keys_of(3, 4)
     tier = opened(num_blocks=4)
     for keys in (old, new):  # in an order that is that of their saves, too
         for transfer in transfers(keys):
@@ -367,7 +369,8 @@ def test_memory_may_begin_and_end_anywhere(tmp_path: Path, size: int, offset: in
 
 
 def test_engines_share_a_folder_and_find_their_own_again(opened: Open, tmp_path: Path) -> None:
-    first, second = opened(), opened()
+    first = opened()
+    second = opened()
     save(first, keys_of(1))
     save(second, keys_of(2))
     assert first.holds(keys_of(2)) == [False]
@@ -587,7 +590,8 @@ def test_errors_are_misses_and_then_leave_it_alone(opened: Open, faults: Faults)
     for _ in range(3):
         assert load(tier, keys) == [Status.ERROR]
     assert load(tier, keys) == [Status.UNAVAILABLE]
-    faults.read_error, faults.write_error = 0, errno.EROFS
+    faults.read_error = 0
+    faults.write_error = errno.EROFS
     for number in range(3):
         assert save(tier, keys_of(10 + number)) == [Status.ERROR]
     assert tier.wants(keys_of(20)) == [False] and save(tier, keys_of(20)) == [Status.UNAVAILABLE]
@@ -694,10 +698,12 @@ def test_a_damaged_table_is_an_empty_tier_and_a_line(
 
 def test_what_engines_left_goes_when_room_is_needed(opened: Open, tmp_path: Path) -> None:
     clock = Clock()
-    other, foreign = bytes(32), tmp_path / "mine" / "0"
+    other = bytes(32)
+    foreign = tmp_path / "mine" / "0"
     foreign.mkdir(parents=True)
     (foreign / "table").write_bytes(b"of somebody else")
-    old, held = opened(space=other), opened(space=other)
+    old = opened(space=other)
+    held = opened(space=other)
     save(old, keys_of(1))
     save(held, keys_of(2))
     old.close()

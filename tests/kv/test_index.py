@@ -166,7 +166,8 @@ def store(lease: Lease, keys: list[bytes]) -> None:
 def test_ends_of_chains_are_evicted_first() -> None:
     index = SlotIndex(4)
     lease = index.lease()
-    old, new = chain(1, 2), chain(3, 4)
+    old = chain(1, 2)
+    new = chain(3, 4)
     store(lease, old)
     store(lease, new)
     store(lease, chain(5))
@@ -179,7 +180,8 @@ def test_ends_of_chains_are_evicted_first() -> None:
 def test_what_is_used_stays() -> None:
     index = SlotIndex(4)
     lease = index.lease()
-    old, new = chain(1, 2), chain(3, 4)
+    old = chain(1, 2)
+    new = chain(3, 4)
     store(lease, old)
     store(lease, new)
     index.touch(old)

@@ -17,7 +17,8 @@ SPACE = namespace({"model": "m", "heads": 3})
 def test_a_key_stands_for_all_tokens_before_its_end(
     one: list[int], other: list[int], size: int
 ) -> None:
-    first, second = block_keys(SPACE, one, size), block_keys(SPACE, other, size)
+    first = block_keys(SPACE, one, size)
+    second = block_keys(SPACE, other, size)
     for place, (a, b) in enumerate(zip(first, second, strict=False)):
         end = (place + 1) * size
         assert (a == b) == (one[:end] == other[:end])

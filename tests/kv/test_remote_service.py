@@ -105,7 +105,8 @@ def test_leases_end_by_themselves(peer: KvPeer, stub: Any) -> None:
 def test_leases_end_with_their_store(peer: KvPeer, stub: Any) -> None:
     """Another one may have begun in the same memory."""
     peer.put(keys_of(1))
-    held, reserved = lookup(stub, keys_of(1), lease_ms=9000), reserve(stub, keys_of(2))
+    held = lookup(stub, keys_of(1), lease_ms=9000)
+    reserved = reserve(stub, keys_of(2))
     before = peer.store
     after = Store(peer.arena, SIZE)
     peer.served = Served(after, SPACE)
@@ -201,7 +202,8 @@ def test_peers_never_hold_more_than_their_shares(
 ) -> None:
     arena = Arena.create(num_slots * SIZE, available_bytes=1 << 30)
     store = Store(arena, SIZE)
-    keys, new = keys_of(*range(16)), keys_of(*range(20, 36))
+    keys = keys_of(*range(16))
+    new = keys_of(*range(20, 36))
     store.put_batch(keys, [bytes(SIZE)] * 16)
     now = 0.0
     leases = PeerLeases(lambda: now)
@@ -234,7 +236,8 @@ def test_peers_never_hold_more_than_their_shares(
 def test_leases_that_end_while_they_are_counted_are_no_error() -> None:
     """Metrics are read by a thread of their own."""
     arena = Arena.create(2 * SIZE, available_bytes=1 << 30)
-    store, leases = Store(arena, SIZE), PeerLeases()
+    store = Store(arena, SIZE)
+    leases = PeerLeases()
 
     class Ending(dict[bytes, Any]):
         def __len__(self) -> int:

@@ -301,7 +301,8 @@ def test_a_peer_that_closes_is_left_alone_until_it_is_back(
 ) -> None:
     """Each change is one line of the log."""
     caplog.set_level("INFO", "ullage_kv.remote_tier")
-    keys, port = keys_of(1, 2), free_port()
+    keys = keys_of(1, 2)
+    port = free_port()
     with contextlib.closing(KvPeer(loop, port=port)) as peer:
         peer.put(keys)
         tier = start_tier(peer.address)

@@ -119,7 +119,8 @@ def statuses(results: Sequence[Result]) -> list[Status]:
 
 def test_what_is_put_is_got(store: Store) -> None:
     keys = keys_of(1, 2)
-    first, second = block_of(1), torch.full((SIZE,), 2, dtype=torch.uint8)
+    first = block_of(1)
+    second = torch.full((SIZE,), 2, dtype=torch.uint8)
     assert statuses(store.put_batch(keys, [first, second])) == [Status.STORED] * 2
     assert statuses(store.put_batch(keys, [first, second])) == [Status.EXISTS] * 2
     into = [bytearray(SIZE), np.zeros(SIZE // 4, np.float32), bytearray(SIZE)]
@@ -132,18 +133,21 @@ def test_what_is_put_is_got(store: Store) -> None:
 
 
 def test_memory_is_made_in_steps_that_hold_up_no_other_thread(arena: Arena) -> None:
-    sizes, reports = [], []
+    sizes = []
+    reports = []
 
     class Mapping:
         def madvise(self, option: int, start: int = 0, size: int = 0) -> None:
             sizes.append(size)
 
-    num_bytes, mapping = arena.num_bytes, arena._mapping
+    num_bytes = arena.num_bytes
+    mapping = arena._mapping
     arena.num_bytes, arena._mapping = (1 << 30) + 1, Mapping()  # type: ignore[assignment]
     try:
         arena.make_resident(lambda done, total: reports.append(done))
     finally:
-        arena.num_bytes, arena._mapping = num_bytes, mapping
+        arena.num_bytes = num_bytes
+        arena._mapping = mapping
     assert max(sizes) <= 16 << 20 and sum(sizes) == (1 << 30) + 1
     assert reports == [step << 28 for step in range(5)] + [(1 << 30) + 1]
 
@@ -186,7 +190,9 @@ def test_wrong_sizes_are_refused(store: Store) -> None:
 
 
 def test_what_is_used_twice_is_copied_down_and_comes_back(store: Store, tier: DictTier) -> None:
-    twice, once, kept = keys_of(1)[0], keys_of(2)[0], keys_of(3)[0]
+    twice = keys_of(1)[0]
+    once = keys_of(2)[0]
+    kept = keys_of(3)[0]
     store.put_batch([twice, once, Block(kept, None, True)], [block_of(n) for n in (1, 2, 3)])
     assert set(tier.blocks) == {kept}
     store.get_batch([twice], [bytearray(SIZE)])
@@ -256,7 +262,8 @@ def test_who_joins_a_load_waits_no_longer_than_its_own_deadline(
 
 
 def test_a_look_up_takes_no_longer_than_a_deadline(store: Store, tier: DictTier) -> None:
-    keys, asked = keys_of(1), Future[None]()
+    keys = keys_of(1)
+    asked = Future[None]()
     tier.blocks = {keys[0]: bytes(block_of(7))}
     tier.look = lambda keys: asked  # type: ignore[method-assign]
     reading = threading.Thread(target=store.get_batch, args=(keys, [bytearray(SIZE)], 0.01))
@@ -344,7 +351,8 @@ def test_removed_from_all_tiers(store: Store, tier: DictTier) -> None:
 
 
 def test_whole_chains_are_removed_with_what_is_being_written(store: Store, tier: DictTier) -> None:
-    damaged, sound = keys_of(1, 2, 3), keys_of(4)
+    damaged = keys_of(1, 2, 3)
+    sound = keys_of(4)
     store.put_batch([Block(damaged[0], None, True), Block(sound[0], None, True)], [block_of(1)] * 2)
     tier.blocks[damaged[2]] = bytes(block_of(3))
     lease = store.index.lease()

@@ -24,7 +24,8 @@ from ullage_operator.manifests.monitoring import rule_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "charts" / "ullage" / "files" / "rules"
-NAMESPACE, NAME = "models", "observed"
+NAMESPACE = "models"
+NAME = "observed"
 MODEL = "smollm2-135m"
 TEXT = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. "
 

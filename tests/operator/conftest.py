@@ -70,7 +70,8 @@ def make_plan(manifest: Callable[..., dict[str, Any]]) -> Callable[..., ServiceP
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     with contextlib.ExitStack() as stack:
-        given, api = os.environ.get("KUBECONFIG"), None
+        given = os.environ.get("KUBECONFIG")
+        api = None
         if not given:
             api = stack.enter_context(running(bookmark_interval=1.0))
             stack.enter_context(pytest.MonkeyPatch.context()).setenv(

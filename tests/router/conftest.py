@@ -114,7 +114,8 @@ def start_service(tmp_path: Any) -> Iterator[StartService]:
         **sections: Any,
     ) -> AsyncIterator[Service]:
         async with contextlib.AsyncExitStack() as stack:
-            engines, pools = [], {}
+            engines = []
+            pools = {}
             for pool, sizes in (("single", single), ("large", large)):
                 for i, blocks in enumerate(sizes):
                     engine = FakeEngine(f"{pool}-{i}", pool, blocks, max_model_len)

@@ -63,9 +63,12 @@ class Watch:
 @pytest.fixture
 def watch(started: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Notes each allocation and preemption by vLLM's scheduler."""
-    seen, core = Watch(), started.core
-    scheduler, manager = core._scheduler, core._scheduler.kv_cache_manager
-    allocate, preempt = manager.allocate_slots, scheduler._preempt_request
+    seen = Watch()
+    core = started.core
+    scheduler = core._scheduler
+    manager = core._scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+    preempt = scheduler._preempt_request
     tables = [each.req_to_blocks for each in manager.coordinator.single_type_managers]
 
     def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +217,8 @@ def test_a_request_holds_at_most_its_price_and_of_a_growing_group_exactly(
         assert failure == []
         while engine.has_work:
             engine.step()
-    profile, chunk = engine._profile, started.core.max_in_flight_tokens
+    profile = engine._profile
+    chunk = started.core.max_in_flight_tokens
     has_window = any(group.window_tokens for group in profile.groups)
     for name, (prompt, output) in sizes.items():
         price = request_blocks(profile, prompt, prompt + output - 1)
@@ -233,7 +237,9 @@ def test_what_is_charged_is_within_three_percent_of_what_is_held(
 ) -> None:
     """Of prompts and answers as conversations have them, most of several steps."""
     [engine, _] = make_engines(started)
-    draw, charged, held = random.Random(9), 0, 0
+    draw = random.Random(9)
+    charged = 0
+    held = 0
     for number in range(40):
         prompt = min(600, int(draw.lognormvariate(5.5, 0.6)) + 8)
         output = min(400, int(draw.lognormvariate(5.0, 0.6)) + 4)
@@ -251,7 +257,8 @@ def test_what_is_charged_is_within_three_percent_of_what_is_held(
 def test_vllm_allocates_what_is_reserved_and_never_preempts(
     started: Any, watch: Watch, seed: int
 ) -> None:
-    draw, name = random.Random(seed), 0
+    draw = random.Random(seed)
+    name = 0
     traffic = Lockstep(started, f"traffic {seed}")
     for _ in range(150):
         match draw.choice(["submit", "submit", "submit", "cancel", "step", "step"]):

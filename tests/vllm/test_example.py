@@ -20,7 +20,8 @@ PATIENCE_S = 300.0
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """What `ullage up` writes about a service that is ready."""
-    file, log = tmp_path / "state.json", tmp_path / "log"
+    file = tmp_path / "state.json"
+    log = tmp_path / "log"
     command = [str(Path(sys.executable).with_name("ullage")), "up"]
     command += ["--file", "examples/vllm.yaml", "--http-port", "0", "--grpc-port", "0"]
     command += ["--state-file", str(file)]

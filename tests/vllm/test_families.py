@@ -43,7 +43,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.1,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+FULL = "full_attention"
 WIDE = SIZES | {"hidden_size": 128}
 HEADS = {"head_dim": 32}
 """The smallest that vLLM's attention on CPUs takes; `WIDE` comes to it by itself."""
@@ -149,7 +150,8 @@ def test_greedy_text_is_that_of_transformers(
     assert [each.token_ids for each in together] == expected
     assert {each.finish for each in together} == {"length"}
 
-    prompt, tokens = prompts[-1], expected[-1]
+    prompt = prompts[-1]
+    tokens = expected[-1]
     rest = request_of("rest", prompt + tokens[:9], num_prompt_tokens=len(prompt))
     assert answer(worker, rest, resumed=True)[0].token_ids == tokens[9:]
 

@@ -34,7 +34,8 @@ def test_two_copies_share_kv_and_changed_weights_do_not(
         message: Ready = started.ready(started.state())
         return message
 
-    first, second = ready(source), ready(copy)
+    first = ready(source)
+    second = ready(copy)
     assert first.kv_space == second.kv_space != b""
     assert first.fingerprint == second.fingerprint
     facts = first.fingerprint.facts

@@ -25,7 +25,8 @@ from ullage_engine.vllm_worker.shared_memory import FOLDER, shared_memory_of
 from .conftest import vllm_config
 
 Launch = Callable[..., WorkerProcess]
-BLOCK, POOL = 32, 8 << 20
+BLOCK = 32
+POOL = 8 << 20
 PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 PATIENCE_S = 60.0
 

@@ -86,7 +86,8 @@ def test_adapters_are_edited_while_a_service_runs(
 ) -> None:
     folder = write_checkpoint(MODEL, seed=6)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     models = [base, write_adapter(first, base, 8, 1), write_adapter(second, base, 8, 2)]
     tokenizer = load_tokenizer(folder)
     of_base, of_first, of_second = (

@@ -115,7 +115,8 @@ def test_every_start_computes_as_the_first_one_and_leaves_nothing(
     assert "this start computes as a verified one does" in caplog.messages
     assert only_proof(weights_dir).read_bytes() == first
 
-    blocks, pool = started.core.blocks, started.core._scheduler.kv_cache_manager.block_pool
+    blocks = started.core.blocks
+    pool = started.core._scheduler.kv_cache_manager.block_pool
     assert blocks.num_free == blocks.num_blocks
     assert len(pool.cached_block_hash_to_block) == 0
     stats = started.engine.stats()
@@ -334,7 +335,8 @@ def num_failures(port: int) -> int:
 def test_three_starts_that_compute_otherwise_leave_the_engine_out(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    grpc_port, metrics_port = free_port(), free_port()
+    grpc_port = free_port()
+    metrics_port = free_port()
     config = vllm_config(
         f"file://{checkpoint}",
         server={

@@ -209,7 +209,8 @@ def engine(
     """An engine in float32; the parameter is whether it has a worker that stands by."""
     folder = tmp_path_factory.mktemp("engine")
     (folder / "sitecustomize.py").write_text(HANDLERS)
-    grpc_port, metrics_port = free_port(), free_port()
+    grpc_port = free_port()
+    metrics_port = free_port()
     config = {
         "engine": "vllm",
         "model": {"source": SOURCE, "name": "m", "dtype": "float32", "max_model_len": 1024},
@@ -286,7 +287,8 @@ def test_eight_streams_go_on_the_same(
     engine: Engine, undisturbed: list[Answer], fault: Callable[[Engine], None]
 ) -> None:
     engine.wait_serving()
-    streams, before = Streams(engine.target), engine.worker
+    streams = Streams(engine.target)
+    before = engine.worker
     streams.wait_started()
     struck_at = time.monotonic()
     fault(engine)
@@ -333,8 +335,10 @@ def survive(engine: Engine, undisturbed: list[Answer], exhaust: Callable[[], Non
     """Exhaust memory under streams: they go on soon and the same, and it is counted once."""
     engine.wait_serving()
     wait_until(lambda: is_idle(engine.headroom))
-    whole, num_ooms = engine.headroom, engine.num_ooms
-    streams, before = Streams(engine.target), engine.worker
+    whole = engine.headroom
+    num_ooms = engine.num_ooms
+    streams = Streams(engine.target)
+    before = engine.worker
     streams.wait_started()
     struck_at = time.monotonic()
     exhaust()

@@ -140,7 +140,8 @@ class _Stage:
 
     def run(self) -> Measured | None:
         """Return the measurements; None on all stages but the last."""
-        work, phases = self._work, self._phases
+        work = self._work
+        phases = self._phases
         chosen = None
         if self._layout.is_last(self._rank):
             with phases("reference"):
@@ -175,7 +176,8 @@ class _Stage:
                 rows = _slices(chosen.plain.flatten(0, 1))
                 logits = ((each @ chosen.head.to(each.dtype).t()).float() for each in rows)
                 plain = agreement(_beside(logits, chosen.reference, chosen.head))
-        theirs, error = None, ""
+        theirs = None
+        error = ""
         if work.against_transformers:
             try:
                 with phases("transformers"):
@@ -267,7 +269,8 @@ def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _C
 def answer_margins(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
     """Return the least difference [samples] between the two likeliest tokens of any position, as a
     share of the largest logit; hidden is [samples, positions, hidden]."""
-    gaps, largest = [], hidden.new_zeros(())
+    gaps = []
+    largest = hidden.new_zeros(())
     for rows in _slices(hidden.flatten(0, 1)):
         logits = reference.logits(rows)
         first, second = logits.topk(2, dim=1).values.unbind(1)

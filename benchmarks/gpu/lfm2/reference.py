@@ -89,7 +89,9 @@ def _conv(model_config: ModelConfig, own: Tensors, x: torch.Tensor) -> torch.Ten
 
 
 def _attention(model_config: ModelConfig, own: Tensors, x: torch.Tensor) -> torch.Tensor:
-    heads, kv_heads, size = model_config.num_heads, model_config.num_kv_heads, model_config.head_dim
+    heads = model_config.num_heads
+    kv_heads = model_config.num_kv_heads
+    size = model_config.head_dim
     qkv = F.linear(x, own["qkv"]).view(*x.shape[:2], -1, size).transpose(1, 2)
     q = _norm(qkv[:, :heads], own["q_norm"], model_config.rms_eps)
     k = _norm(qkv[:, heads : heads + kv_heads], own["k_norm"], model_config.rms_eps)
@@ -131,8 +133,10 @@ def _route(spec: ExpertsSpec, own: Tensors, x: torch.Tensor) -> _Routing:
 
 
 def _experts(own: Tensors, x: torch.Tensor, routing: _Routing) -> torch.Tensor:
-    rows, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
-    chosen, weights = routing.chosen.flatten(0, 1), routing.weights.flatten(0, 1)
+    rows = x.flatten(0, 1)
+    out = torch.zeros_like(x).flatten(0, 1)
+    chosen = routing.chosen.flatten(0, 1)
+    weights = routing.weights.flatten(0, 1)
     for expert, (gate_up, down) in enumerate(
         zip(own["experts_gate_up"], own["experts_down"], strict=True)
     ):

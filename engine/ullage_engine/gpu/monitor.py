@@ -139,7 +139,8 @@ class GpuMonitor:
         self._silence = self._loop.call_later(self._times.silent_s, self._on_silence)
 
     def _on_silence(self) -> None:
-        self.is_silent, self.samples = True, ()
+        self.is_silent = True
+        self.samples = ()
         log.error(
             "the GPU driver does not answer; the engine goes on without figures of its GPUs",
             extra={"seconds": self._times.silent_s},
@@ -148,7 +149,8 @@ class GpuMonitor:
     def _on_unavailable(self, reason: str) -> None:
         if self._silence is not None:
             self._silence.cancel()
-        self.is_silent, self.samples = False, ()
+        self.is_silent = False
+        self.samples = ()
         log.info("GPUs are not watched: %s", reason)
 
     def _on_xid(self, gpu: Gpu, number: int) -> None:
@@ -170,7 +172,8 @@ class GpuMonitor:
         self.samples = samples
         self._tell_failures(samples)
         now = time.monotonic()
-        elapsed_s, self._sampled_at = now - self._sampled_at, now
+        elapsed_s = now - self._sampled_at
+        self._sampled_at = now
         if self._throttling.enabled:
             self._judge(samples, elapsed_s)
 

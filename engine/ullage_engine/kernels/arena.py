@@ -311,7 +311,8 @@ def step_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Activations of one layer at a time, the gather workspace, rotary tables and the mask."""
     if limits.library_threads:
         return native_arena(model_config, limits)
-    tokens, itemsize = limits.product_rows(limits.max_tokens), limits.itemsize
+    tokens = limits.product_rows(limits.max_tokens)
+    itemsize = limits.itemsize
     width = span_mask_width() if limits.deterministic else mask_width(limits.max_model_len)
     always = {
         "hidden": tokens * model_config.hidden,
@@ -360,8 +361,12 @@ long context, attends each sequence's context in one piece."""
 
 def native_arena(model_config: ModelConfig, limits: StepLimits) -> ArenaLayout:
     """Activations, rotary tables and each thread's workspace of `ullage_engine.native`."""
-    tokens, hidden, dim = limits.max_tokens, model_config.hidden, model_config.head_dim
-    queries, gated, spec = model_config.query_width, model_config.intermediate, model_config.experts
+    tokens = limits.max_tokens
+    hidden = model_config.hidden
+    dim = model_config.head_dim
+    queries = model_config.query_width
+    gated = model_config.intermediate
+    spec = model_config.experts
     convolved = 3 * hidden if model_config.num_conv_layers else 0
     expert, count = (spec.intermediate, spec.num_experts) if spec else (0, 0)
     pairs = limits.slice_tokens(tokens) * spec.experts_per_token if spec else 0
@@ -468,7 +473,8 @@ def _index_words(model_config: ModelConfig, limits: StepLimits) -> int:
 def _conv_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     if not model_config.num_conv_layers:
         return {}
-    tokens, channels = limits.product_rows(limits.max_tokens), model_config.conv_channels
+    tokens = limits.product_rows(limits.max_tokens)
+    channels = model_config.conv_channels
     state_rows = limits.max_rows * (model_config.conv_kernel - 1)
     rows = {"conv_in": tokens * 3 * channels, "conv_mixed": tokens * channels}
     if limits.fused:

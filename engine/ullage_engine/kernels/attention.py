@@ -69,13 +69,16 @@ class DecodeAttention:
     ) -> None:
         model_config = workspace.model_config
         kv_heads, size, head_dim = model_config.head_shape
-        rows, padded = group.end - group.start, group.padded_rows
+        rows = group.end - group.start
+        padded = group.padded_rows
         length = group.num_blocks * workspace.block_tokens
-        self._workspace, self._scale = workspace, head_dim**-0.5
+        self._workspace = workspace
+        self._scale = head_dim**-0.5
         self._block_ids = torch.from_numpy(group.block_ids.ravel()).to(rotated.device)
         self._gathered = workspace.gather_view(len(self._block_ids))
         keys, values = self._gathered.view(2, kv_heads * padded, length, head_dim)
-        self._keys, self._values = keys.transpose(1, 2), values
+        self._keys = keys.transpose(1, 2)
+        self._values = values
         heads = rotated[: model_config.num_heads, group.start : group.end]
         self._heads = heads.view(kv_heads, size, rows, head_dim).transpose(1, 2)
         queries = shaped(workspace.queries, kv_heads, padded, size, head_dim)
@@ -139,7 +142,8 @@ class PrefillAttention:
         model_config = workspace.model_config
         kv_heads, size, head_dim = model_config.head_shape
         rows = tile.end - tile.start
-        self._workspace, self._tile = workspace, tile
+        self._workspace = workspace
+        self._tile = tile
         self._block_ids = torch.from_numpy(tile.block_ids).to(rotated.device)
         self._gathered = workspace.gather_view(len(self._block_ids))
         self._keys, self._values = self._gathered.view(2, kv_heads, -1, head_dim)
@@ -174,10 +178,13 @@ class PrefillAttention:
         )
 
     def _multiplied(self, sinks: torch.Tensor | None) -> None:
-        model_config, earlier = self._workspace.model_config, self._tile.earlier
+        model_config = self._workspace.model_config
+        earlier = self._tile.earlier
         kv_heads, size, head_dim = model_config.head_shape
-        rows, padded = self._heads.shape[2], self._tile.padded_rows
-        context, length = earlier + rows, self._keys.shape[1]
+        rows = self._heads.shape[2]
+        padded = self._tile.padded_rows
+        context = earlier + rows
+        length = self._keys.shape[1]
         queries = shaped(self._workspace.queries, kv_heads, size, padded, head_dim)
         folded = queries.view(kv_heads, size * padded, head_dim)
         scores = shaped(self._workspace.scores, kv_heads, size * padded, length)

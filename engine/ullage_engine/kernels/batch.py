@@ -375,7 +375,8 @@ def decode_groups(
     """Cut decodes, longest first, into groups that fit the workspace and waste little."""
     buckets = [bucket(-(-length // block_tokens)) for length in rows.lengths.tolist()]
     max_blocks = max_gather_tokens // block_tokens
-    groups, start = [], 0
+    groups = []
+    start = 0
     while start < len(buckets):
         widest = buckets[start]
         most = max(1, max_blocks // widest)
@@ -404,7 +405,8 @@ def prefill_tiles(
     rows: PagedRows, block_tokens: int, bucket: Bucket = context_bucket
 ) -> list[PrefillTile]:
     """Cut prompts into tiles whose scores are computed at once."""
-    spans, tiles = rows.prompts, []
+    spans = rows.prompts
+    tiles = []
     columns = (spans.first_rows, spans.counts, spans.earlier)
     prompts = zip(rows.prompt_tables, *(each.tolist() for each in columns), strict=True)
     for table, row, tokens, start in prompts:

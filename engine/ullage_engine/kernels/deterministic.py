@@ -177,15 +177,19 @@ class SplitAttention:
     ) -> None:
         """`tables`: blocks [sequences, width] in whole spans; `rows`: queries of each per KV head,
         in whole units."""
-        model_config, block_tokens = workspace.model_config, workspace.block_tokens
-        kv_heads, head_dim = model_config.num_kv_heads, model_config.head_dim
-        batch, blocks = kv_heads * len(tables), SPAN_TOKENS // block_tokens
+        model_config = workspace.model_config
+        block_tokens = workspace.block_tokens
+        kv_heads = model_config.num_kv_heads
+        head_dim = model_config.head_dim
+        batch = kv_heads * len(tables)
+        blocks = SPAN_TOKENS // block_tokens
         num_spans = tables.shape[1] // blocks
         self.rows_shape = (kv_heads, len(tables), rows, head_dim)
         self.queries = shaped(workspace.queries, *self.rows_shape)
         self.scores = shaped(workspace.scores, num_spans, batch, rows, SPAN_TOKENS)
         self._of_keys, self._of_values = slice(kv_heads), slice(kv_heads, None)
-        self._products, self._codes = workspace.products, workspace.codes
+        self._products = workspace.products
+        self._codes = workspace.codes
         self._spans = [
             torch.from_numpy(tables[:, span * blocks : (span + 1) * blocks].ravel()).to(device)
             for span in range(num_spans)
@@ -207,8 +211,11 @@ class SplitAttention:
     ) -> None:
         """Says where things are: `heads` to attend, their place in `queries`, the part of `scores`
         that gets `mask` added, and where the results of `placed` go."""
-        self._heads, self._placed, self._out = heads, placed, out
-        self._masked, self._mask = masked, mask
+        self._heads = heads
+        self._placed = placed
+        self._out = out
+        self._masked = masked
+        self._mask = mask
 
     def run(self, cache: LayerCache, sinks: torch.Tensor | None = None) -> None:
         """Attends in one layer; the tokens' own KV is in the cache already."""
@@ -300,7 +307,8 @@ def split_prefill(
     assert not window, "refused at start"
     model_config = workspace.model_config
     kv_heads, size, head_dim = model_config.head_shape
-    rows, padded = tile.end - tile.start, tile.padded_rows
+    rows = tile.end - tile.start
+    padded = tile.padded_rows
     attention = SplitAttention(workspace, tile.block_ids[None], size * padded, rotated.device)
     queries = attention.queries.view(kv_heads, size, padded, head_dim)
     # Spans before the tile's first token are seen whole.

@@ -22,7 +22,8 @@ from ullage_engine.protocol.step_plan import Moves
 LARGEST = 448.0
 """Largest number of E4M3, which has no infinity: what exceeds it is stored as that."""
 
-MIN_EXPONENT, MAX_EXPONENT = -15, 7
+MIN_EXPONENT = -15
+MAX_EXPONENT = 7
 """Exponents of scales: every stored number and every scale is one of float16, too."""
 
 
@@ -149,7 +150,8 @@ class KVPool:
         `windowed`: a block holds tokens of the layers with sliding windows, or of those without:
         the i-th layer of either lies in the same place.
         """
-        heads, width = 2 * model_config.num_kv_heads, block_tokens * model_config.head_dim
+        heads = 2 * model_config.num_kv_heads
+        width = block_tokens * model_config.head_dim
         total = num_blocks + scratch_blocks(model_config)
         places = _layer_places(model_config, windowed)
         shape = (max(places, default=-1) + 1, heads, total, width)
@@ -179,7 +181,8 @@ class KVPool:
 
 def _layer_places(model_config: ModelConfig, windowed: bool) -> list[int]:
     """Returns the place in a block of each layer that attends."""
-    counts, places = [0, 0], []
+    counts = [0, 0]
+    places = []
     for layer in model_config.layers:
         if layer.mixer == "attention":
             group = windowed and layer.window > 0
@@ -413,7 +416,8 @@ def write_kv(
         cache.values.index_copy_(1, slots, values)
         return
     assert codes is not None, "float8 without a buffer for it"
-    stored, kv_heads = shaped(codes, *keys.shape), keys.shape[0]
+    stored = shaped(codes, *keys.shape)
+    kv_heads = keys.shape[0]
     narrow(keys, cache.scales.values[:kv_heads], stored)
     cache.keys.index_copy_(1, slots, stored)
     narrow(values, cache.scales.values[kv_heads:], stored)

@@ -103,7 +103,8 @@ def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     Changes gate_up [rows, 2 * width].
     """
     width = out.shape[1]
-    gate, up = gate_up[:, :width].clamp_(max=GATE_LIMIT), gate_up[:, width:]
+    gate = gate_up[:, :width].clamp_(max=GATE_LIMIT)
+    up = gate_up[:, width:]
     torch.mul(gate, GATE_SLOPE, out=out).sigmoid_().mul_(gate)
     out.mul_(up.clamp_(-GATE_LIMIT, GATE_LIMIT).add_(1))
 

@@ -77,7 +77,8 @@ class BlockPool:
         return self._next[self._head]
 
     def _take(self, block: int) -> int:
-        before, behind = self._previous[block], self._next[block]
+        before = self._previous[block]
+        behind = self._next[block]
         self._next[before], self._previous[behind] = behind, before
         self._ref_counts[block] = 1
         self.num_free -= 1

@@ -252,9 +252,11 @@ class PrefixCache:
         """
         if not self.has_cache:
             return table
-        size, merged = self.block_tokens, table
+        size = self.block_tokens
+        merged = table
         for index in range(first, end):
-            parent, own = merged[index - 1] if index else None, table[index]
+            parent = merged[index - 1] if index else None
+            own = table[index]
             is_known = own in self._tree
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             kept = self._tree.insert(parent, tokens, own, salt)

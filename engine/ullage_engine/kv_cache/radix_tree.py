@@ -276,7 +276,8 @@ class RadixTree:
         del self._root.children[first.key]
         first.key = ("", (-1 - block,))  # No text has such a token.
         self._root.children[first.key] = first
-        branch, evicted = [first], []
+        branch = [first]
+        evicted = []
         for node in branch:
             branch.extend(node.children.values())
         for node in reversed(branch):  # those below come first
@@ -343,7 +344,8 @@ class RadixTree:
         assert block is not None and node.is_window_reclaimable, "its window block is in use"
         self._evictable_windows.pop(block, None)
         del self._by_window[block]
-        node.window_block, node.is_window_reclaimable = None, False
+        node.window_block = None
+        node.is_window_reclaimable = False
         self.num_reclaimable -= 1
         return block
 

@@ -154,7 +154,8 @@ class KvBroker:
     def arrived(self, request: EngineRequest) -> int:
         """Begins to load what a request can begin with, as far as that is quicker than computing
         it; returns its number of blocks, or of all that it has where that is being asked."""
-        kv, salt = self._format, request.cache_salt
+        kv = self._format
+        salt = request.cache_salt
         keys = block_keys(kv.space, request.token_ids[:-1], kv.block_tokens, salt)
         # Later on the backlog has this request, too.
         starts_at = self._clock() + self._compute().start_s
@@ -209,7 +210,8 @@ class KvBroker:
         if not self._format.window_tokens:
             return tiers
         windows = self._store.contains([part_key(key, WINDOW_PART) for key in keys[: len(tiers)]])
-        end, first = len(tiers), self._format.first_window_block(len(tiers))
+        end = len(tiers)
+        first = self._format.first_window_block(len(tiers))
         while "" in windows[first:end]:
             # Whatever ends behind that one and not behind this reads that one, too.
             end = max(index for index in range(first, end) if not windows[index])
@@ -319,7 +321,8 @@ class KvBroker:
         """Gives back what the worker held, whose process has ended; another one may begin."""
         self._lease.close()
         self._lease = self._store.index.lease()
-        self._reserved, self._pinned = {}, {}
+        self._reserved = {}
+        self._pinned = {}
         self._beginnings.clear()
         self._num_prefetched = 0
 
@@ -349,11 +352,13 @@ class KvBroker:
 
     def _answer_at_once(self, wanted: KvWanted) -> None:
         """Answers with what is in shared memory, and says from where on more is coming."""
-        name, keys = wanted.request_id, wanted.keys
+        name = wanted.request_id
+        keys = wanted.keys
         beginning = self._ask(wanted)
         tiers = self._lookup(keys) if beginning.looking.done() else []
         refs, windows = self._pin_beginning(wanted)
-        here, more_from = wanted.first + len(refs), None
+        here = wanted.first + len(refs)
+        more_from = None
         if not beginning.looking.done():
             more_from = here
         elif here < len(tiers):
@@ -365,7 +370,8 @@ class KvBroker:
 
     def _answer_when_loaded(self, wanted: KvWanted) -> None:
         """Answers when all that is wanted is in shared memory, or does not come."""
-        lease, beginning = self._lease, self._ask(wanted)
+        lease = self._lease
+        beginning = self._ask(wanted)
 
         def answer(first: int = 0, end: int = 0) -> None:
             if lease is not self._lease:
@@ -471,7 +477,8 @@ class KvBroker:
             return
         size = self._store.block_bytes
         self._store.was_read([Result(Status.HIT, HOST, size)] * len(pinned.refs))
-        hits, asked_at = pinned.beginning.hits, pinned.beginning.asked_at
+        hits = pinned.beginning.hits
+        asked_at = pinned.beginning.asked_at
         assert asked_at is not None, "answered without being asked"
         seconds = self._clock() - asked_at
         for tier, count in Counter(pinned.tiers[num_late:]).items():
@@ -487,7 +494,8 @@ def _num_in_host(tiers: list[str]) -> int:
 
 def _when_done(futures: list[Future[Any]], then: Callable[[], object]) -> None:
     """Calls a function once, when all futures are done, in the thread of the last one."""
-    lock, num_pending = threading.Lock(), len(futures)
+    lock = threading.Lock()
+    num_pending = len(futures)
 
     def count(_: "Future[Any]") -> None:
         nonlocal num_pending

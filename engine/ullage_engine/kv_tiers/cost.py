@@ -54,7 +54,8 @@ class LoadSpeed:
         """Seconds until the first byte of a load."""
         self._byte_s = 1 / START_BYTES_PER_S
         self._is_measured = False
-        self._smallest, self._largest = math.inf, 0.0
+        self._smallest = math.inf
+        self._largest = 0.0
         """Sizes of recent loads, bytes, which fade towards the newest."""
         self._done_at = clock()
         self._next_number = 0
@@ -97,7 +98,8 @@ class LoadSpeed:
         # Loads follow one another: what it waited for others says nothing of its own speed.
         seconds = max(0.0, now - max(began_at, self._done_at))
         self._done_at = now
-        latency_s, byte_s = self.latency_s, self._byte_s
+        latency_s = self.latency_s
+        byte_s = self._byte_s
         predicted = latency_s + num_loaded * byte_s
         # What fails at once, such as at a tier that is busy, is not quick.
         least = 1 / _MAX_RATIO if num_loaded >= num_bytes else 1.0
@@ -107,7 +109,8 @@ class LoadSpeed:
             self._largest = max(num_loaded, self._largest / _SIZES_FADE)
         weight = _WEIGHT if self._is_measured else 1.0
         # Each estimate answers for the error by its share of what was predicted.
-        own, rest = latency_s / predicted, 1 - latency_s / predicted
+        own = latency_s / predicted
+        rest = 1 - latency_s / predicted
         weight /= own**2 + rest**2
         self.latency_s = latency_s * ratio ** (weight * own)
         self._byte_s = byte_s * ratio ** (weight * rest)

@@ -131,7 +131,8 @@ class Loads:
                 self._fetch(tier, of_tier[-_FIRST_PART:], self._deadline_s)
 
     def _needed(self, keys: Sequence[bytes], tiers: Sequence[str]) -> list[Needed]:
-        now, needed = self._clock(), []
+        now = self._clock()
+        needed = []
         for key, tier in zip(keys, tiers, strict=True):
             if key in self._due:
                 needed.append(Needed(ready_s=max(0.0, self._due[key] - now)))
@@ -141,8 +142,10 @@ class Loads:
 
     def _predict(self, tier: str) -> Callable[[int], float]:
         """Returns what predicts the seconds to load so many blocks of a tier from now on."""
-        speed, block_bytes = self.speed(tier), self._store.block_bytes
-        time_of, latency_s = speed.predict(), speed.latency_s
+        speed = self.speed(tier)
+        block_bytes = self._store.block_bytes
+        time_of = speed.predict()
+        latency_s = speed.latency_s
         least = _FIRST_PART if speed.is_of_one_size else math.inf
 
         def seconds(num_blocks: int) -> float:

@@ -102,7 +102,8 @@ class KvTiers:
         assert self._arena is not None, "open comes first"
         profile = ready.profile
         if not ready.kv_space:
-            given, needed = self._arena.num_bytes, profile.block_bytes
+            given = self._arena.num_bytes
+            needed = profile.block_bytes
             if given < needed:
                 log.warning(
                     "memory.tiers.host.size: %d bytes hold no KV block of %d bytes; nothing is "
@@ -120,7 +121,8 @@ class KvTiers:
                 self._arena.drop_pages()
             return
         if self._space != ready.kv_space:
-            store, self.store = self.store, None
+            store = self.store
+            self.store = None
             if store is not None:
                 await asyncio.to_thread(store.close)
             tiers = await self._lower_tiers(ready.kv_space, profile.block_bytes)

@@ -106,7 +106,8 @@ def _gathered_parts(
     rows: PagedRows, limits: StepLimits
 ) -> tuple[list[DecodeGroup], list[PrefillTile]]:
     """Cuts a step into parts whose context fits the workspace."""
-    block_tokens, bucket = limits.block_tokens, limits.context_blocks
+    block_tokens = limits.block_tokens
+    bucket = limits.context_blocks
     groups = decode_groups(rows, block_tokens, limits.max_gather_tokens, bucket)
     return groups, prefill_tiles(rows, block_tokens, bucket)
 
@@ -150,7 +151,9 @@ class DeterministicBackend:
         mask = shaped(arena["mask"], MAX_TILE_ROWS, span_mask_width())
         fill_span_mask(mask)
         self._matrices: list[RowInvariantLinear] = []
-        self._products, self._limits, self._model_config = products, limits, model_config
+        self._products = products
+        self._limits = limits
+        self._model_config = model_config
         self._workspace = SplitWorkspace(
             model_config=model_config,
             block_tokens=limits.block_tokens,
@@ -177,7 +180,8 @@ class DeterministicBackend:
         return [*decodes, *(split_prefill(tile, *parts) for tile in tiles)]
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
-        model_config, limits = self._model_config, self._limits
+        model_config = self._model_config
+        limits = self._limits
         if model_config.has_sinks or any(layer.window for layer in model_config.layers):
             return f"{model_config.architecture} has windows and sinks, which have no such path"
         steps = {limits.product_rows(tokens) for tokens in range(1, limits.max_tokens + 1)}
@@ -195,14 +199,16 @@ class DeterministicBackend:
 
     def _attended_shapes(self) -> list[tuple[int, int]]:
         """Lists (sequences, rows of queries a KV head) of every product of attention."""
-        size, limits = self._model_config.group_size, self._limits
+        size = self._model_config.group_size
+        limits = self._limits
         max_sequences = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)
         decodes = [(1 << power, pad_rows(size)) for power in range(max_sequences.bit_length())]
         tiles = [MIN_TILE_ROWS << power for power in range(3)]
         return [*decodes, *((1, size * rows) for rows in tiles if rows <= MAX_TILE_ROWS)]
 
     def _verify_attention(self, sequences: int, rows: int) -> None:
-        batch, head_dim = sequences * self._model_config.num_kv_heads, self._model_config.head_dim
+        batch = sequences * self._model_config.num_kv_heads
+        head_dim = self._model_config.head_dim
         context = shaped(self._workspace.gathered, batch, SPAN_TOKENS, head_dim)
         fill_random(context)
         self._products.verify_batched((batch, rows, head_dim), context.transpose(1, 2))
@@ -292,7 +298,8 @@ NORMALISED_AT_ONCE = 4 << 20
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """Writes x / sqrt(mean(x²) + eps) * weight, row by row (Zhang and Sennrich, 2019)."""
-    shape, size = (x.shape[-1],), max(1, NORMALISED_AT_ONCE // x.shape[-1])
+    shape = (x.shape[-1],)
+    size = max(1, NORMALISED_AT_ONCE // x.shape[-1])
     for start in range(0, x.shape[0], size):
         rows = slice(start, start + size)
         out[rows].copy_(F.rms_norm(x[rows], shape, weight, eps))
@@ -312,7 +319,8 @@ class RotaryTables:
     def __init__(self, model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Fills tables of [positions, head_dim]."""
         fill_tables(model_config, cos, sin)
-        self.cos, self.sin = cos, sin
+        self.cos = cos
+        self.sin = sin
 
     def read(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Writes the rows of both tables for some positions to cos and sin [tokens, head_dim]."""
@@ -345,7 +353,9 @@ class TorchRotary:
         qkv: torch.Tensor,  # [tokens, qkv_width]
         rotated: torch.Tensor,  # [heads + kv_heads, tokens, head_dim]
     ) -> None:
-        tokens, heads, head_dim = step.tokens, model_config.num_heads, model_config.head_dim
+        tokens = step.tokens
+        heads = model_config.num_heads
+        head_dim = model_config.head_dim
         rotated_heads = heads + model_config.num_kv_heads
         by_token = qkv.view(tokens, -1, head_dim)
         by_head = by_token.transpose(0, 1)
@@ -384,13 +394,16 @@ class FusedRotary:
         from ullage_engine.kernels.triton.layer import rotate_and_store
 
         self._rotate_and_store = rotate_and_store
-        self._tables, self._qkv, self._rotated = tables, qkv, rotated
+        self._tables = tables
+        self._qkv = qkv
+        self._rotated = rotated
         self._positions = step.indices(step.batch.positions)
 
     def run(
         self, norms: HeadNorms | None, eps: float, cache: LayerCache, slots: torch.Tensor
     ) -> None:
-        tables, places = (self._tables.cos, self._tables.sin), (self._positions, slots)
+        tables = (self._tables.cos, self._tables.sin)
+        places = (self._positions, slots)
         self._rotate_and_store(self._qkv, norms, eps, tables, *places, self._rotated, cache)
 
 
@@ -478,7 +491,8 @@ class ConvStep:
         channels = model_config.conv_channels
         self.projected = step.view("conv_in", step.rows, 3 * channels)
         self.mixed = step.view("conv_mixed", step.rows, channels)
-        rows, out = self.projected[: step.tokens], self.mixed[: step.tokens]
+        rows = self.projected[: step.tokens]
+        out = self.mixed[: step.tokens]
         self.convolution = (
             fused_convolution(plan, step.indices, rows, out)
             if fused

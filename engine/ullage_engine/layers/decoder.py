@@ -198,7 +198,8 @@ class DecoderLayer:
     def formats(self) -> tuple[object, ...]:
         """Returns what tells apart the kernels by which the layer's matrices are multiplied: a GGUF
         file has some layers in a format of their own."""
-        mixer, mlp = self.mixer, self.mlp
+        mixer = self.mixer
+        mlp = self.mlp
         first = mixer.qkv if isinstance(mixer, AttentionLayer) else mixer.project
         matrices = [first, mixer.output, *mlp.matrices]
         return tuple(getattr(matrix, "encoding", None) for matrix in matrices)
@@ -232,7 +233,9 @@ class Decoder:
         arena: dict[str, torch.Tensor],
         backend: AttentionBackend,
     ) -> None:
-        self._model_config, self._limits, self._arena = model_config, limits, arena
+        self._model_config = model_config
+        self._limits = limits
+        self._arena = arena
         self._backend = backend
         self._sampled_rows = torch.empty(0, dtype=torch.int32)
         self._embedding = weights.tensors.get("embedding")
@@ -272,7 +275,8 @@ class Decoder:
         Steps of the same shapes lie at the same addresses: what was computed of one can be repeated
         for another that was prepared since.
         """
-        model_config, limits = self._model_config, self._limits
+        model_config = self._model_config
+        limits = self._limits
         rows = ForwardContext(batch, model_config, limits, self._arena, self._staging)
         token_ids = rows.indices(batch.token_ids)
         fused = limits.fused
@@ -372,7 +376,8 @@ class Decoder:
         caches: Sequence[LayerCache],
         states: Sequence[torch.Tensor],
     ) -> None:
-        rms_norm, eps = self._operations.rms_norm, self._model_config.rms_eps
+        rms_norm = self._operations.rms_norm
+        eps = self._model_config.rms_eps
         deterministic = self._limits.deterministic
         mlp = MlpStep(step, self._model_config, deterministic)
         # Padding would choose experts, too, and have them read; only whole units of rows need it.
@@ -402,8 +407,11 @@ class _Builder:
         operations: Operations,
         deterministic: bool,
     ) -> None:
-        self._weights, self._model_config, self._arena = weights, model_config, arena
-        self._operations, self._deterministic = operations, deterministic
+        self._weights = weights
+        self._model_config = model_config
+        self._arena = arena
+        self._operations = operations
+        self._deterministic = deterministic
 
     def layers(self) -> Iterator[DecoderLayer]:
         count = {"attention": 0, "conv": 0}
@@ -427,7 +435,8 @@ class _Builder:
         )
 
     def _attention(self, spec: LayerSpec, prefix: str) -> AttentionLayer:
-        weights, optional = self._weights, self._weights.tensors.get
+        weights = self._weights
+        optional = self._weights.tensors.get
         return AttentionLayer(
             qkv=weights.linear(prefix + "qkv"),
             output=weights.linear(prefix + "output"),
@@ -449,11 +458,9 @@ class _Builder:
         )
 
     def _experts(self, prefix: str) -> Experts:
-        weights, spec, optional = (
-            self._weights,
-            self._model_config.experts,
-            self._weights.tensors.get,
-        )
+        weights = self._weights
+        spec = self._model_config.experts
+        optional = self._weights.tensors.get
         assert spec is not None, "a layer of experts, and no experts"
         operations = self._operations
         own = ExpertWeights(

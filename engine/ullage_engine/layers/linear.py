@@ -293,7 +293,8 @@ class NativeLinear:
         for start in range(0, x.shape[0], PASS_ROWS):
             rows = slice(start, min(start + PASS_ROWS, x.shape[0]))
             count = rows.stop - start
-            inputs, product = self._inputs[:count].copy_(x[rows]), self._outputs[:count]
+            inputs = self._inputs[:count].copy_(x[rows])
+            product = self._outputs[:count]
             self._team.multiply(self._matrix, inputs, product, self._buffers)
             yield rows, product
 
@@ -324,7 +325,9 @@ def scratch_bytes(
     encodings: Iterable[Encoding], itemsize: int, *, deterministic: bool = False
 ) -> int:
     """Returns the scratch memory that products with any of these matrices take."""
-    panels, halves, whole = 0, 0, 0
+    panels = 0
+    halves = 0
+    whole = 0
     for each in encodings:
         if each.is_tiled or each.format == "w8a8":
             size = native_scratch_bytes if each.is_tiled else int_scratch_bytes
@@ -420,7 +423,8 @@ class FusedQuantizedLinear:
     """A matrix whose kernel reads the stored numbers, whatever the number of rows."""
 
     def __init__(self, packed: Packed, product: FusedProduct) -> None:
-        self._packed, self._product = packed, product
+        self._packed = packed
+        self._product = product
         self.encoding = packed.encoding
         self.shape = (packed.encoding.shape[1], packed.encoding.shape[0])
 

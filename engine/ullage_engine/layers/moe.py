@@ -93,7 +93,8 @@ class LoopedExperts:
 
     def __init__(self, matrices: Sequence[Linear], deterministic: bool = False) -> None:
         """Deterministic: matrices multiply whole units of rows (`ullage_engine.kernels.arena`)."""
-        self._matrices, self._deterministic = matrices, deterministic
+        self._matrices = matrices
+        self._deterministic = deterministic
 
     @property
     def few_pairs(self) -> int:
@@ -330,7 +331,9 @@ class Mxfp4Experts(LoopedExperts):
         """Blocks are uint8 [experts, out, groups, 16], scales uint8 [experts, out, groups]."""
         pairs = zip(blocks, scales, strict=True)
         super().__init__([Mxfp4Linear(*each, decoder) for each in pairs])
-        self._blocks, self._scales, self._decoder = blocks, scales, decoder
+        self._blocks = blocks
+        self._scales = scales
+        self._decoder = decoder
 
     @property
     def few_pairs(self) -> int:
@@ -414,7 +417,10 @@ class Experts:
     ) -> None:
         """`arena` has the buffers of `ullage_engine.kernels.arena`; `reduce` is for ranks that
         each have a slice of every expert."""
-        self._spec, self._weights, self._arena, self._reduce = spec, weights, arena, reduce
+        self._spec = spec
+        self._weights = weights
+        self._arena = arena
+        self._reduce = reduce
         self._experts = torch.arange(spec.num_experts, device=arena["expert_rows"].device)
         self._deterministic = deterministic
         self._few_pairs = min(weights.gate_up.few_pairs, weights.down.few_pairs)
@@ -449,7 +455,8 @@ class Experts:
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses every token's experts, best first, and their weights."""
-        tokens, arena = x.shape[0], self._arena
+        tokens = x.shape[0]
+        arena = self._arena
         logits = shaped(arena["expert_logits"], tokens, self._spec.num_experts)
         self._weights.router.forward(x, logits)
         scores = shaped(arena["expert_scores"], *logits.shape).copy_(logits)
@@ -463,7 +470,8 @@ class Experts:
 
     def _run_each(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes rows [pairs, hidden] of the experts' results, and the row of each pair."""
-        pairs, weights = chosen.view(-1), self._weights
+        pairs = chosen.view(-1)
+        weights = self._weights
         gate_up, gated, rows = self._buffers(len(pairs))
         weights.gate_up.forward_each(x, pairs, gate_up)
         self._gate(gate_up, gated, pairs)
@@ -476,7 +484,8 @@ class Experts:
         self, x: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the same, with all rows of an expert in one product."""
-        pairs, weights = chosen.numel(), self._weights
+        pairs = chosen.numel()
+        weights = self._weights
         experts, order, places = (
             self._indices(name, pairs)
             for name in ("expert_sorted", "expert_order", "expert_places")
@@ -511,7 +520,8 @@ class Experts:
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns gate_up [rows, 2 * width], gated [rows, width] and rows [rows, hidden]."""
-        width, arena = self._spec.intermediate, self._arena
+        width = self._spec.intermediate
+        arena = self._arena
         hidden = self._weights.router.shape[0]
         return (
             shaped(arena["expert_gate_up"], rows, 2 * width),

@@ -51,7 +51,8 @@ _TILES_AT_ONCE = 16
 
 def _matrix_names(spec: LayerSpec) -> dict[str, str]:
     """Returns the names of a layer's tensors by what the library calls these matrices."""
-    is_conv, is_dense = spec.mixer == "conv", spec.feed_forward == "dense"
+    is_conv = spec.mixer == "conv"
+    is_dense = spec.feed_forward == "dense"
     return {
         "mixer_in": "conv_in" if is_conv else "qkv",
         "mixer_out": "conv_out" if is_conv else "output",
@@ -117,7 +118,9 @@ class NativeDecoder:
         self, loaded: LoadedModel, limits: StepLimits, arena: dict[str, torch.Tensor]
     ) -> None:
         """`arena` is laid out by `ullage_engine.kernels.arena.native_arena`."""
-        self._loaded, self._config, self._arena = loaded, loaded.model_config, arena
+        self._loaded = loaded
+        self._config = loaded.model_config
+        self._arena = arena
         self._limits = limits
         self._kept: dict[str, torch.Tensor] = {}
         self._num_threads = limits.library_threads
@@ -131,7 +134,8 @@ class NativeDecoder:
 
     def use_memory(self, caches: Sequence[LayerCache], states: Sequence[torch.Tensor]) -> None:
         """Reads and writes KV and convolution states in these from now on."""
-        remaining_caches, remaining_states = iter(caches), iter(states)
+        remaining_caches = iter(caches)
+        remaining_states = iter(states)
         for index, (layer, spec) in enumerate(zip(self._layers, self._config.layers, strict=True)):
             if spec.mixer == "conv":
                 layer.states = next(remaining_states).data_ptr()
@@ -148,7 +152,9 @@ class NativeDecoder:
 
     def kv_scales(self) -> list[HeadScales]:
         """Computes scales with which every key and value of each layer can be stored as float8."""
-        config, tensors, scales = self._config, self._loaded.tensors, []
+        config = self._config
+        tensors = self._loaded.tensors
+        scales = []
         for index, spec in enumerate(config.layers):
             if spec.mixer == "attention":
                 prefix = f"layers.{index}."
@@ -166,7 +172,8 @@ class NativeDecoder:
     def check_tables(self) -> str:
         """Compute the rotary tables a second time; return the name of one that comes out
         otherwise, else nothing."""
-        positions, half = self._limits.max_model_len, self._config.head_dim // 2
+        positions = self._limits.max_model_len
+        half = self._config.head_dim // 2
         cos, sin = (shaped(self._arena[name], positions, half) for name in ("cos", "sin"))
         return different_table(self._config, cos, sin)
 
@@ -217,9 +224,12 @@ class NativeDecoder:
         for each, chunk, row, size, table in zip(
             own, chunks, rows[:-1], sizes, tables, strict=True
         ):
-            each.row, each.num_rows, each.start = row, size, chunk.start
+            each.row = row
+            each.num_rows = size
+            each.start = chunk.start
             each.blocks = first_table + table * table_bytes
-            each.num_replayed, each.next_state_slot = chunk.num_replayed, chunk.next_state_slot
+            each.num_replayed = chunk.num_replayed
+            each.next_state_slot = chunk.next_state_slot
             each.state_slot = -1 if chunk.state_slot is None else chunk.state_slot
         run = layers or range(self._config.num_layers)
         step = Step(
@@ -255,7 +265,8 @@ class NativeDecoder:
         return shaped(self._arena["hidden"], num_rows, self._config.hidden)
 
     def _fill_tables(self, limits: StepLimits) -> None:
-        positions, half = limits.max_model_len, self._config.head_dim // 2
+        positions = limits.max_model_len
+        half = self._config.head_dim // 2
         cos, sin = (shaped(self._arena[name], positions, half) for name in ("cos", "sin"))
         fill_half_tables(self._config, cos, sin)
 
@@ -268,7 +279,8 @@ class NativeDecoder:
             yield Layer(taps=self._taps(prefix + "conv"), **vectors, **matrices)
 
     def _make_model(self) -> Model:
-        config, arena = self._config, self._arena
+        config = self._config
+        arena = self._arena
         buffers = {
             "hidden_rows": "hidden",
             "wide_rows": "wide",

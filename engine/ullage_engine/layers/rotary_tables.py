@@ -97,13 +97,15 @@ def _blocks(
     model_config: ModelConfig, positions: int
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Yield runs of positions with their cosines and sines, float32 [positions, head_dim / 2]."""
-    scale, frequencies = model_config.rope_scale, rotary_frequencies(model_config)
+    scale = model_config.rope_scale
+    frequencies = rotary_frequencies(model_config)
     rows = max(1, _BLOCK_ANGLES // len(frequencies))
     for start in range(0, positions, rows):
         end = min(start + rows, positions)
         numbers = np.arange(start, end).astype(np.float32)
         cosine, sine = cosine_and_sine(np.multiply.outer(numbers, frequencies))
-        cosine, sine = cosine * scale, sine * scale
+        cosine = cosine * scale
+        sine = sine * scale
         yield slice(start, end), _rounded(cosine), _rounded(sine)
 
 

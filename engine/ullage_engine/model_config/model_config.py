@@ -162,7 +162,8 @@ def contradiction(model_config: ModelConfig) -> str | None:
         if size < 1:
             return f"the {name} is {size}, not at least 1"
     if model_config.num_heads % model_config.num_kv_heads:
-        heads, kv_heads = model_config.num_heads, model_config.num_kv_heads
+        heads = model_config.num_heads
+        kv_heads = model_config.num_kv_heads
         return f"{heads} heads cannot share {kv_heads} KV heads evenly"
     if model_config.head_dim % 2:
         return f"the head size is {model_config.head_dim}, whose halves cannot be rotated"

@@ -122,7 +122,8 @@ def _model_config(
     `own` are further fields, or those spelled otherwise. `head_dim`, `rope_theta` and
     `rope_default` count where the configuration says nothing.
     """
-    hidden, heads = config.int("hidden_size"), config.int("num_attention_heads")
+    hidden = config.int("hidden_size")
+    heads = config.int("num_attention_heads")
     head_dim = config.int("head_dim", hidden // heads if head_dim is None else head_dim)
     default = None if rope_default is None else HFConfig(config.path, rope_default)
     rope = read_rope(config, head_dim, rope_theta, default)

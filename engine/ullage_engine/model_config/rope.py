@@ -115,7 +115,8 @@ def read_rope(
 
 def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[HFConfig, str]:
     """Return the section that counts, and its name: `rope_scaling` where both are there."""
-    modern, old = config.section("rope_parameters"), config.section("rope_scaling")
+    modern = config.section("rope_parameters")
+    old = config.section("rope_scaling")
     if not old.values:
         if config.get("rope_parameters") is None and default is not None:
             return default, "rope_parameters"
@@ -185,7 +186,8 @@ def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: in
     """Return Llama 3.1's divisors: `factor` for long wavelengths, 1 for short ones, and a blend
     for those between, as in its reference implementation."""
     factor = _factor(scaling)
-    low, high = scaling.float("low_freq_factor"), scaling.float("high_freq_factor")
+    low = scaling.float("low_freq_factor")
+    high = scaling.float("high_freq_factor")
     if high <= low:
         raise WeightsError(
             f"{scaling.path}: high_freq_factor {high!r} and low_freq_factor {low!r} of the rope "
@@ -216,11 +218,14 @@ def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, orig
         wavelength = original / (_positive(scaling, "beta", turns) * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
-    low, high = dimension(fast), dimension(slow)
+    low = dimension(fast)
+    high = dimension(slow)
     # An explicit null is false.
     if "truncate" not in scaling.values or scaling.bool("truncate", False):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     width = high - low or 0.001
     ramp = [min(1.0, max(0.0, (index - low) / width)) for index in range(head_dim // 2)]
     factors = [1.0 / (share / factor + 1.0 - share) for share in ramp]
@@ -230,7 +235,8 @@ def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, orig
 def _yarn_scale(scaling: HFConfig, factor: float) -> float:
     if scaling.get("attention_factor") is not None:
         return scaling.float("attention_factor")
-    mscale, all_dim = scaling.float("mscale", 0.0), scaling.float("mscale_all_dim", 0.0)
+    mscale = scaling.float("mscale", 0.0)
+    all_dim = scaling.float("mscale_all_dim", 0.0)
     if mscale and all_dim:
         return _mscale(factor, mscale) / _mscale(factor, all_dim)
     return _mscale(factor)

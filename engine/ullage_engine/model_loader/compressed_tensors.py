@@ -64,11 +64,13 @@ def _compressed(config: HFConfig) -> Scheme:
 
 
 def _group(groups: HFConfig, name: str) -> Scheme:
-    group, where = groups.section(name), f"config_groups.{name}."
+    group = groups.section(name)
+    where = f"config_groups.{name}."
     check_keys(group, COMPRESSED_GROUP, f"quantization_config.{where}")
     _one_of(group, where, "output_activations", None)
     _one_of(group, where, "format", *COMPRESSED, None)
-    weights, inside = group.section("weights"), f"{where}weights."
+    weights = group.section("weights")
+    inside = f"{where}weights."
     check_keys(weights, COMPRESSED_NUMBERS, f"quantization_config.{inside}")
     _one_of(weights, inside, "num_bits", 8)
     _one_of(weights, inside, "type", "int", "float", None)
@@ -88,7 +90,8 @@ def _group(groups: HFConfig, name: str) -> Scheme:
 
 def _rounds(group: HFConfig, where: str, type: object) -> bool:
     """Whether int8 products are to round activations."""
-    activations, inside = group.section("input_activations"), f"{where}input_activations."
+    activations = group.section("input_activations")
+    inside = f"{where}input_activations."
     if not activations.values:
         return False
     check_keys(activations, COMPRESSED_NUMBERS, f"quantization_config.{inside}")
@@ -153,7 +156,8 @@ class ScaledMatrices:
         scales = self._scales(stem, rows, columns)
         if columns % scales.shape[1]:
             return None
-        group, format = columns // scales.shape[1], self._format(stem)
+        group = columns // scales.shape[1]
+        format = self._format(stem)
         is_block = format == "fp8" and group == self._scheme.block[1]
         if group != columns and not is_block:
             return None

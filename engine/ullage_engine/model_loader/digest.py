@@ -88,7 +88,8 @@ class Digests:
             ) from error
 
     def _compute(self, path: Path, kept: Path) -> str:
-        key, began = kept.stem, time.monotonic()
+        key = kept.stem
+        began = time.monotonic()
         self.num_read += 1
         digest = hashlib.sha256()
         buffer = bytearray(_PIECE_BYTES)

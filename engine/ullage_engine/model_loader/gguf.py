@@ -151,7 +151,8 @@ class GgufMetadata:
 
     def _check_head_dim(self, values: Json) -> None:
         """Refuse heads that are rotated in part, or whose values have another width."""
-        hidden, heads = values["hidden_size"], values["num_attention_heads"]
+        hidden = values["hidden_size"]
+        heads = values["num_attention_heads"]
         assert isinstance(hidden, int) and isinstance(heads, int)
         # Also where the family has a default of its own: llama.cpp has not.
         head_dim = values["head_dim"] = values["head_dim"] or hidden // max(heads, 1)
@@ -432,7 +433,8 @@ class _FileReader(GGUFReader):
             whole: tuple[int, list[Any], list[int], list[GGUFValueType]]
             whole = super()._get_field_parts(orig_offs, raw_type)
             return whole
-        count, start = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        count = int(self._get(orig_offs + 4, np.uint64)[0])
+        start = orig_offs + 12
         if kind == GGUFValueType.STRING:
             values = self._strings(start, count)
             size = sum(8 + each.nbytes for each in values)

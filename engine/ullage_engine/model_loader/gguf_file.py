@@ -40,7 +40,8 @@ SCALARS = {
 }
 """Layouts of values of one number, by type."""
 
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 
 BLOCKS = {
     0: (1, 4),  # F32
@@ -322,7 +323,8 @@ class _Cursor:
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {num_dimensions} dimensions")
         shape = tuple(self._uint64() for _ in range(num_dimensions))
-        kind, offset = self._uint32(), self._uint64()
+        kind = self._uint32()
+        offset = self._uint64()
         block = BLOCKS.get(kind)
         if block is None:
             return GgufTensor(name, shape, kind, offset, None)

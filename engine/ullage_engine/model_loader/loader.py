@@ -106,7 +106,8 @@ class LoadedModel:
 
     def packed(self, name: str) -> Packed:
         """Returns a quantised matrix."""
-        encoding, tensors = self.encodings[name], self.tensors
+        encoding = self.encodings[name]
+        tensors = self.tensors
         names = [each for each in PIECES if f"{name}.{each}" in tensors]
         return Packed(encoding, {each: tensors[f"{name}.{each}"] for each in names})
 
@@ -338,7 +339,8 @@ def _prepare_either(
     try:
         return path, _prepare(files, path, form, progress, calibration)
     except CalibrationError as error:
-        reason, remedy = str(error), error.remedy
+        reason = str(error)
+        remedy = error.remedy
     # Outside the handler: the exception's frames keep the layer's tensors alive.
     log.warning(
         "int4 is rounded to the nearest numbers, uncalibrated, %s: %s; "
@@ -435,7 +437,8 @@ def _differing_part(
 
 def _are_equal(part: torch.Tensor, placed: torch.Tensor) -> bool:
     """Return whether a part of the file has the same bytes as the tensor in memory."""
-    one, other = as_bytes(part.contiguous()), as_bytes(placed.contiguous())
+    one = as_bytes(part.contiguous())
+    other = as_bytes(placed.contiguous())
     if len(one) != len(other):
         return False
     pieces = zip(torch.split(one, _SLICE_BYTES), torch.split(other, _SLICE_BYTES), strict=True)

@@ -124,7 +124,8 @@ class PreparedTensor:
             raise self._no_numbers(part, "scales that are NaN or infinite")
         if part.rearrange_rows is None:
             return kept
-        rearrange, count = part.rearrange_rows, part.shape[0]
+        rearrange = part.rearrange_rows
+        count = part.shape[0]
         values, scales = (
             rearrange(each.view(count, -1, each.shape[1])).flatten(0, 1)
             for each in (kept.values, kept.scales)
@@ -241,7 +242,8 @@ class PreparedForm:
             WeightsError: the checkpoint is of another format than is asked for.
         """
         self._check(source, reader)
-        encoding, is_kept = None, False
+        encoding = None
+        is_kept = False
         is_vocabulary = _kind(plan) in VOCABULARY
         if is_matrix(plan) or (is_vocabulary and self._reads_tiles):
             encoding, is_kept = self._encoding(reader, plan)
@@ -250,7 +252,8 @@ class PreparedForm:
             count = plan.shape[0] if len(plan.shape) == 3 else 1
             encoding = laid_out_for(encoding, self.device, count)
             if is_vocabulary and not encoding.is_tiled:
-                encoding, is_kept = None, False
+                encoding = None
+                is_kept = False
         dtype = torch.float32 if _kind(plan) in FLOAT32 else self.dtype
         return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 

@@ -183,7 +183,8 @@ def difference(found: Proof, expected: Proof, tolerance: float) -> str:
 
 
 def _row_error(found: list[float], expected: list[float]) -> float:
-    distance, spread = max(map(_distance, found, expected)), max(expected) - min(expected)
+    distance = max(map(_distance, found, expected))
+    spread = max(expected) - min(expected)
     if distance == 0:
         return 0.0
     return distance / spread if 0 < spread < float("inf") else float("inf")

@@ -52,7 +52,8 @@ class IntegerMatrices:
     """The common part of GPTQ and AWQ matrices."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig, bits: int) -> None:
-        self._reader, self._bits = reader, bits
+        self._reader = reader
+        self._bits = bits
         self._group = config.int("group_size", 128)
         if self._group != -1 and self._group < 1:
             raise WeightsError(
@@ -82,7 +83,8 @@ class IntegerMatrices:
 
     def dequantised(self, stem: str) -> torch.Tensor:
         groups = self._groups(stem)
-        points, scales = self._points(stem)[:, groups], self._scales(stem)[:, groups]
+        points = self._points(stem)[:, groups]
+        scales = self._scales(stem)[:, groups]
         return (self._codes(stem) - points) * scales
 
     @property
@@ -188,7 +190,8 @@ class PackedExperts:
     checkpoint's order."""
 
     def __init__(self, reader: SafetensorsReader, config: HFConfig) -> None:
-        self._reader, self._path = reader, config.path
+        self._reader = reader
+        self._path = config.path
 
     @property
     def formats(self) -> frozenset[Format]:

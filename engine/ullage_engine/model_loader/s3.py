@@ -395,6 +395,7 @@ class _Log:
 
     def line(self, verb: str) -> None:
         took = max(time.monotonic() - self._began, 1e-3)
-        done, total = self._download.bytes, self._download.total_bytes
+        done = self._download.bytes
+        total = self._download.total_bytes
         speed = int((done - self._present) / took)
         log.info("%s: %s %s of %s, %s/s", self._what, verb, mib(done), mib(total), mib(speed))

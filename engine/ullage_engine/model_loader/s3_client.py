@@ -171,7 +171,8 @@ class Bucket:
                 "s3:// needs the awscrt package; pip install 'ullage[s3]', or use file://",
                 is_final=True,
             ) from error
-        self._http, self._types = http, s3.S3RequestType
+        self._http = http
+        self._types = s3.S3RequestType
         bootstrap = io.ClientBootstrap(group := io.EventLoopGroup(1), io.DefaultHostResolver(group))
         signing = None
         if environ.get(UNSIGNED, "").lower() not in _TRUE:
@@ -179,9 +180,11 @@ class Bucket:
                 region=self.endpoint.region,
                 credential_provider=_credentials(auth, bootstrap, environ),
             )
-        tls_mode, tls = s3.S3RequestTlsMode.DISABLED, None
+        tls_mode = s3.S3RequestTlsMode.DISABLED
+        tls = None
         if self.endpoint.is_secure:
-            tls_mode, tls = s3.S3RequestTlsMode.ENABLED, _tls(io, environ)
+            tls_mode = s3.S3RequestTlsMode.ENABLED
+            tls = _tls(io, environ)
         self._client = s3.S3Client(
             bootstrap=bootstrap,
             region=self.endpoint.region,
@@ -363,7 +366,8 @@ def _listed(page: ElementTree.Element, prefix: str) -> Iterator[Listed]:
     """Yield the objects of one page of a listing that may be files of the folder."""
     is_encoded = page.findtext("EncodingType") == "url"
     for item in page.iter("Contents"):
-        key, size = item.findtext("Key", ""), item.findtext("Size", "")
+        key = item.findtext("Key", "")
+        size = item.findtext("Size", "")
         key = urllib.parse.unquote_plus(key) if is_encoded else key
         if not key.startswith(prefix):
             raise S3Error(

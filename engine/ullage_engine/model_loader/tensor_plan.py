@@ -44,7 +44,8 @@ class TensorPlan:
 def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
     """Lists everything a model computes with, in the order in which it is used."""
     names = FAMILIES[model_config.architecture].names
-    hidden, vocab = model_config.hidden, model_config.vocab
+    hidden = model_config.hidden
+    vocab = model_config.vocab
     plans = [_single("embedding", EMBEDDING, vocab, hidden)]
     for index, layer in enumerate(model_config.layers, model_config.first_layer):
         plans += _LayerPlans(model_config, names, index).of(layer)
@@ -63,8 +64,10 @@ class _LayerPlans:
     """The prepared tensors of one layer, from the checkpoint's of the same layer."""
 
     def __init__(self, model_config: ModelConfig, names: Names, index: int) -> None:
-        self._model_config, self._names = model_config, names
-        self._source, self._prefix = f"model.layers.{index}.", f"layers.{index}."
+        self._model_config = model_config
+        self._names = names
+        self._source = f"model.layers.{index}."
+        self._prefix = f"layers.{index}."
 
     def of(self, layer: LayerSpec) -> Iterator[TensorPlan]:
         """Yields the plans of a layer's tensors."""
@@ -75,8 +78,11 @@ class _LayerPlans:
         yield from self._mlp() if layer.feed_forward == "dense" else self._experts()
 
     def _attention(self) -> Iterator[TensorPlan]:
-        config, names = self._model_config, self._names
-        hidden, query, head_dim = config.hidden, config.query_width, config.head_dim
+        config = self._model_config
+        names = self._names
+        hidden = config.hidden
+        query = config.query_width
+        head_dim = config.head_dim
         key = config.num_kv_heads * head_dim
         qkv = ((names.q, query), (names.k, key), (names.v, key))
         yield self._stacked("qkv", *qkv)
@@ -92,7 +98,8 @@ class _LayerPlans:
             yield self._single("sinks", names.sinks, config.num_heads)
 
     def _conv(self) -> Iterator[TensorPlan]:
-        names, hidden = self._names, self._model_config.hidden
+        names = self._names
+        hidden = self._model_config.hidden
         kernel = self._model_config.conv_kernel
         yield self._weight("conv_in", names.conv_in, 3 * hidden, hidden)
         # Stored as one channel each in and out.
@@ -101,15 +108,20 @@ class _LayerPlans:
         yield self._weight("conv_out", names.conv_out, hidden, hidden)
 
     def _mlp(self) -> Iterator[TensorPlan]:
-        names, width = self._names, self._model_config.intermediate
+        names = self._names
+        width = self._model_config.intermediate
         yield self._stacked("gate_up", (names.gate, width), (names.up, width))
         yield self._weight("down", names.down, self._model_config.hidden, width)
 
     def _experts(self) -> Iterator[TensorPlan]:
-        spec, names, hidden = self._model_config.experts, self._names, self._model_config.hidden
+        spec = self._model_config.experts
+        names = self._names
+        hidden = self._model_config.hidden
         assert spec is not None, "a layer of experts, and no experts"
-        count, width = spec.num_experts, spec.intermediate
-        gate_up, down = (count, 2 * width, hidden), (count, hidden, width)
+        count = spec.num_experts
+        width = spec.intermediate
+        gate_up = (count, 2 * width, hidden)
+        down = (count, hidden, width)
         yield self._weight("router", names.router, count, hidden)
         yield self._single("router_bias", names.router_bias, count)
         if names.expert:
@@ -130,7 +142,8 @@ class _LayerPlans:
 
     def _expert(self, expert: int, name: str) -> Part:
         """Returns one expert's matrix of a checkpoint that has one tensor for each."""
-        hidden, spec = self._model_config.hidden, self._model_config.experts
+        hidden = self._model_config.hidden
+        spec = self._model_config.experts
         assert spec is not None, "a layer of experts, and no experts"
         is_down = name == self._names.down
         shape = (hidden, spec.intermediate) if is_down else (spec.intermediate, hidden)
@@ -139,7 +152,8 @@ class _LayerPlans:
 
     def _stacked(self, name: str, *parts: tuple[str, int]) -> TensorPlan:
         """Puts matrices of the hidden rows' width one above the other."""
-        columns, rows = self._model_config.hidden, sum(count for _, count in parts)
+        columns = self._model_config.hidden
+        rows = sum(count for _, count in parts)
         sources = [Part(f"{self._source}{each}.weight", (n, columns)) for each, n in parts]
         return self._plan(name, (rows, columns), *sources)
 

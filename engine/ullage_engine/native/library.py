@@ -175,7 +175,8 @@ class Team:
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
         """`isa`: one of the library's instruction sets, by default the best of this processor."""
-        library, name = load(), isa or instruction_set()
+        library = load()
+        name = isa or instruction_set()
         assert library is not None and name is not None, "the library cannot be used here"
         self._library = library
         self._team = library.ullage_start(num_threads, name.encode())
@@ -184,7 +185,8 @@ class Team:
 
     def step(self, model: Model, step: Step) -> None:
         """Computes the hidden rows, the logits and the likeliest tokens of a step."""
-        model_at, step_at = ctypes.addressof(model), ctypes.addressof(step)
+        model_at = ctypes.addressof(model)
+        step_at = ctypes.addressof(step)
         if not self._library.ullage_step(self._team, model_at, step_at):
             raise ValueError("the workspace of each thread is smaller than the library needs")
 

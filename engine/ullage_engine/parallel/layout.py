@@ -69,7 +69,8 @@ def _first_cut(
             _is_within(limits, (index, start, end)) and is_possible(index + 1, end) for end in ends
         )
 
-    runs, start = [], 0
+    runs = []
+    start = 0
     for index in range(parts):
         end = next(
             end
@@ -164,7 +165,9 @@ def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> Non
             f"pools.{pool}.parallelism.pipeline: {layout.pipeline} is more than the model's "
             f"{model_config.num_layers} layers; set {model_config.num_layers} or less"
         )
-    tensor, heads, kv_heads = layout.tensor, model_config.num_heads, model_config.num_kv_heads
+    tensor = layout.tensor
+    heads = model_config.num_heads
+    kv_heads = model_config.num_kv_heads
     if tensor > kv_heads and (tensor % kv_heads or heads % tensor):
         fitting = [
             n for n in range(1, heads + 1) if n <= kv_heads or not (n % kv_heads or heads % n)
@@ -183,7 +186,8 @@ def share(count: int, parts: int, index: int) -> Share:
 
 def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
     """Returns the KV heads of a rank; with more tensor ranks than heads, one that several keep."""
-    tensor, index = layout.tensor, layout.tensor_rank(rank)
+    tensor = layout.tensor
+    index = layout.tensor_rank(rank)
     if tensor <= model_config.num_kv_heads:
         return share(model_config.num_kv_heads, tensor, index)
     kept = index * model_config.num_kv_heads // tensor
@@ -278,7 +282,9 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
     """Counts a layer's weights: all of them, or those that one token is multiplied by."""
-    hidden, width, experts = model_config.hidden, model_config.intermediate, model_config.experts
+    hidden = model_config.hidden
+    width = model_config.intermediate
+    experts = model_config.experts
     mixer = hidden * (model_config.qkv_width + model_config.query_width)
     if layer.mixer == "conv":
         mixer = 4 * hidden * model_config.conv_channels

@@ -38,7 +38,9 @@ class RankGroup:
         Raises:
             RuntimeError: some rank did not come in time.
         """
-        self.layout, self.rank, self.device = layout, rank, device
+        self.layout = layout
+        self.rank = rank
+        self.device = device
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=distributed.FileStore(str(store), layout.world),  # type: ignore[attr-defined]
@@ -85,7 +87,8 @@ class RankGroup:
 
 def _tensor_groups(layout: RankLayout) -> list[list[int]]:
     """Lists the ranks that share layers."""
-    stages, ranks = range(layout.pipeline), range(layout.tensor)
+    stages = range(layout.pipeline)
+    ranks = range(layout.tensor)
     return [[layout.rank(stage, index) for index in ranks] for stage in stages]
 
 
@@ -184,7 +187,9 @@ class PipelineRank:
         """Whether there is no other rank."""
         self.reduce = group.all_reduce if group and layout.tensor > 1 else None
         """Sums over the ranks that share a layer, in place; None where there is but one."""
-        self._group, self._hidden, self._max_batches = group, hidden, max_batches
+        self._group = group
+        self._hidden = hidden
+        self._max_batches = max_batches
         self._splits_chunks = splits_chunks
         self._is_staged = layout.pipeline > 1
         self._min_tokens = MIN_BATCH_TOKENS[device.type]
@@ -213,7 +218,8 @@ class PipelineRank:
 
     def transfers(self, rows: Sequence[int]) -> StepTransfers:
         """Starts the transfers of a step whose micro-batches have so many rows."""
-        received, sent = self._parts(self._received, rows), self._parts(self._sent, rows)
+        received = self._parts(self._received, rows)
+        sent = self._parts(self._sent, rows)
         return StepTransfers(self._group, received, sent, self._stream)
 
     def _parts(self, buffer: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
@@ -272,9 +278,11 @@ def micro_batches(
 def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
     """Appends chunks to batches, cut where one is as full as all would be on average."""
     remaining = sum(len(chunk.token_ids) for chunk in chunks)
-    index, room = -1, 0
+    index = -1
+    room = 0
     for chunk in chunks:
-        first, num_tokens = 0, len(chunk.token_ids)
+        first = 0
+        num_tokens = len(chunk.token_ids)
         while first < num_tokens:
             while room <= 0:
                 index += 1

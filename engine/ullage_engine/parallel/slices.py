@@ -36,7 +36,8 @@ ADDED_ONCE = ("experts_down_bias",)
 """Biases that go into a partial sum: all tensor ranks but the first have zeros for them."""
 
 
-ROWS, COLUMNS = -2, -1
+ROWS = -2
+COLUMNS = -1
 """Axes of matrices [..., out, in]; the only axis of a vector is the last, too."""
 
 
@@ -97,7 +98,8 @@ class Slicer:
 
     def _cut_piece(self, matrix: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         """Cuts one tensor of a quantised matrix."""
-        cut, count = self._cut_of(matrix), self._counts[matrix]
+        cut = self._cut_of(matrix)
+        count = self._counts[matrix]
         piece = piece_of(encoding_of_one(self._whole[matrix], count), kind)
         axis = piece.axis(cut.axis == ROWS)
         if not cut.runs or axis is None:
@@ -112,7 +114,8 @@ class Slicer:
         if cut.runs and cut.axis == ROWS:
             rows = self._counts[matrix] * size
         elif cut.runs:
-            columns, group = size, size if encoding.is_scaled_by_row else group
+            columns = size
+            group = size if encoding.is_scaled_by_row else group
         return msgspec.structs.replace(encoding, shape=(rows, columns), group=group)
 
     def _cut_of(self, matrix: str) -> Cut:
@@ -140,7 +143,8 @@ def check_groups(
     broken = next(_broken_groups(model_config, encodings, layout), None)
     if broken is None:
         return
-    world, fitting = layout.world, []
+    world = layout.world
+    fitting = []
     for tensor in (each for each in range(1, world + 1) if world % each == 0):
         other = RankLayout(tensor, world // tensor)
         if _is_possible(pool, model_config, encodings, other):
@@ -172,7 +176,8 @@ def _broken_groups(
             cut = cuts.get(name.rpartition(".")[2], WHOLE)
             one = encoding_of_one(encoding, _num_matrices(model_config, name))
             is_of_rows = cut.axis == ROWS
-            total, kind = one.shape[0 if is_of_rows else 1], "outputs" if is_of_rows else "inputs"
+            total = one.shape[0 if is_of_rows else 1]
+            kind = "outputs" if is_of_rows else "inputs"
             axes = [piece.axis(is_of_rows) for piece in pieces_of(one, torch.float32)]
             units = {axis.unit for axis in axes if axis is not None}
             for edge in (edge for run in cut.runs for edge in (run.start, run.end)):
@@ -190,8 +195,10 @@ def _num_matrices(model_config: ModelConfig, name: str) -> int:
 
 
 def _cuts(model_config: ModelConfig, layout: RankLayout, rank: int) -> dict[str, Cut]:
-    tensor, index = layout.tensor, layout.tensor_rank(rank)
-    queries, keys = query_heads(model_config, layout, rank), kv_heads(model_config, layout, rank)
+    tensor = layout.tensor
+    index = layout.tensor_rank(rank)
+    queries = query_heads(model_config, layout, rank)
+    keys = kv_heads(model_config, layout, rank)
     dense = share(model_config.intermediate, tensor, index)
     channels = share(model_config.conv_channels, tensor, index)
     query_columns = _scaled(queries, model_config.head_dim)

@@ -168,13 +168,16 @@ class RequestEvents:
         """A running request gave its memory to another, for the count-th time; it was copied to the
         host, or is to be computed again."""
         self._num_preemptions += 1
-        total, mode = self._num_preemptions, "swap" if is_swapped else "recompute"
+        total = self._num_preemptions
+        mode = "swap" if is_swapped else "recompute"
         self._say(request, "preempted", mode=mode, preemptions=count, preemptions_of_all=total)
         self._enter(request.request_id, "queue", is_again=True, ended="preempted")
 
     def on_step(self, plan: StepPlan, seconds: float) -> None:
         """A step was computed. Call it only where `wants_steps`."""
-        now, prompts, num_prompt_tokens = time.time(), 0, 0
+        now = time.time()
+        prompts = 0
+        num_prompt_tokens = 0
         for chunk in plan.chunks:
             computed = self.requests.get(chunk.request_id)
             if computed is None or computed.phase != "prefill":
@@ -265,14 +268,17 @@ class RequestEvents:
                 span.event("chunk", {"tokens": num_tokens}, at)
             span.end(now)
         self._record(request_id, computed, now, {"ended": ended} if ended else {})
-        computed.phase, computed.since, computed.is_again = phase, now, is_again
+        computed.phase = phase
+        computed.since = now
+        computed.is_again = is_again
         computed.chunks.clear()
 
     def _record(
         self, request_id: str, computed: _Computed, now: float, fields: dict[str, object]
     ) -> None:
         if self._timeline:
-            name, request = self._client_id(request_id), computed.request
+            name = self._client_id(request_id)
+            request = computed.request
             chunks = [num_tokens for _, num_tokens in computed.chunks]
             more = {"prompt_tokens": request.num_prompt_tokens, **fields}
             own = more | {"chunks": chunks} if chunks else more

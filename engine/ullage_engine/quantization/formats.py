@@ -101,9 +101,11 @@ class Quantized:
     def dequantise(self) -> torch.Tensor:
         """Returns the weights, float32 [out, in]."""
         rows, columns = self.values.shape
-        values, scales = self.values, self.scales
+        values = self.values
+        scales = self.scales
         if self.format == "mxfp4":
-            values, scales = mxfp4_numbers()[values.int()], mxfp4_powers()[scales.int()]
+            values = mxfp4_numbers()[values.int()]
+            scales = mxfp4_powers()[scales.int()]
         grouped = values.to(torch.float32).view(rows, scales.shape[1], -1)
         weights = grouped * scales.unsqueeze(2).to(torch.float32)
         if self.zeros is not None:
@@ -144,7 +146,8 @@ def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
 
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
     """Returns the same weights in int8, in smaller groups or with zeros, as `encoding` says."""
-    scales, zeros = quantized.scales, quantized.zeros
+    scales = quantized.scales
+    zeros = quantized.zeros
     if encoding.has_zeros and zeros is None:
         zeros = torch.zeros_like(scales)
     times = quantized.encoding.group // encoding.group
@@ -175,7 +178,9 @@ def read_mxfp4(data: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]
     return torch.cat([codes & 15, codes >> 4], dim=-1).flatten(-2), blocks[..., 0]
 
 
-VALUES, SCALES, ZEROS = "values", "scales", "zeros"
+VALUES = "values"
+SCALES = "scales"
+ZEROS = "zeros"
 
 PIECES = (VALUES, SCALES, ZEROS)
 
@@ -329,8 +334,10 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
     """Packs a matrix in groups of the encoding's to [rows / 16, groups, bytes of a tile]."""
-    least, group = MIN_VALUE[encoding.format], encoding.group
-    tiles, groups = encoding.shape[0] // TILE_ROWS, encoding.num_groups
+    least = MIN_VALUE[encoding.format]
+    group = encoding.group
+    tiles = encoding.shape[0] // TILE_ROWS
+    groups = encoding.num_groups
     codes = (matrix.values.to(torch.int16) - least).to(torch.uint8)
     if encoding.format == "int4":
         halves = codes.view(tiles, TILE_ROWS, groups, 2, group // 8, 4)
@@ -349,7 +356,9 @@ def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
 
 def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
     """Does the opposite of `pack_tiles` for all rows, or for whole tiles of them."""
-    least, size, group = MIN_VALUE[encoding.format], code_bytes(encoding), encoding.group
+    least = MIN_VALUE[encoding.format]
+    size = code_bytes(encoding)
+    group = encoding.group
     tiles, groups, _ = packed.shape
     codes = packed[..., :size].view(tiles, groups, -1, TILE_ROWS, 4)
     if encoding.format == "int4":
@@ -388,7 +397,8 @@ _LEAST_FLOAT16 = 2.0**-24
 
 def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Quantized:
     """Rounds weights [out, in] for a computation in `dtype`."""
-    weights, dtype = weights.to(torch.float32), scale_type(encoding, dtype)
+    weights = weights.to(torch.float32)
+    dtype = scale_type(encoding, dtype)
     match encoding.format:
         case "int4":
             return quantise_int4(weights, encoding.group, dtype)
@@ -407,7 +417,8 @@ def quantise_symmetric(
 
     |weight - dequantised| <= scale / 2, for scale = max|group| / 127.
     """
-    limit, rows = MAX_VALUE[format], weights.shape[0]
+    limit = MAX_VALUE[format]
+    rows = weights.shape[0]
     grouped = weights.reshape(-1, group)
     scales = stored_scales(grouped.abs().amax(dim=1, keepdim=True) / limit, dtype)
     values = (grouped / scales.to(torch.float32)).round_().clamp_(-limit, limit)
@@ -435,7 +446,8 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
     """
     rows, columns = weights.shape
     grouped = weights.view(rows, columns // group, group)
-    low, high = grouped.amin(dim=2).clamp_(max=0.0), grouped.amax(dim=2).clamp_(min=0.0)
+    low = grouped.amin(dim=2).clamp_(max=0.0)
+    high = grouped.amax(dim=2).clamp_(min=0.0)
     scales = stored_scales((high - low) / 15, dtype)
     steps = scales.to(torch.float32)
     point = (-low / steps).round_().clamp_(0, 15) + MIN_VALUE["int4"]

@@ -39,7 +39,8 @@ BLOCK_COLUMNS = 32
 ROW_ELEMENTS = 1 << 24
 """Weights that are rounded at once, whole rows of them, which bounds the memory."""
 
-_LOW, _HIGH = MIN_VALUE["int4"], MAX_VALUE["int4"]
+_LOW = MIN_VALUE["int4"]
+_HIGH = MAX_VALUE["int4"]
 _LEAST = 1e-9
 """Least weight of an error, and least spread and scale of a regression: none of them is zero."""
 
@@ -56,7 +57,8 @@ class Grid:
     def round(self, weights: torch.Tensor) -> torch.Tensor:
         """Returns the values nearest to weights [out, in], as float32."""
         grouped = _grouped(weights, self.scales.shape[1])
-        scales, zeros = self.scales.float().unsqueeze(2), self.zeros.float().unsqueeze(2)
+        scales = self.scales.float().unsqueeze(2)
+        zeros = self.zeros.float().unsqueeze(2)
         return ((grouped - zeros) / scales).round_().clamp_(_LOW, _HIGH).flatten(1)
 
     def quantized(self, values: torch.Tensor) -> Quantized:
@@ -64,7 +66,8 @@ class Grid:
 
     def by_column(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns scale and zero of every weight, float32 [out, in]."""
-        scales, zeros = self.scales.float(), self.zeros.float()
+        scales = self.scales.float()
+        zeros = self.zeros.float()
         return scales.repeat_interleave(group, 1), zeros.repeat_interleave(group, 1)
 
 
@@ -83,10 +86,12 @@ def fit_grid(
     grouped = _grouped(weights, weights.shape[1] // group)
     least = max(1e-3 * float(importance.mean()), _LEAST)
     weight = importance.clamp(min=least).view(1, -1, group)
-    low, high = grouped.amin(dim=2), grouped.amax(dim=2)
+    low = grouped.amin(dim=2)
+    high = grouped.amax(dim=2)
     fit = _Fit(grouped, weight)
     best = torch.full_like(low, float("inf"))
-    scales, zeros = torch.zeros_like(low, dtype=dtype), torch.zeros_like(low, dtype=dtype)
+    scales = torch.zeros_like(low, dtype=dtype)
+    zeros = torch.zeros_like(low, dtype=dtype)
     for ratio in RATIOS:
         scale = (high - low) * (ratio / (_HIGH - _LOW))
         zero = (high + low) / 2 - scale * ((_HIGH + _LOW) / 2)
@@ -108,7 +113,8 @@ class _Fit:
 
     def __init__(self, grouped: torch.Tensor, weight: torch.Tensor) -> None:
         """`grouped` is [out, groups, group], `weight` [1, groups, group]."""
-        self._grouped, self._weight = grouped, weight
+        self._grouped = grouped
+        self._weight = weight
         self._total = weight.sum(dim=2)
         self._sum = (weight * grouped).sum(dim=2)
 
@@ -120,7 +126,8 @@ class _Fit:
     def regression(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the scale and the zero with which these values are nearest."""
         weighted = self._weight * values
-        first, second = weighted.sum(dim=2), (weighted * values).sum(dim=2)
+        first = weighted.sum(dim=2)
+        second = (weighted * values).sum(dim=2)
         product = (weighted * self._grouped).sum(dim=2)
         spread = (self._total * second - first.square()).clamp_(min=_LEAST)
         scale = ((self._total * product - first * self._sum) / spread).clamp_(min=_LEAST)
@@ -215,7 +222,9 @@ def _compensated(
         end = min(start + BLOCK_COLUMNS, len(columns))
         errors = torch.empty_like(columns[start:end])
         for index in range(start, end):
-            column, scale, zero = columns[index], scales[index], zeros[index]
+            column = columns[index]
+            scale = scales[index]
+            zero = zeros[index]
             value = values[index]
             torch.sub(column, zero, out=value).div_(scale).round_().clamp_(_LOW, _HIGH)
             error = errors[index - start]

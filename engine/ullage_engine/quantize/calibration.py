@@ -172,14 +172,17 @@ def estimated_cost(
 ) -> Cost:
     """Estimates what calibrating these tensors with so many windows of tokens takes."""
     itemsize = next(each.dtype.itemsize for each in prepared if each.is_calibrated)
-    limits, num_tokens = _step_limits(num_windows, window, itemsize), num_windows * window
-    operations, most = 0.0, 0
+    limits = _step_limits(num_windows, window, itemsize)
+    num_tokens = num_windows * window
+    operations = 0.0
+    most = 0
     for _, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         matrices = [each for each in group if each.is_calibrated]
         layer = sum(itemsize * math.prod(each.plan.shape) for each in matrices)
         for each in matrices:
             *experts, rows, columns = each.plan.shape
-            spec, all_rows = model_config.experts, math.prod(experts) * rows
+            spec = model_config.experts
+            all_rows = math.prod(experts) * rows
             inputs = num_tokens * (spec.experts_per_token if experts and spec else 1)
             operations += 2.0 * inputs * rows * columns
             if _is_of_experts_down(each):
@@ -254,7 +257,9 @@ class LayerCalibration:
     ) -> None:
         """`hidden` is the embedded text, [tokens, hidden]: sequences of `window` tokens each.
         `remedy` is what a CalibrationError says of it."""
-        self._model_config, self._hidden, self._report = model_config, hidden, report
+        self._model_config = model_config
+        self._hidden = hidden
+        self._report = report
         self._remedy = remedy
         rows = len(hidden) // window
         self._limits = _step_limits(rows, window, hidden.itemsize)
@@ -339,7 +344,9 @@ class _Rounding:
         report: Callable[[], None],
     ) -> None:
         """`prepared`: what is rounded, by name; `report` is called after each, and more often."""
-        self._prepared, self._tensors, self._report = prepared, tensors, report
+        self._prepared = prepared
+        self._tensors = tensors
+        self._report = report
         self._linears: dict[str, CalibratedLinear] = {}
         self._experts: dict[str, ExpertRecorder] = {}
 
@@ -373,7 +380,9 @@ class CalibratedLinear:
         """`weights` is [out, in]; `report` is called while they are rounded."""
         self.shape = (weights.shape[1], weights.shape[0])
         self.rounded: Quantized | None = None
-        self._weights, self._prepared, self._report = weights, prepared, report
+        self._weights = weights
+        self._prepared = prepared
+        self._report = report
         self._linear: Linear | None = None
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -403,7 +412,9 @@ class ExpertRecorder:
         report: Callable[[], None],
     ) -> None:
         """`weights` is [experts, out, in]; `report` is called while they are rounded."""
-        self._experts, self._weights, self._prepared = experts, weights, prepared
+        self._experts = experts
+        self._weights = weights
+        self._prepared = prepared
         self._report = report
         self.reads_ends = experts.reads_ends
         count, _, columns = weights.shape

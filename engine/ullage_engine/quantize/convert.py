@@ -359,7 +359,8 @@ def _write(
     folder: Path,
     progress: Progress,
 ) -> None:
-    directory, plans = ModelDirectory(folder), plan_tensors(reader.model_config)
+    directory = ModelDirectory(folder)
+    plans = plan_tensors(reader.model_config)
     smoothed = _Smoothed(reader, plans, maxima, conversion.alpha)
     for index, (plan, rounded) in enumerate(_rounded(conversion, files, reader, plans)):
         progress("quantised", index, len(plans))

@@ -92,7 +92,8 @@ class ActivationRecorder:
     """A matrix that remembers the largest activations it was multiplied by."""
 
     def __init__(self, matrix: Linear, largest: torch.Tensor) -> None:
-        self._matrix, self._largest = matrix, largest
+        self._matrix = matrix
+        self._largest = largest
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -255,7 +255,9 @@ def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
     Three additions in float32 come first, or int64 would take twice the memory of the logits. They
     are element by element and so the same in any batch; they may be wrong by 3 * 2**-24.
     """
-    half, quarter, eighth = BLOCK // 2, BLOCK // 4, BLOCK // 8
+    half = BLOCK // 2
+    quarter = BLOCK // 4
+    eighth = BLOCK // 8
     sums = blocks[..., :half] + blocks[..., half:]
     sums = sums[..., :quarter].add_(sums[..., quarter:])
     sums = sums[..., :eighth].add_(sums[..., eighth:])

@@ -104,7 +104,8 @@ class ModelRunner:
         self._dtype = dtype
         self._kv_type = kv_type or dtype
         self._rank = pipeline_rank or PipelineRank()
-        self._wrap, self._wrap_experts = wrap, wrap_experts
+        self._wrap = wrap
+        self._wrap_experts = wrap_experts
         is_paged = can_page(loaded.model_config, limits.block_tokens, device)
         is_plain = wrap is None and wrap_experts is None and self._rank.is_alone
         uses_library = is_plain and not library_refusal(loaded, limits, device, dtype)
@@ -211,10 +212,12 @@ class ModelRunner:
             self._loaded, self._limits, backend, self._dtype, self._unpacked, self._rank
         )
         if self._wrap is not None:
-            wrap, linear = self._wrap, weights.linear
+            wrap = self._wrap
+            linear = weights.linear
             weights = replace(weights, linear=lambda name: wrap(name, linear(name)))
         if self._wrap_experts is not None:
-            wrap_experts, experts = self._wrap_experts, weights.experts
+            wrap_experts = self._wrap_experts
+            experts = weights.experts
             weights = replace(weights, experts=lambda name: wrap_experts(name, experts(name)))
         return Decoder(weights, *parts, backend)
 
@@ -523,7 +526,8 @@ class ModelRunner:
         layers: list[int] | None = None,
     ) -> torch.Tensor:
         """Computes the index-th micro-batch of a step up to this rank's last layer."""
-        caches, states = self._kv.layers, self._states.layers
+        caches = self._kv.layers
+        states = self._states.layers
         received = transfers.receive(index)
         with ranges("prefill" if len(batch.rows.prompts.counts) else "decode"):
             return self.decoder.forward(batch, caches, states, received, layers)
@@ -582,7 +586,8 @@ class ModelRunner:
         """Returns what computes a step of decodes to its logits, as often as steps like it are
         prepared."""
         step = self.decoder.prepare(batch)
-        caches, states = self._kv.layers, self._states.layers
+        caches = self._kv.layers
+        states = self._states.layers
         computed = self._computed_logits(len(batch.sampled))
 
         def action() -> None:

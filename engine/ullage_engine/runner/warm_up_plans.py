@@ -77,10 +77,8 @@ def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPlan]:
     """Return the steps of a few dozen fixed tokens, in the order in which they are computed: a
     prompt, a decode beside another prompt, and decodes of both; fewer where these do not fit."""
-    block, longest = (
-        limits.block_tokens,
-        min(limits.max_model_len, num_blocks * limits.block_tokens),
-    )
+    block = limits.block_tokens
+    longest = min(limits.max_model_len, num_blocks * limits.block_tokens)
     first = max(1, min(_PROBE_TOKENS[0], limits.max_tokens, longest - 2))
     first_blocks = -(-min(first + 2, longest) // block)
     second = _PROBE_TOKENS[1]

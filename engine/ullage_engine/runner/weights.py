@@ -38,7 +38,9 @@ class RowParallelLinear:
     def __init__(self, part: Linear, reduce: Reduce, buffer: torch.Tensor) -> None:
         """`part` is [this rank's inputs, out]; `buffer` is flat and holds the largest product."""
         self.shape = part.shape
-        self._part, self._reduce, self._buffer = part, reduce, buffer
+        self._part = part
+        self._reduce = reduce
+        self._buffer = buffer
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._part.forward(x, out)
@@ -73,7 +75,8 @@ def model_weights(
     `scratch` has `linear_scratch_bytes`.
     """
     reduce = rank.reduce if rank else None
-    tensors, deterministic = loaded.tensors, limits.deterministic
+    tensors = loaded.tensors
+    deterministic = limits.deterministic
     fused = triton.quantized_matmul if triton.runs_on(_device(loaded)) else None
 
     def quantized(packed: Packed) -> Linear:
@@ -91,7 +94,8 @@ def model_weights(
     def experts(name: str) -> ExpertLinears:
         if name not in loaded.encodings:
             return expert_linears(tensors[name], backend.linear, deterministic)
-        stored, count = loaded.packed(name), _num_experts(loaded)
+        stored = loaded.packed(name)
+        count = _num_experts(loaded)
         if stored.encoding.format == "mxfp4":
             blocks = stored.values.view(count, -1, stored.encoding.num_groups, MXFP4_GROUP // 2)
             scales = stored.scales.view(count, -1, stored.encoding.num_groups)

@@ -109,7 +109,8 @@ def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState
     """Lists expected releases, soonest first; the last of at most 32 entries sums up all the
     rest."""
     ordered = sorted(releases)
-    head, rest = ordered[: _MAX_RELEASES - 1], ordered[_MAX_RELEASES - 1 :]
+    head = ordered[: _MAX_RELEASES - 1]
+    rest = ordered[_MAX_RELEASES - 1 :]
     if rest:
         head.append((rest[-1][0], sum(num_bytes for _, num_bytes in rest)))
     return [ReleaseState(after_s=after, num_bytes=num_bytes) for after, num_bytes in head]
@@ -219,7 +220,8 @@ class AdmissionControl:
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
         """Longest that one of so many samples of a request may become, tokens."""
-        longest, limit = self.max_sequence_tokens, self._profile.session_kv_bytes
+        longest = self.max_sequence_tokens
+        limit = self._profile.session_kv_bytes
         if not (request.session_id and limit):
             return longest
         num_prompt = request.num_prompt_tokens
@@ -305,7 +307,8 @@ class AdmissionControl:
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
         """Makes sequences of one arrival; children of the first if they have a common prefix."""
-        arrival, priority = self._num_submitted, requests[0].priority
+        arrival = self._num_submitted
+        priority = requests[0].priority
         parent, *others = [self.new_sequence(request, priority, arrival) for request in requests]
         for sequence in (parent, *others):
             sequence.limit = self.longest(sequence.request, len(requests))
@@ -313,7 +316,8 @@ class AdmissionControl:
         if shared > 0:
             parent.has_children = True
             for child in others:
-                child.parent, child.num_shared_tokens = parent, shared
+                child.parent = parent
+                child.num_shared_tokens = shared
         return [parent, *others]
 
     def _admit(self, group: list[Sequence]) -> None:

@@ -343,7 +343,8 @@ class BeamSearches:
         if group.state.is_over:
             self._end(group)
             return group.outputs()
-        parents, beams = group.members, group.state.beams
+        parents = group.members
+        beams = group.state.beams
         extended_parents = {parents[beam.parent] for beam in beams}
         # First the beams that nobody extends, so that their memory is free for the others.
         self._cancel_members([parent for parent in parents if parent not in extended_parents])

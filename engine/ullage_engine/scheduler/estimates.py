@@ -157,7 +157,8 @@ class _SecondsBySize:
         return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
 
     def observe(self, num_decodes: int, seconds: float) -> None:
-        bucket, steps = num_decodes.bit_length() - 1, self._seconds
+        bucket = num_decodes.bit_length() - 1
+        steps = self._seconds
         steps.extend([0.0] * (bucket + 1 - len(steps)))
         old = steps[bucket]
         steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)

@@ -123,9 +123,11 @@ class BlockReservations:
         child.set_computed(num_tokens)
         child.num_cached_blocks = min(parent.num_cached_blocks, num_tokens // size)
         if self._cache.is_windowed:
-            skipped, num_blocks = first - parent.first_window_block, len(child.block_ids)
+            skipped = first - parent.first_window_block
+            num_blocks = len(child.block_ids)
             windows = parent.window_block_ids[skipped : num_blocks - parent.first_window_block]
-            child.first_window_block, child.window_block_ids = first, windows
+            child.first_window_block = first
+            child.window_block_ids = windows
         self._cache.share(child.held_blocks)
         parent.num_writable = child.num_writable = 0
         return True
@@ -142,7 +144,8 @@ class BlockReservations:
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
         """Makes `blocks` the sequence's window blocks in place of those that it holds."""
         self._free_windows(sequence, len(sequence.window_block_ids))
-        sequence.first_window_block, sequence.window_block_ids = first, blocks
+        sequence.first_window_block = first
+        sequence.window_block_ids = blocks
 
     def _free_windows(self, sequence: Sequence, count: int) -> None:
         blocks = sequence.window_block_ids[:count]
@@ -155,7 +158,8 @@ class BlockReservations:
     def cache_blocks(self, sequence: Sequence, first: int, full: int) -> int:
         """Caches the blocks `first` to `full` - 1 of a sequence, which are complete; returns how
         many of them were cached already, which it then shares."""
-        own, salt = sequence.block_ids, sequence.request.cache_salt
+        own = sequence.block_ids
+        salt = sequence.request.cache_salt
         table = self._cache.insert(sequence.token_ids, own, first, full, salt)
         num_merged = 0
         if table is not own:
@@ -190,7 +194,8 @@ class BlockReservations:
         self._reserve(sequence, -sequence.num_reserved)
         self._set_deferred(sequence, 0)
         self._cache.free(sequence.held_blocks)
-        sequence.block_ids, sequence.window_block_ids = [], []
+        sequence.block_ids = []
+        sequence.window_block_ids = []
         sequence.first_window_block = 0
         sequence.set_computed(0)
         sequence.num_cached_blocks = sequence.num_writable = 0

@@ -540,7 +540,8 @@ class Scheduler:
     # results -------------------------------------------------------------------------------------
 
     def _cache_full_blocks(self, sequence: Sequence) -> None:
-        first, full = sequence.num_cached_blocks, sequence.num_computed // self._cache.block_tokens
+        first = sequence.num_cached_blocks
+        full = sequence.num_computed // self._cache.block_tokens
         if self._cache.has_cache and full > first:
             num_merged = self._reservations.cache_blocks(sequence, first, full)
             self._statistics.prefix_merged_tokens += num_merged * self._cache.block_tokens
@@ -555,7 +556,9 @@ class Scheduler:
         self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
     ) -> TokenOutput:
         """Appends a token to its sequence; `before` are accepted ones, which it has already."""
-        request, tokens, token = sequence.request, sequence.token_ids, sampled.token_id
+        request = sequence.request
+        tokens = sequence.token_ids
+        token = sampled.token_id
         tokens.append(token)
         sequence.is_decoding = True
         finish: Finish = ""

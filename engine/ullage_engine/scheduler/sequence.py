@@ -423,7 +423,8 @@ class ForkGroups:
         """Makes `children` wait until the parent has computed its first `num_shared_tokens`."""
         parent.has_children = bool(children)
         for child in children:
-            child.parent, child.num_shared_tokens = parent, num_shared_tokens
+            child.parent = parent
+            child.num_shared_tokens = num_shared_tokens
         if children:
             self._children[parent] = children
 
@@ -499,7 +500,8 @@ def postponed_decodes(
         if count <= MIN_DECODES or count * read_bytes(mean) <= max_read_bytes:
             return set()
     by_service = sorted(ready, key=_last_step_of)
-    num_picked, remaining = 0, max_read_bytes
+    num_picked = 0
+    remaining = max_read_bytes
     for sequence in by_service[:max_decodes]:
         remaining -= read_bytes(len(sequence.token_ids))
         if remaining < 0 and num_picked >= MIN_DECODES:
@@ -551,7 +553,8 @@ def make_chunk(
     Tokens before `num_computed` are replayed. `slots`: of the convolution states before and after.
     `draft`: tokens to check behind a decode's.
     """
-    tokens, end = sequence.token_ids, start + count
+    tokens = sequence.token_ids
+    end = start + count
     windows = sequence.window_block_ids
     if windows:
         # What a window has slid past is never read; any block of its own stands for it.
@@ -577,7 +580,8 @@ def make_chunk(
 def make_decode(sequence: Sequence) -> Chunk:
     """Makes the chunk of a decode without states and windows: what `make_chunk` would, in a third
     of the time."""
-    tokens, request = sequence.token_ids, sequence.request
+    tokens = sequence.token_ids
+    request = sequence.request
     chunk = Chunk(
         sequence.request_id,
         tokens[-1:],
@@ -639,7 +643,8 @@ def stored_tokens(
     num_tokens = 0
     shared: dict[int, int] = {}
     for sequence in sequences:
-        table, first = sequence.block_ids, sequence.num_cached_blocks
+        table = sequence.block_ids
+        first = sequence.num_cached_blocks
         private = bisect.bisect_left(
             range(len(table)), True, lo=first, key=lambda index: is_private(table[index])
         )
@@ -660,7 +665,8 @@ def holder_shares(block_ids: list[int], ref_count: Callable[[int], int]) -> floa
 
     Whoever holds a block holds all before it, so there are few runs of equally shared blocks.
     """
-    shares, start = 0.0, 0
+    shares = 0.0
+    start = 0
     while start < len(block_ids):
         count = ref_count(block_ids[start])
         end = len(block_ids)

@@ -71,7 +71,8 @@ class PromptLookup:
         return draft
 
     def _index(self, length: int) -> None:
-        tokens, followed = self._token_ids, self._followed
+        tokens = self._token_ids
+        followed = self._followed
         first = max(NGRAM, length - self._lookup_tokens)
         if first > self._next:
             followed.clear()
@@ -173,7 +174,8 @@ class Speculation:
     def _room(self, sequence: Sequence) -> int:
         """Counts the tokens that a draft may have: as many as are left of the answer before its
         last, in blocks that the sequence has or has reserved, so that nobody is preempted."""
-        size, cache = self._cache.block_tokens, self._cache
+        size = self._cache.block_tokens
+        cache = self._cache
         num_blocks = len(sequence.block_ids) + sequence.num_reserved
         # Behind a fork the block that is written next is shared: its copy takes a reserved one.
         num_blocks -= cache.is_shared_at(sequence.block_ids, sequence.num_computed // size)

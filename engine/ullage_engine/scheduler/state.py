@@ -71,7 +71,8 @@ class ConvStatePool:
         """Makes the state that a computed chunk has written the sequence's own."""
         if sequence.next_slot is None:
             return
-        previous, slot = sequence.state, sequence.next_slot
+        previous = sequence.state
+        slot = sequence.next_slot
         is_continued = previous is not None and chunk.state_slot is not None
         since = previous.since if previous and is_continued else chunk.start
         sequence.next_slot = None
@@ -179,7 +180,8 @@ class SwapManager:
             # Its KV is still on the host; the copy in is dropped instead of being copied out again.
             self._cancel_swap_in(sequence)
             return
-        first, size = self._num_shared_blocks(sequence), self._cache.block_tokens
+        first = self._num_shared_blocks(sequence)
+        size = self._cache.block_tokens
         # A step that was planned and not committed may have left blocks behind what was computed.
         end = -(-sequence.num_computed // size)
         blocks = sequence.block_ids[first:end]
@@ -194,7 +196,8 @@ class SwapManager:
             return
         slots = self._slots.allocate(count)
         self._outs += zip(blocks + windows, slots, strict=True)
-        own, of_windows = slots[: len(blocks)], slots[len(blocks) :]
+        own = slots[: len(blocks)]
+        of_windows = slots[len(blocks) :]
         sequence.swapped = Swapped(first, own, first_window, of_windows, sequence.num_computed)
         self.num_swaps += 1
 
@@ -252,8 +255,11 @@ class SwapManager:
         )
         self.num_blocks_out += len(self._outs)
         self.num_blocks_in += len(self._ins)
-        swapped_in, self._swapping_in = self._swapping_in, []
-        self._outs, self._ins, self._copies = [], [], []
+        swapped_in = self._swapping_in
+        self._swapping_in = []
+        self._outs = []
+        self._ins = []
+        self._copies = []
         for sequence in swapped_in:
             self.free_slots(sequence)
         return moves
@@ -363,8 +369,11 @@ class SchedulerStatistics:
 
         Of many sequences `kv_used_bytes` may be a moment old; all else is counted as it changes.
         """
-        cache, sequences, swap = self._state.cache, self._state.sequences, self._state.swap
-        block_bytes, size = self._profile.block_bytes, cache.block_tokens
+        cache = self._state.cache
+        sequences = self._state.sequences
+        swap = self._state.swap
+        block_bytes = self._profile.block_bytes
+        size = cache.block_tokens
         if self._walks.is_due(len(sequences)):
             self._num_tail_tokens = stored_tokens(
                 sequences, size, cache.is_cached, cache.is_private

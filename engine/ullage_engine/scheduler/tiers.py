@@ -107,7 +107,8 @@ class TierTransfers:
         offer = self._offers.take_message()
         if offer is not None:
             self._outgoing.append(offer)
-        outgoing, self._outgoing = self._outgoing, []
+        outgoing = self._outgoing
+        self._outgoing = []
         return outgoing
 
     # to the host tier ----------------------------------------------------------------------------
@@ -117,7 +118,8 @@ class TierTransfers:
         keys = self._keys(sequence, end)
         is_kept = bool(sequence.request.session_id)
         for index in range(first, end):
-            block, key = sequence.block_ids[index], keys[index]
+            block = sequence.block_ids[index]
+            key = keys[index]
             above = sequence.block_ids[index - 1] if index else None
             if above is not None and self._cache.content_key(above) is None:
                 return  # of a text whose KV may be damaged
@@ -150,7 +152,8 @@ class TierTransfers:
 
     def ask(self, sequence: Sequence) -> None:
         """Asks for the blocks that a starting sequence can begin with, if any are likely there."""
-        size, held = self._cache.block_tokens, len(sequence.block_ids)
+        size = self._cache.block_tokens
+        held = len(sequence.block_ids)
         # Whose last token must be computed, as its logits are needed.
         end = (len(sequence.token_ids) - 1) // size
         is_again = sequence.num_preemptions > 0
@@ -208,7 +211,8 @@ class TierTransfers:
     def end(self, sequence: Sequence) -> int:
         """Position that the sequence is computed up to: behind it KV is being loaded, or its
         tokens end there."""
-        query, end = self._waiting.get(sequence), len(sequence.token_ids)
+        query = self._waiting.get(sequence)
+        end = len(sequence.token_ids)
         return end if query is None or query.is_late else min(end, self._position(query))
 
     def is_arriving(self, sequence: Sequence) -> bool:
@@ -218,7 +222,8 @@ class TierTransfers:
     def place(self, in_flight: Container[Sequence]) -> None:
         """Gives blocks to the sequences whose answers have come, other than those in flight."""
         for query in list(self._queries.values()):
-            answer, sequence = query.answer, query.sequence
+            answer = query.answer
+            sequence = query.sequence
             if answer is None or sequence in in_flight:
                 continue
             if answer.slots and sequence.num_computed < self._position(query):
@@ -267,7 +272,8 @@ class TierTransfers:
             prefetch=[] if is_waited_for else self._ins,
         )
         read = tuple(self._arriving.values())
-        self._ins, self._arriving = [], {}
+        self._ins = []
+        self._arriving = {}
         return moves, Transfers(tuple(slot for slot, _ in granted.stored), read)
 
     def keep(self, transfers: Transfers) -> None:
@@ -276,7 +282,8 @@ class TierTransfers:
 
     def take_kept(self) -> Transfers:
         """Returns what is kept, for the next plan that computes something."""
-        kept, self._kept = self._kept, Transfers()
+        kept = self._kept
+        self._kept = Transfers()
         return kept
 
     def finish(self, transfers: Transfers) -> None:
@@ -290,8 +297,10 @@ class TierTransfers:
         return content_key == place.content_key
 
     def _place(self, query: _Query, answer: KvFound) -> bool:
-        sequence, size = query.sequence, self._cache.block_tokens
-        held, end = len(sequence.block_ids), query.first + len(answer.slots)
+        sequence = query.sequence
+        size = self._cache.block_tokens
+        held = len(sequence.block_ids)
+        end = query.first + len(answer.slots)
         # The first block that is loaded may be computed in part, and is then overwritten.
         first = sequence.num_computed // size
         is_shared = any(self._cache.is_shared(block) for block in sequence.block_ids[first:])
@@ -321,7 +330,8 @@ class TierTransfers:
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
         """Returns the sequence's keys, at least those of its first `end` blocks."""
         if len(sequence.keys) < end:
-            size, salt = self._cache.block_tokens, sequence.request.cache_salt
+            size = self._cache.block_tokens
+            salt = sequence.request.cache_salt
             tokens = sequence.token_ids[: end * size]
             sequence.keys += list(extend_keys(self._space, sequence.keys, tokens, size, salt))
         return sequence.keys

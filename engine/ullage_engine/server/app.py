@@ -242,7 +242,8 @@ class EngineApp:
         return entry is None or entry.is_over or entry.has_begun
 
     def _note_hits(self, request_id: str, hits: list[TierHits]) -> None:
-        entry, ready = self._journal.get(request_id), self._engine_status.ready
+        entry = self._journal.get(request_id)
+        ready = self._engine_status.ready
         if entry is not None and ready is not None:
             size = ready.profile.block_tokens
             entry.add_tier_hits([TierHit(h.tier, h.num_blocks * size, h.seconds) for h in hits])

@@ -319,7 +319,8 @@ class HangDetector:
         if self._waiting_s > policy.step_deadline_s:
             return "no step within the deadline"
 
-        longest_s, num_steps = self.longest_step_s, self._num_steps
+        longest_s = self.longest_step_s
+        num_steps = self._num_steps
         recent = list(self._steps)[-_RECENT_STEPS:]
         suspect_s = policy.suspect_after_s(max(recent, default=None), longest_s, num_steps)
         if min(self._waiting_s, self._still_s) > suspect_s:
@@ -426,7 +427,10 @@ class EngineStatus:
         return self.state.headroom_bytes if self.state and self.serving else 0
 
     def worker_ready(self, ready: Ready) -> None:
-        self.ready, self.state, self.serving, self.live = ready, ready.state, True, True
+        self.ready = ready
+        self.state = ready.state
+        self.serving = True
+        self.live = True
         self._wake()
 
     def set_preparing(self, is_preparing: bool) -> None:
@@ -467,7 +471,8 @@ class EngineStatus:
 
     def stay_out(self, reason: str) -> None:
         """Serves nothing from now on; there is no way back."""
-        self.serving, self.not_ready_reason = False, reason
+        self.serving = False
+        self.not_ready_reason = reason
         self._wake()
 
     def drain(self) -> None:
@@ -484,7 +489,8 @@ class EngineStatus:
             return
 
     def _wake(self) -> None:
-        waiting, self._changed = self._changed, asyncio.Event()
+        waiting = self._changed
+        self._changed = asyncio.Event()
         waiting.set()
 
 
@@ -525,7 +531,8 @@ class HeadroomService(headroom_rpc.HeadroomServiceServicer):
             await asyncio.sleep(pushed_at + interval_s - time.monotonic())
 
     def _headroom(self, sequence: int) -> headroom_pb.Headroom:
-        engine_status, server = self._engine_status, self._config.server
+        engine_status = self._engine_status
+        server = self._config.server
         headroom = headroom_pb.Headroom(
             engine=server.engine_id,
             epoch=engine_status.epoch,

@@ -81,7 +81,8 @@ class News:
         any."""
         if not self._has_come:
             await self._woken(until)
-        has_come, self._has_come = self._has_come, False
+        has_come = self._has_come
+        self._has_come = False
         return has_come
 
     async def _woken(self, until: float) -> None:
@@ -207,7 +208,8 @@ class JournalEntry:
     def restore(self, answer: PartialAnswer) -> None:
         """Begins with output that the client has from another engine; a sample that had ended there
         has ended, and another one is admitted like a new one, or refused."""
-        prefix, self._update = self._update.text, Update()
+        prefix = self._update.text
+        self._update = Update()
         self._num_received = answer.text_length
         self.num_restored = len(answer.token_ids)
         self._append_text(prefix)
@@ -305,7 +307,8 @@ class JournalEntry:
         """Remove and return the news, with the finish where the sample has ended; None: no news."""
         if not self._update.token_ids and self.finish is None:
             return None
-        update, self._update = self._update, Update()
+        update = self._update
+        self._update = Update()
         update.finish = self.finish
         if self._pace.pause_s:
             self._due = self._pace.next_tick(asyncio.get_running_loop().time())

@@ -69,7 +69,8 @@ class EngineMetrics:
 
     def watch_certificates(self, certificates: Certificates) -> None:
         """Exports the state of the server's certificate from now on."""
-        problems, expiry = names.CERTIFICATE_PROBLEMS, names.CERTIFICATE_EXPIRY
+        problems = names.CERTIFICATE_PROBLEMS
+        expiry = names.CERTIFICATE_EXPIRY
         self._gauge(problems).set_function(lambda: bool(certificates.problem))
         self._gauge(expiry).set_function(lambda: certificates.material.expires.timestamp())
 
@@ -108,7 +109,8 @@ class EngineMetrics:
             tiers = stats()
             labelled = [((*self._values, tier.name), tier) for tier in tiers]
             yield from _families(names.TIERS.items(), labelled)
-            info, failures = names.TIER_INFO.family(), names.TIER_FAILURES.family()
+            info = names.TIER_INFO.family()
+            failures = names.TIER_FAILURES.family()
             for labels, tier in labelled:
                 info.add_metric((*labels, tier.backend), 1)
                 for status, count in tier.failures.items():
@@ -140,7 +142,8 @@ class EngineMetrics:
                     for part, value in parts_of(gpu).items():
                         family.add_metric((*labels, part), value)
                 yield family
-            xids, silent = names.GPU_XID_ERRORS.family(), names.GPU_DRIVER_SILENT.family()
+            xids = names.GPU_XID_ERRORS.family()
+            silent = names.GPU_DRIVER_SILENT.family()
             for (index, uuid, number), count in list(monitor.xid_errors.items()):
                 xids.add_metric((*self._values, index, uuid, str(number)), count)
             silent.add_metric(self._values, monitor.is_silent)

@@ -314,7 +314,8 @@ def keep_degraded(job: ValidatedRequest, changes: Sequence[str]) -> ValidatedReq
     Raises:
         ServiceError: they are none that an engine lowers.
     """
-    request, sampling = job.request, job.request.sampling
+    request = job.request
+    sampling = job.request.sampling
     for change in changes:
         name, _, text = change.partition("=")
         try:

@@ -155,7 +155,8 @@ class SampleGroup:
 
 def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
     """Returns the request of one sample, with a key and a seed of its own."""
-    request, sampling = job.request, job.request.sampling
+    request = job.request
+    sampling = job.request.sampling
     if job.samples.is_ranked and sampling.top_logprobs is None:
         sampling = msgspec.structs.replace(sampling, top_logprobs=0)
     if index:
@@ -184,7 +185,8 @@ _REASONS = {
 def accepted(
     group: SampleGroup, engine: str, predicted_bytes: int, fingerprint: str
 ) -> pb.GenerateResponse:
-    job, request = group.job, group.job.request
+    job = group.job
+    request = group.job.request
     message = pb.Accepted(
         request_id=job.client_id,
         engine=engine,

@@ -165,7 +165,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         except Exception as error:
             served.end("refused", {}, error=type(error).__name__)
             raise
-        outcome, failure = "cancelled", None
+        outcome = "cancelled"
+        failure = None
         try:
             for entry in group.entries:
                 self._journal.open(entry)
@@ -174,7 +175,8 @@ class InferenceService(rpc.InferenceServiceServicer):
                 streaming = self._stream(group, tokenizer_bundle, context)
                 outcome = (await self._in_time(streaming, context)).reason
         except ServiceError as error:
-            outcome, failure = error.reason, error
+            outcome = error.reason
+            failure = error
         finally:
             self._close(group, outcome)
             _log_end(served, group, outcome, failure)
@@ -333,7 +335,8 @@ class InferenceService(rpc.InferenceServiceServicer):
         return limit if remaining is None else min(limit, remaining - DEADLINE_MARGIN_S)
 
     def _accepted(self, group: SampleGroup) -> pb.GenerateResponse:
-        ready, state = self._engine_status.ready, self._engine_status.state
+        ready = self._engine_status.ready
+        state = self._engine_status.state
         assert ready is not None and state is not None
         request = group.job.request
         profile = ready.profile
@@ -452,8 +455,10 @@ def _no_token_in_time() -> ServiceError:
     )
 
 
-PROFILE_STEPS, MAX_PROFILE_STEPS = 50, 1000
-PROFILE_MS, MAX_PROFILE_MS = 60_000, 300_000
+PROFILE_STEPS = 50
+MAX_PROFILE_STEPS = 1000
+PROFILE_MS = 60_000
+MAX_PROFILE_MS = 300_000
 PROFILE_CHUNK_BYTES = 1 << 20
 PROGRESS_S = 1.0
 _PROFILE_KINDS: Mapping[int, Literal["operations", "timeline"]] = {

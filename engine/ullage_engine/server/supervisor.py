@@ -230,7 +230,8 @@ class WorkerSupervisor:
             self._worker.link.post(StopProfile())
 
     def _profile_done(self, done: ProfileDone | None) -> None:
-        profile, self._profile = self._profile, None
+        profile = self._profile
+        self._profile = None
         if profile is None or profile.done():
             return
         if done is None:
@@ -346,7 +347,8 @@ class WorkerSupervisor:
         clear_endpoints(self._run_dir)
         address = endpoint(self._run_dir, self._num_starts)
         link = ServerLink(address)
-        standby, self._standby = self._standby, None
+        standby = self._standby
+        self._standby = None
         if standby is not None and standby.failure():
             await standby.close()
             standby = None
@@ -381,7 +383,8 @@ class WorkerSupervisor:
                 log.warning("no worker can be started to stand by: %s", error)
         elif self._standby is not None and (reason := self._standby.failure()):
             log.warning("the worker that stood by is lost", extra={"reason": reason})
-            standby, self._standby = self._standby, None
+            standby = self._standby
+            self._standby = None
             await standby.close()
 
     async def _receive(self, worker: WorkerHandle) -> None:
@@ -482,7 +485,8 @@ class WorkerSupervisor:
             case Ready():
                 self._ready(worker, message)
             case StartFailed():
-                worker.start_error, worker.may_retry = message.error, message.may_retry
+                worker.start_error = message.error
+                worker.may_retry = message.may_retry
                 worker.is_unproven = message.is_unproven
 
     def _take_answer(self, answer: TokenOutput | Embedding) -> None:
@@ -503,7 +507,8 @@ class WorkerSupervisor:
 
     def _ready(self, worker: WorkerHandle, ready: Ready) -> None:
         if problem := self._unservable(ready):
-            worker.start_error, worker.may_retry = problem, False
+            worker.start_error = problem
+            worker.may_retry = False
             worker.process.kill()
             return
         worker.ready_at = time.monotonic()

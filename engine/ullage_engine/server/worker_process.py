@@ -232,7 +232,8 @@ class ServerLink:
             return
         self._messages.extend(self._frames.feed(data))
         if self._messages and self._reader is not None:
-            reader, self._reader = self._reader, None
+            reader = self._reader
+            self._reader = None
             if not reader.done():
                 reader.set_result(None)
 
@@ -352,7 +353,8 @@ class WorkerHandle:
     def check_health(self, has_work: bool) -> str:
         """Returns why the worker counts as hung; empty while it does not. Call it regularly."""
         now = time.monotonic()
-        elapsed, self._checked_at = now - self._checked_at, now
+        elapsed = now - self._checked_at
+        self._checked_at = now
         self._has_work = has_work
         self.oom_kills.look()
         is_loading = self.ready_at is None
@@ -481,7 +483,8 @@ def vllm_env(
 def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]]) -> dict[str, str]:
     """Returns what `worker_env` or `vllm_env` is for a configuration, on this node."""
     threads = config.server.threads or max(1, usable_cores() // config.num_local_ranks)
-    owns_cores, nccl = config.server.owns_cores, config.parallelism.nccl
+    owns_cores = config.server.owns_cores
+    nccl = config.parallelism.nccl
     own = environment(
         threads,
         config.gpus,

@@ -113,7 +113,8 @@ class StopMatcher:
 
     def flush(self) -> str:
         """The text held back, for no more is coming."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _advance(self, character: str) -> str:

@@ -31,7 +31,8 @@ from tokenizers import (
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _SCALARS = {
     0: "B",
     1: "b",
@@ -115,7 +116,8 @@ class _Reader:
         return self._scalar(_format_of(kind))
 
     def _array(self) -> list[Value]:
-        kind, count = int(self._scalar("I")), int(self._scalar("Q"))
+        kind = int(self._scalar("I"))
+        count = int(self._scalar("Q"))
         if kind == _STRING:
             return self._strings(count)
         if kind == _ARRAY:
@@ -128,7 +130,9 @@ class _Reader:
 
     def _strings(self, count: int) -> list[Value]:
         """Reads many strings; a vocabulary and its merges are 100,000 of them."""
-        data, at, texts = self._data, self._at, list[Value]()
+        data = self._data
+        at = self._at
+        texts = list[Value]()
         for _ in range(count):
             [size] = _SIZE.unpack_from(data, at)
             at += _SIZE.size
@@ -164,7 +168,10 @@ def _format_of(kind: int) -> str:
 
 
 # Token types of GGUF. The last two are matched whole in text.
-_UNDEFINED, _NORMAL, _CONTROL, _USER_DEFINED = 0, 1, 3, 4
+_UNDEFINED = 0
+_NORMAL = 1
+_CONTROL = 3
+_USER_DEFINED = 4
 _PLAIN = (_UNDEFINED, _NORMAL)
 
 _SPECIAL_TOKENS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -306,7 +313,8 @@ def special_token_ids(metadata: Mapping[str, Value]) -> dict[str, int]:
 def end_token_ids(metadata: Mapping[str, Value]) -> tuple[int, ...]:
     """Return the tokens that end generation: those that the metadata name as ends of sequence, turn
     and message, and others by their known names."""
-    tokens, names = metadata.get("tokenizer.ggml.tokens"), _end_names(metadata)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    names = _end_names(metadata)
     if not isinstance(tokens, list):
         return ()
     # An id may be of a token that is no end beside others, or of none at all.

@@ -54,8 +54,11 @@ def engine_args(
         node: this one, of an engine on several.
         adapter_slots: most adapters that are loaded at a time.
     """
-    model, batching, ranks = config.model, config.batching, config.parallelism
-    chunk_tokens, is_cpu = batching.prefill_chunk_tokens, device_share is None
+    model = config.model
+    batching = config.batching
+    ranks = config.parallelism
+    chunk_tokens = batching.prefill_chunk_tokens
+    is_cpu = device_share is None
     if chunk_tokens is None and is_cpu:
         chunk_tokens = _CPU_CHUNK_TOKENS
     arguments: dict[str, Any] = {

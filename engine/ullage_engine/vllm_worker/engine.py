@@ -106,9 +106,11 @@ class VllmEngine:
 
     def stats(self) -> SchedulerStats:
         """Collects the statistics."""
-        size, reservations = self._profile.block_bytes, self.reservations
+        size = self._profile.block_bytes
+        reservations = self.reservations
         blocks = self._core.blocks
-        num_free, num_reclaimable = blocks.num_free, reservations.num_reclaimable
+        num_free = blocks.num_free
+        num_reclaimable = reservations.num_reclaimable
         num_taken = reservations.num_committed + self._num_spared
         num_tokens = backlog = num_started = 0
         for each in self._by_id.values():
@@ -202,7 +204,8 @@ class VllmEngine:
 
     def take_failed(self) -> list[RequestFailed]:
         """Returns the requests given up since the last call."""
-        failed, self._failed = self._failed, []
+        failed = self._failed
+        self._failed = []
         return failed
 
     # a step --------------------------------------------------------------------------------------
@@ -278,7 +281,8 @@ class VllmEngine:
     def _observe(self, seconds: float, outputs: list[CoreOutput]) -> bool:
         """Counts the time of a step and what was computed in it; returns whether anything was."""
         num_decodes = num_prompts = 0
-        is_advanced, num_parts = bool(outputs), len(outputs)
+        is_advanced = bool(outputs)
+        num_parts = len(outputs)
         for output in outputs:
             sequence = self._by_id.get(output.request_id)
             if sequence is not None and sequence.has_token:
@@ -374,7 +378,8 @@ class VllmEngine:
 
     def _longest(self, request: EngineRequest, num_samples: int) -> int:
         """Longest that one of so many samples of a request may become, tokens."""
-        profile, longest = self._profile, self._limits.max_model_len
+        profile = self._profile
+        longest = self._limits.max_model_len
         if not profile.block_bytes:
             return longest
         lookahead = self._limits.lookahead_tokens
@@ -421,10 +426,12 @@ class VllmEngine:
         num_waiting = self._num_waiting - len(group)
         slots = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         spared = self._num_spared
-        is_full, fits = num_waiting > 0 and slots < len(group), True
+        is_full = num_waiting > 0 and slots < len(group)
+        fits = True
         if self._slot_for(group[0]) is None:
             # No more wait for slots than have room together.
-            together, spared = [], self._num_spared_for(self._deferred)
+            together = []
+            spared = self._num_spared_for(self._deferred)
             fits = needed + spared <= self.reservations.num_unreserved
         if not is_full and fits and all(self._reserve_new(each, spared) for each in together):
             for sequence in group[len(together) :]:
@@ -463,7 +470,8 @@ class VllmEngine:
         `is_cached`: what vLLM keeps of it is likely to matter; otherwise it is looked for only if
         the sequence does not fit without.
         """
-        request_id, reservations = sequence.request_id, self.reservations
+        request_id = sequence.request_id
+        reservations = self.reservations
         num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
         key = sequence.session_key
         is_cached = (bool(key) and reservations.use_session(key)) or is_cached
@@ -498,7 +506,8 @@ class VllmEngine:
             self._failed.append(failed)
             return True
         sequence.is_running = True
-        sequence.has_token, sequence.num_computed = False, 0
+        sequence.has_token = False
+        sequence.num_computed = 0
         if sequence.charged_tokens < sequence.final_tokens:
             self._growing[sequence.request_id] = sequence
         return True
@@ -515,7 +524,8 @@ class VllmEngine:
         self._growing.pop(sequence.request_id, None)
         self._shrinking.pop(sequence.request_id, None)
         self.reservations.release(sequence.request_id)
-        children, sequence.children = sequence.children, []
+        children = sequence.children
+        sequence.children = []
         for child in children:
             child.parent = None
             self.reservations.release(child.request_id)
@@ -530,7 +540,8 @@ class VllmEngine:
 
     def _start_children(self, parent: Sequence) -> None:
         """Starts the samples that waited until vLLM has the blocks of their prompt."""
-        children, parent.children = parent.children, []
+        children = parent.children
+        parent.children = []
         for child in children:
             child.parent = None
             self.reservations.release(child.request_id)
@@ -538,7 +549,8 @@ class VllmEngine:
                 self._defer(child)
 
     def _defer(self, sequence: Sequence) -> None:
-        sequence.parent, sequence.children = None, []
+        sequence.parent = None
+        sequence.children = []
         bisect.insort(self._deferred, sequence, key=rank_of)
 
     def _slot_for(self, sequence: Sequence) -> str | None:

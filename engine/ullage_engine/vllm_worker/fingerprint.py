@@ -37,7 +37,8 @@ def engine_facts(
         files: of the model.
         weights: digest of the files of its weights.
     """
-    model, ranks = config.model, config.parallelism
+    model = config.model
+    ranks = config.parallelism
     facts = {
         "engine": "vllm",
         "weights": weights[:32],

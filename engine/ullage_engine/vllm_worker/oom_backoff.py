@@ -138,7 +138,8 @@ class OomBackoff:
 
     def take_unreported(self) -> int:
         """Return the shortages before this worker that nobody has counted, which it does now."""
-        num_events, self._history.num_unreported = self._history.num_unreported, 0
+        num_events = self._history.num_unreported
+        self._history.num_unreported = 0
         if num_events:
             self._write()
         return num_events

@@ -28,7 +28,8 @@ PROCESSES = Path("/proc")
 _NAMES = ("psm_*", "sem.mp-*", "vllm_*", "nccl-*")
 """What Python's shared memory and semaphores, vLLM's ranks on CPUs and NCCL call their files."""
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_SHORTEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
 _PAUSE_SHARE = 1 / 8
 """Share of its age that an engine waits between two looks: most files are made as it starts."""
 

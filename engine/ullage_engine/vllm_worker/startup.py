@@ -92,7 +92,8 @@ class Started:
             GroupLostError: the process of a rank has ended.
         """
         self.core.check_ranks()
-        engine, missing = self.engine, self.free_memory.missing_bytes()
+        engine = self.engine
+        missing = self.free_memory.missing_bytes()
         engine.reservations.end_idle_sessions()
         engine.withhold(missing)
         return WorkerState(
@@ -303,7 +304,8 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
     folder = checkpoint_folder(files, dtype, Path(config.server.weights_dir))
     memory = StartMemory(config)
     memory.plan_adapters(folder, dtype, rank_bytes)
-    share, slots = memory.device_share, memory.adapter_slots
+    share = memory.device_share
+    slots = memory.adapter_slots
     given = arguments.engine_args(config, folder, dtype, share, node, slots)
     vllm_core.compute(vllm_core.make_config(given, headless=True), announce_loaded)
 
@@ -355,7 +357,8 @@ def _load(
     folder = checkpoint_folder(files, dtype, weights_dir, progress.repeat)
     weights_digest = digest.begin(partial(digest.model_digest, files, weights_dir))
     memory.plan_adapters(folder, dtype, memory.rank_bytes)
-    share, slots = memory.device_share, memory.adapter_slots
+    share = memory.device_share
+    slots = memory.adapter_slots
     given = arguments.engine_args(config, folder, dtype, share, node, slots)
     vllm_config = vllm_core.make_config(given, memory.host_tier)
     max_model_len = vllm_config.model_config.max_model_len
@@ -458,7 +461,8 @@ class _Progress:
         """Ends the stage before, and begins one that is going to take so many bytes; 0: unknown."""
         with self._lock:
             self._end()
-            self._stage, self._total = stage, total_bytes
+            self._stage = stage
+            self._total = total_bytes
             self._first = self._most = self._used_bytes()
             self._send(0, total_bytes or 1)
 

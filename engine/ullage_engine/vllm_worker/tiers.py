@@ -147,7 +147,8 @@ class TierTransfers:
         offer = self._offers.take_message()
         if offer is not None:
             self._outgoing.append(offer)
-        outgoing, self._outgoing = self._outgoing, []
+        outgoing = self._outgoing
+        self._outgoing = []
         return outgoing
 
     def on_granted(self, slots: list[KvSlot]) -> None:
@@ -199,7 +200,8 @@ class TierTransfers:
             self._offered_content[block] = self._content_of(block)
         self._read.append(KvRead(number=query.number, num_blocks=num_blocks))
         del self._queries[query.number]
-        state.query, state.num_loaded = None, num_blocks
+        state.query = None
+        state.num_loaded = num_blocks
 
     def offer(self, name: str, token_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Offers the leading blocks of a request that vLLM caches, and that are computed at the end
@@ -207,7 +209,8 @@ class TierTransfers:
         state = self._requests.get(name)
         if state is None or state.num_offered >= len(block_ids):
             return
-        first, state.num_offered = state.num_offered, len(block_ids)
+        first = state.num_offered
+        state.num_offered = len(block_ids)
         keys = self._keys(state, token_ids, len(block_ids))
         for index in range(first, len(block_ids)):
             block = block_ids[index]
@@ -232,7 +235,8 @@ class TierTransfers:
         number = next(self._numbers)
         self._steps[number] = _Reported([slot for slot, _ in granted.stored], self._read)
         copies = Copies(number, tuple(self._loads), stores)
-        self._loads, self._read = [], []
+        self._loads = []
+        self._read = []
         return copies
 
     def on_copied(self, number: int) -> None:
@@ -263,7 +267,8 @@ class TierTransfers:
         )
 
     def _drop_query(self, state: _Request) -> None:
-        query, state.query = state.query, None
+        query = state.query
+        state.query = None
         if query is not None:
             del self._queries[query.number]
             if query.answer is not None:
@@ -272,7 +277,8 @@ class TierTransfers:
     def _keys(self, state: _Request, token_ids: Sequence[int], end: int) -> list[bytes]:
         """Returns the request's keys, at least those of its first `end` blocks."""
         if len(state.keys) < end:
-            size, salt = self._block_tokens, state.request.cache_salt
+            size = self._block_tokens
+            salt = state.request.cache_salt
             tokens = token_ids[: end * size]
             state.keys += list(extend_keys(self._space, state.keys, tokens, size, salt))
         return state.keys

@@ -271,7 +271,8 @@ class EngineCore:
 
     def take_failed(self) -> list[RequestFailed]:
         """Returns the requests given up since the last call."""
-        failed, self._failed = self._failed, []
+        failed = self._failed
+        self._failed = []
         for each in failed:
             self.grammars.close(each.request_id)
         return [each for one in failed for each in self._beams.on_failed(one)]
@@ -320,7 +321,8 @@ class EngineCore:
                     raise
                 if not is_out_of_memory(error):
                     log.exception("a step failed; computing its %d chunks alone", len(plan.chunks))
-                cause, reason = error.with_traceback(None), _first_line(error)
+                cause = error.with_traceback(None)
+                reason = _first_line(error)
             if not is_out_of_memory(cause):
                 return self._one_by_one(plan, cause)
             # Outside the handler: the exception's frames keep the step's tensors alive.

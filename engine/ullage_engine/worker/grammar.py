@@ -45,7 +45,8 @@ def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
     if not tokenizer.eos_token_ids:
         raise GrammarError("the model has no end-of-sequence token, which ends an answer")
     try:
-        text, ends = tokenizer.json_bytes.decode(), list(tokenizer.eos_token_ids)
+        text = tokenizer.json_bytes.decode()
+        ends = list(tokenizer.eos_token_ids)
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
     except ValueError as error:
         raise GrammarError(f"the model's tokenizer cannot follow grammars: {error}") from error
@@ -116,7 +117,8 @@ class Grammars:
         """Returns the plan with masks, less chunks that cannot go on; and why, by request."""
         if not self._open:
             return plan, {}
-        chunks, failed = [], {}
+        chunks = []
+        failed = {}
         for chunk in plan.chunks:
             progress = self._open.get(chunk.request_id) if chunk.sampling else None
             if progress is None:

@@ -412,7 +412,8 @@ class Worker:
             self._submit_now(message)
 
     def _submit_compiled(self) -> None:
-        waiting, self._compiling = self._compiling, []
+        waiting = self._compiling
+        self._compiling = []
         for message in waiting:
             self._submit(message)
 
@@ -449,7 +450,8 @@ class Worker:
         hits = state.prefix_hit_tokens - self._logged.prefix_hit_tokens
         fields = {"looked_up_tokens": looked_up, "hit_tokens": hits}
         log.info("prefix cache", extra={**fields, "hit_ratio": round(hits / looked_up, 4)})
-        self._logged, self._log_at = state, self._reported_at + _LOG_INTERVAL_S
+        self._logged = state
+        self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
         """Returns the present state with its pressure level, which the batch size follows."""

@@ -82,7 +82,8 @@ _PREFILL_CHUNK_TOKENS = 512
 _PREFILL_S = 0.5
 """Seconds that a step with a prompt's first tokens may take, since decodes wait for them; where the
 configuration says nothing and chunks change no answer."""
-_LEAST_CHUNK_TOKENS, _CHUNK_UNIT = 128, 64
+_LEAST_CHUNK_TOKENS = 128
+_CHUNK_UNIT = 64
 _DEEP_TOKENS = 64
 """Prompt tokens whose time is measured at a prompt's beginning and behind a long context."""
 _DEEP_CONTEXT = 4096
@@ -255,7 +256,8 @@ class RankStartup:
     @cached_property
     def step_limits(self) -> StepLimits:
         """Limits that size every buffer of the runner."""
-        limits, model = self.limits, self.config.model
+        limits = self.limits
+        model = self.config.model
         return StepLimits(
             max_tokens=limits.prompt_tokens + limits.max_sequences,
             max_rows=limits.max_sequences,
@@ -436,7 +438,8 @@ class RankStartup:
         """Compare the weights in memory with the prepared file's checksums, since no later start
         sees that the first one computed with damaged ones."""
         began = time.monotonic()
-        folder, layout = Path(self.config.server.weights_dir), self.layout
+        folder = Path(self.config.server.weights_dir)
+        layout = self.layout
         shard = None if layout.world == 1 else self._shard
         progress = self._progress("verify")
         check_loaded(self.loaded, folder, progress, shard, rank=self.rank, num_ranks=layout.world)
@@ -485,8 +488,10 @@ class RankStartup:
             self._group.close()
 
     def _load(self) -> LoadedModel:
-        config, shard = self.config, None if self.layout.world == 1 else self._shard
-        folder, progress = Path(config.server.weights_dir), self._progress("weights")
+        config = self.config
+        shard = None if self.layout.world == 1 else self._shard
+        folder = Path(config.server.weights_dir)
+        progress = self._progress("weights")
         calibration = Int4Calibration(is_at_load=True)
         loaded = load_weights(
             config.model, self.device, self.dtype, folder, progress, shard, calibration
@@ -502,7 +507,8 @@ class RankStartup:
 
     def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
         """Returns how this rank's part is cut from the whole model."""
-        pool, layout = self.config.server.pool, self.layout
+        pool = self.config.server.pool
+        layout = self.layout
         try:
             check_model(pool, model_config, layout)
             check_groups(pool, model_config, encodings, layout)
@@ -516,7 +522,8 @@ class RankStartup:
             return PipelineRank()
         timeout_s = max(_TRANSFER_TIMEOUT_S, self.config.limits.step_deadline)
         self._group = RankGroup(layout, self.rank, store, self.device, timeout_s)
-        limits, hidden = self.step_limits, self.model_config.hidden
+        limits = self.step_limits
+        hidden = self.model_config.hidden
         rows = limits.product_rows(limits.max_tokens)
         size = transfer_bytes(layout, self.rank, rows, hidden, self.dtype.itemsize)
         self.ledger.reserve("transfers", size)
@@ -555,7 +562,8 @@ class RankStartup:
         return fitting_blocks(self.ledger, limit, self.runner.kv_block_bytes, chunk_blocks)
 
     def _reserve_host_kv(self) -> None:
-        host_kv, block = self.config.memory.host_kv, self.block_bytes
+        host_kv = self.config.memory.host_kv
+        block = self.block_bytes
         if self._host_tier is not None and self.rank == 0:
             self.ledger.record_on_host("kv_host_tier", self._host_tier.num_bytes)
         if not host_kv:
@@ -611,7 +619,8 @@ class RankStartup:
     def fingerprint(self) -> Fingerprint:
         """What decides the bits of the group's answers, the same after every restart."""
         assert self._loaded is not None, "load comes first"
-        layout, encodings = self.layout, self._loaded.encodings.values()
+        layout = self.layout
+        encodings = self._loaded.encodings.values()
         is_fp8 = self.config.model.kv_dtype == "fp8"
         facts = {
             "engine": "ullage",
@@ -716,7 +725,8 @@ class RankStartup:
         What exceeds it, such as the pool's bookkeeping, is staging.
         """
         entries = {entry.name: entry for entry in self.ledger.states()}
-        workspace, staging = entries["workspace"], entries["staging"]
+        workspace = entries["workspace"]
+        staging = entries["staging"]
         accounted = self.ledger.allocated_bytes - workspace.allocated_bytes
         rest = max(0, self.meter.used_bytes() - accounted)
         self.ledger.allocated("workspace", min(rest, workspace.reserved_bytes))
@@ -758,7 +768,8 @@ def read_layout(config: EngineConfig) -> RankLayout:
     Raises:
         WorkerStartError: it contradicts itself.
     """
-    ranks, pool = config.parallelism, config.server.pool
+    ranks = config.parallelism
+    pool = config.server.pool
     try:
         layout = check_world(pool, config.gpus, ranks.tensor, ranks.pipeline)
     except LayoutError as error:

@@ -220,7 +220,8 @@ class RankProcesses:
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
         """Returns why a rank cannot go on, if one reports in time; drops other answers."""
-        deadline, failed = time.monotonic() + timeout_s, dict[int, Failed]()
+        deadline = time.monotonic() + timeout_s
+        failed = dict[int, Failed]()
         while True:
             # Checked before the links: what a rank sent before it ended arrives soon after.
             are_gone = all(each.poll() is not None for each in self._popens.values())
@@ -284,7 +285,8 @@ class RankProcesses:
         return answer
 
     def _message(self, rank: int) -> ToRank0:
-        link, process = self._links[rank], self._popens[rank]
+        link = self._links[rank]
+        process = self._popens[rank]
         is_gone = False
         while not link.poll(_POLL_MS):
             if is_gone:

@@ -99,7 +99,8 @@ class Reporter:
 
     def __call__(self, loading: Loading) -> None:
         stage, reported_at = self._reported
-        now, is_done = time.monotonic(), loading.done_bytes >= loading.total_bytes
+        now = time.monotonic()
+        is_done = loading.done_bytes >= loading.total_bytes
         if loading.stage == stage and now - reported_at < _PROGRESS_S and not is_done:
             return
         self._reported = (loading.stage, now)
@@ -122,7 +123,8 @@ def prepare(rank: RankStartup, link: Rank0Link) -> None:
                 link.send(Done())
             case Finalize(verifies=verifies):
                 rank.finalize(verifies=verifies)
-                states, total_bytes = rank.ledger.states(), rank.ledger.total_bytes
+                states = rank.ledger.states()
+                total_bytes = rank.ledger.total_bytes
                 link.send(Done(ledger=states, total_bytes=total_bytes, proof=rank.proof))
                 return
             case command:

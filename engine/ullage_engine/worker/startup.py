@@ -90,7 +90,8 @@ class Started:
 
     def state(self) -> WorkerState:
         """Measures memory and load; ends idle sessions and withholds KV that others took."""
-        engine, scheduler = self.engine, self.engine.scheduler
+        engine = self.engine
+        scheduler = self.engine.scheduler
         missing = self.free_memory.missing_bytes()
         scheduler.end_idle_sessions()
         scheduler.withhold(missing)
@@ -258,11 +259,9 @@ def _started(
     used_bytes: Callable[[], int],
     stop: Callable[[], None],
 ) -> Started:
-    memory, profile, throughput = (
-        own.config.memory,
-        _profile(own, num_blocks),
-        ThroughputEstimator(),
-    )
+    memory = own.config.memory
+    profile = _profile(own, num_blocks)
+    throughput = ThroughputEstimator()
     policy = KvPolicy(
         prefix_cache=memory.prefix_cache,
         session_blocks=profile.session_kv_bytes // profile.block_bytes,
@@ -312,7 +311,8 @@ def _engine(
             "batching.numSpeculativeTokens has no effect: a model with convolutions or sliding "
             "windows, or a pipeline, has no draft tokens; set 0"
         )
-    grammars, max_in_flight = _grammars(own), own.limits.max_in_flight
+    grammars = _grammars(own)
+    max_in_flight = own.limits.max_in_flight
     if max_in_flight == 1 or not isinstance(runner, DistributedRunner):
         restore = own.workspace.restore
         return EngineCore(scheduler, runner, throughput, grammars, restore)
@@ -320,7 +320,8 @@ def _engine(
 
 
 def _grammars(own: RankStartup) -> Grammars:
-    source, vocab_size = own.config.model.source, own.model_config.vocab
+    source = own.config.model.source
+    vocab_size = own.model_config.vocab
 
     def load() -> LLTokenizer:
         try:
@@ -348,7 +349,8 @@ def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
 
 
 def _profile(own: RankStartup, num_blocks: int) -> MemoryProfile:
-    limits, runner = own.limits, own.runner
+    limits = own.limits
+    runner = own.runner
     per_token = own.block_bytes // own.step_limits.block_tokens
     groups = [CacheGroup(per_token)]
     if own.window_tokens:

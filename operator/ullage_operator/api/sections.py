@@ -114,16 +114,19 @@ def canonical(value: int | str) -> str:
 def _in_powers_of_1024(number: int) -> str:
     power = 0
     while number % 1024 == 0 and power < len("KMGTPE"):
-        number, power = number // 1024, power + 1
+        number = number // 1024
+        power = power + 1
     return f"{number}{'KMGTPE'[power - 1]}i" if power else str(number)
 
 
 def _in_powers_of_1000(number: Decimal) -> str:
     if number == 0:
         return "0"
-    milli, power = math.ceil(number.scaleb(3)), -3
+    milli = math.ceil(number.scaleb(3))
+    power = -3
     while milli % 1000 == 0 and power < max(_POWERS):
-        milli, power = milli // 1000, power + 3
+        milli = milli // 1000
+        power = power + 3
     return f"{milli}{_POWERS[power]}"
 
 

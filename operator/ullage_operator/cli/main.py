@@ -191,7 +191,8 @@ def add_key_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def run_key(options: argparse.Namespace) -> int:
-    name, key = options.tenant, new_key()
+    name = options.tenant
+    key = new_key()
     if not TENANT_NAME.fullmatch(name):
         raise LocalFailure(
             f"TENANT {name!r}: use at most 63 lower-case letters, digits, '-', '_' and '.'"

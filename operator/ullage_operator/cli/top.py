@@ -353,7 +353,8 @@ def engines_table(frame: Frame, with_blocks: bool) -> Table:
 def bar(engine: EngineRow, cells: str) -> Text:
     """Draws the KV pool: each part that is not empty has a cell at the least."""
     sizes = (engine.used_bytes, engine.committed_bytes, engine.reclaimable_bytes)
-    text, num_free = Text(), BAR_CELLS
+    text = Text()
+    num_free = BAR_CELLS
     for cell, (_, style), part in zip(cells, PARTS, sizes, strict=False):
         count = min(num_free, max(part > 0, round(BAR_CELLS * part / engine.pool_bytes)))
         text.append(cell * count, style)
@@ -417,9 +418,11 @@ def size(count: int | None) -> str:
     """Bytes as people read them."""
     if count is None:
         return ""
-    number, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    number = float(count)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while number >= 1024 and len(units) > 1:
-        number, units = number / 1024, units[1:]
+        number = number / 1024
+        units = units[1:]
     return (
         f"{number:.0f} {units[0]}"
         if number >= 100 or units[0] == "B"

@@ -122,7 +122,8 @@ def read_metrics(text: str) -> dict[tuple[str, ...], float]:
 
 def make_frame(before: Sample | None, now: Sample) -> Frame:
     """Returns what is to be shown; rates are 0 without a sample before."""
-    stats, queue = now.stats, now.stats["queue"]
+    stats = now.stats
+    queue = now.stats["queue"]
     processes = stats.get("processes", 1)
     engines = tuple(sorted(map(_engine, stats["engines"]), key=lambda row: (row.pool, row.id)))
     latest = tuple(_latest(record) for record in stats["latest"][:MAX_LATEST])
@@ -179,7 +180,8 @@ def _latest(record: Document) -> LatestRow:
 
 
 def _decisions(before: Sample | None, now: Sample) -> tuple[DecisionRow, ...]:
-    counts, earlier = _counts(now), _counts(before) if before else {}
+    counts = _counts(now)
+    earlier = _counts(before) if before else {}
     rows = [
         DecisionRow(action, reason, count, _per_s(before, now, count - earlier.get(key, 0)))
         for key, count in counts.items()

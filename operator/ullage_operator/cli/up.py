@@ -270,7 +270,8 @@ def announce(
     for path in (run_dir / "state.json", state_file):
         if path:
             write_atomically(path, json.dumps(state, indent=2))
-    url, model = state["http_url"], state["model"]
+    url = state["http_url"]
+    model = state["model"]
     console.print(f"ready in {seconds:.1f} s: {model}")
     console.print(f"  HTTP     {url}/v1", soft_wrap=True)
     console.print(f"  gRPC     {state['grpc_target']}")

@@ -78,7 +78,8 @@ def workload_of(name: str, desired: int, live: Mapping[str, Any] | None) -> Work
     """What the live object says; nothing exists of one that is not there yet."""
     if live is None:
         return Workload(name, desired)
-    status, generation = live.get("status", {}), live["metadata"].get("generation", 0)
+    status = live.get("status", {})
+    generation = live["metadata"].get("generation", 0)
     is_observed = status.get("observedGeneration", 0) >= generation
     exist = status.get("replicas", 0)
     # A StatefulSet that has finished rolling reports its one revision as current and updated.

@@ -335,7 +335,8 @@ def pool_of(pod: Pod) -> str:
 def _container_stuck(pod: Pod, now: datetime) -> PodProblem | None:
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting", {})
-        reason, message = waiting.get("reason", ""), waiting.get("message", "").strip()
+        reason = waiting.get("reason", "")
+        message = waiting.get("message", "").strip()
         if reason in _IMAGE:
             return _problem(pod, reason, _image_message(container, reason, message))
         if reason in _CONFIG:
@@ -374,7 +375,8 @@ def _refused(pod: Pod, now: datetime) -> PodProblem | None:
     if is_ready(pod):
         return None
     for container in _containers(pod):
-        name, ended = container.get("name", ""), _ended(container)
+        name = container.get("name", "")
+        ended = _ended(container)
         is_own = name in (naming.ENGINE, naming.ROUTER)
         if is_own and ended.get("exitCode") == MISUSE and _crashed_lately(container, now):
             words = _last_words(ended) or f"see kubectl logs --previous {pod['metadata']['name']}"
@@ -384,7 +386,8 @@ def _refused(pod: Pod, now: datetime) -> PodProblem | None:
 
 def stable_in_s(pod: Pod, now: datetime) -> float | None:
     """Seconds until a pod that is ready after crashes counts as stable."""
-    since, trouble = ready_since(pod), _looping(pod, now)
+    since = ready_since(pod)
+    trouble = _looping(pod, now)
     if trouble is None or since is None or not is_ready(pod):
         return None
     return max(0.0, STABLE_S - (now - since).total_seconds())
@@ -405,7 +408,8 @@ def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
-    ended, name = _ended(container), container.get("name", "its container")
+    ended = _ended(container)
+    name = container.get("name", "its container")
     message = _last_words(ended)
     code = f" with exit code {ended['exitCode']}" if "exitCode" in ended else ""
     times = container.get("restartCount", 0)
@@ -566,7 +570,8 @@ def _lacks(workload: WorkloadPods) -> bool:
 
     A Deployment's controller says that it failed, and may have seen a spec before it makes pods.
     """
-    live, desired = workload.live, _desired(workload.live)
+    live = workload.live
+    desired = _desired(workload.live)
     if live["kind"] == "Deployment" and not _failure(live):
         return False
     reported = desired if workload.reported is None else workload.reported
@@ -586,7 +591,8 @@ def _exist(live: Mapping[str, Any]) -> int:
 def _message(workload: WorkloadPods, warnings: Warnings) -> str:
     """Words the problem with the API server's message, which a Deployment hands on and a
     StatefulSet tells in an Event."""
-    kind, name = workload.live["kind"], workload.live["metadata"]["name"]
+    kind = workload.live["kind"]
+    name = workload.live["metadata"]["name"]
     look = f"kubectl describe {kind.lower()} {name}"
     warning = warnings.get(str(workload.live["metadata"].get("uid", "")))
     why = _failure(workload.live) or (warning.message if warning else "")

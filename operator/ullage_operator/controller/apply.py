@@ -112,7 +112,8 @@ def is_of_job(pod: Mapping[str, Any], owned: Iterable[Mapping[str, Any]]) -> boo
 
 def is_leaving(obj: Mapping[str, Any], service: Mapping[str, Any]) -> bool:
     """Whether an object is left over from a deleted service of the same name."""
-    kind, name = naming.KIND, service["metadata"]["name"]
+    kind = naming.KIND
+    name = service["metadata"]["name"]
     owners = obj["metadata"].get("ownerReferences") or ()
     return any(owner["kind"] == kind and owner["name"] == name for owner in owners)
 
@@ -408,7 +409,8 @@ class Applier:
         try:
             return await self._cluster.create(desired)
         except ClusterConflict:
-            meta, kind = desired["metadata"], kind_of(desired["apiVersion"], desired["kind"])
+            meta = desired["metadata"]
+            kind = kind_of(desired["apiVersion"], desired["kind"])
             live = await self._cluster.get(kind, meta["namespace"], meta["name"])
             if live is None:
                 raise

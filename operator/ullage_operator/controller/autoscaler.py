@@ -187,7 +187,8 @@ class Autoscaler(Generic[Key]):
 
         Waiting, one that wants a pool awake is enough.
         """
-        reports, problem = dict[str, list[RouterReport]](), ""
+        reports = dict[str, list[RouterReport]]()
+        problem = ""
         if not routers:
             return reports, "no router runs that could be asked"
         page = "/measures/wait" if waits else "/measures"

@@ -92,7 +92,9 @@ class WorkQueue(Generic[Key]):
         return workers
 
     async def _serve(self, key: Key) -> None:
-        dirty, failures, me = self._dirty[key], 0, asyncio.current_task()
+        dirty = self._dirty[key]
+        failures = 0
+        me = asyncio.current_task()
         delay_s: float | None = 0.0
         # A cancellation may be lost in code that catches it for a time limit of its own.
         while self._workers.get(key) is me and (delay_s is not None or dirty.is_set()):
@@ -102,7 +104,8 @@ class WorkQueue(Generic[Key]):
             try:
                 async with self._slots:
                     dirty.clear()
-                    delay_s, failures = await self._work(key), 0
+                    delay_s = await self._work(key)
+                    failures = 0
             except Exception:
                 # A bug must neither end the operator nor be repeated in a tight loop.
                 _logger.exception("reconciling %s failed", key)

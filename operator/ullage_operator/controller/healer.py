@@ -144,7 +144,8 @@ class Healer:
 
 Key = TypeVar("Key", bound=Hashable)
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
 
 
 @dataclass(slots=True)
@@ -221,7 +222,8 @@ class HeadroomStreams(Generic[Key]):
         await asyncio.gather(self._ticker, *tasks, return_exceptions=True)
 
     def _health_of(self, stream: _Stream) -> EngineHealth:
-        unhealthy_at, now = stream.unhealthy_at, self._clock_s
+        unhealthy_at = stream.unhealthy_at
+        now = self._clock_s
         return EngineHealth(
             pool=stream.target.pool,
             report=stream.report,
@@ -314,7 +316,8 @@ class HeadroomStreams(Generic[Key]):
 
     async def _tick(self) -> None:
         """Counts the time that this process runs: silence while it was stopped is no engine's."""
-        loop, tick_s = asyncio.get_running_loop(), self._times.tick_s
+        loop = asyncio.get_running_loop()
+        tick_s = self._times.tick_s
         while True:
             before = loop.time()
             await asyncio.sleep(tick_s)

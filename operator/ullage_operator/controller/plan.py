@@ -854,7 +854,8 @@ def was_progressing(status: Mapping[str, Any]) -> bool:
 
 def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:
     """Returns the router's Deployment and the stable StatefulSets, with their pods."""
-    status, live = observed.status, observed.objects
+    status = observed.status
+    live = observed.objects
     pods = Counter(map(pool_of, filter(is_counted, observed.pods)))
     router = live.get(ObjectKey("Deployment", naming.router_name(service.name)))
     workloads_found = [(router, pods[""], status.get("router", {}))]

@@ -287,7 +287,8 @@ class Reconciler:
         try:
             for uid in warned_objects(service, observed)[:_MAX_WARNED]:
                 if event := await self._cluster.warning(key.namespace, uid):
-                    reason, note = str(event.get("reason", "")), str(event.get("note", ""))
+                    reason = str(event.get("reason", ""))
+                    note = str(event.get("note", ""))
                     warnings[uid] = ObjectWarning(reason, note.strip())
         except ClusterDenied as error:
             denied = Denied(error.verb, EVENT.qualified, key.namespace)

@@ -23,7 +23,8 @@ MIN_INTERVAL_S = 5.0
 SETTLED_AFTER_S = 30.0
 """A router that has run for less may not have found all engines yet."""
 MAX_BYTES = 8 << 20
-TIMEOUT_S, CONNECT_S = 5.0, 2.0
+TIMEOUT_S = 5.0
+CONNECT_S = 2.0
 
 Pod = Mapping[str, Any]
 log = logging.getLogger(__name__)

@@ -114,7 +114,8 @@ class Cache:
 
     def changed(self, scope: Scope, obj: Object) -> None:
         """Record an object that was created, changed or listed."""
-        collection, name = self._collections[scope], _name_of(obj)
+        collection = self._collections[scope]
+        name = _name_of(obj)
         if not collection.is_outdated(name, version_of(obj)):
             previous = collection.objects.get(name)
             kept = self._set(scope, obj)
@@ -127,7 +128,8 @@ class Cache:
 
     def deleted(self, scope: Scope, obj: Object) -> None:
         """An object is gone, or is no longer one of those that are watched."""
-        collection, name = self._collections[scope], _name_of(obj)
+        collection = self._collections[scope]
+        name = _name_of(obj)
         previous = collection.objects.get(name)
         if previous is not None and version_of(previous) <= version_of(obj):
             self._drop(scope, name)
@@ -314,7 +316,8 @@ class Cache:
         collection = self._collections[scope]
         if collection.swept < 0 or collection.expected:
             return
-        previous, collection.visibility = collection.visibility, Visibility.SEEN
+        previous = collection.visibility
+        collection.visibility = Visibility.SEEN
         if previous is Visibility.SEEN:
             return
         self._check_complete()
@@ -394,7 +397,8 @@ def _is_change(previous: Object, kept: Object) -> bool:
     """Whether two versions of an object differ in more than their version."""
     if previous.keys() != kept.keys():
         return True
-    before, after = previous["metadata"], kept["metadata"]
+    before = previous["metadata"]
+    after = kept["metadata"]
     if before | {"resourceVersion": ""} != after | {"resourceVersion": ""}:
         return True
     return any(previous[name] != kept[name] for name in kept if name != "metadata")

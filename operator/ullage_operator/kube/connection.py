@@ -86,7 +86,8 @@ class Connection:
             if self._api is not None and _tls(configuration) == _tls(self._api.configuration):
                 self._api.configuration = configuration  # open requests go on
                 return
-            previous, self._api = self._api, ApiClient(configuration)
+            previous = self._api
+            self._api = ApiClient(configuration)
             self._api.user_agent = FIELD_MANAGER
             if previous is not None:
                 await previous.close()

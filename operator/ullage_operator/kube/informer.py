@@ -40,7 +40,8 @@ from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.connection import Connection
 from ullage_operator.metric_names import OBJECTS, WATCH_RESTARTS
 
-_FIRST_S, _MOST_S = 0.2, 30.0
+_FIRST_S = 0.2
+_MOST_S = 30.0
 _FAILING = 3
 """Tries in vain after which a kind that was never seen keeps the others waiting no longer."""
 _PAGE = 500
@@ -77,7 +78,8 @@ class Backoff:
         self._next_s = _FIRST_S
 
     def next_s(self, at_least_s: float = 0.0) -> float:
-        bound_s, self._next_s = self._next_s, min(_MOST_S, 2 * self._next_s)
+        bound_s = self._next_s
+        self._next_s = min(_MOST_S, 2 * self._next_s)
         return max(at_least_s, bound_s * random.uniform(0.5, 1.0))
 
     def reset(self) -> None:
@@ -210,7 +212,8 @@ class Informer:
 
     async def _watch(self) -> Never:
         """Lets kopf watch until it ends, which it should not."""
-        self._has_listed, self._watches = False, 0
+        self._has_listed = False
+        self._watches = 0
         self._mark_active()
         self._swept_s = self._last_active_s or 0.0
         kind, namespace = self._scope
@@ -236,7 +239,8 @@ class Informer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _registry(self) -> kopf.OperatorRegistry:
-        registry, kind = kopf.OperatorRegistry(), self._scope.kind
+        registry = kopf.OperatorRegistry()
+        kind = self._scope.kind
         version = kind.api_version.rpartition("/")[2]
         kopf.on.login(registry=registry)(self._log_in)
         on_event = kopf.on.event(

@@ -394,7 +394,8 @@ def adapted(service: Service, log_level: str) -> Service:
     Every engine that there can ever be has its ports and files from the start; routers would share
     one port, so there is one; and a service that names no log level has this one.
     """
-    spec, replaced = service.spec, msgspec.structs.replace
+    spec = service.spec
+    replaced = msgspec.structs.replace
     pools = {
         name: replaced(pool, replicas=scaling.max_replicas)
         if (scaling := autoscaling_of(pool))
@@ -496,7 +497,8 @@ def share_cores(objects: Sequence[Manifest], cores: Sequence[Sequence[int]]) -> 
     remaining = list(cores)
     servers: dict[str, Document] = {}
     for name, count in num_workers.items():
-        own, remaining = remaining[: count * each], remaining[count * each :]
+        own = remaining[: count * each]
+        remaining = remaining[count * each :]
         servers[name] = {"owns_cores": True, "cores": [thread for core in own for thread in core]}
     return servers
 

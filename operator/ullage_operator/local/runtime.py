@@ -305,7 +305,8 @@ class LocalRuntime:
         for pod in self._pods:
             if pod.part != f"pools.{pool}":
                 continue
-            should_run, process = is_among(self._pods, pod, sizes), self._running.get(pod.name)
+            should_run = is_among(self._pods, pod, sizes)
+            process = self._running.get(pod.name)
             if should_run and process is None:
                 self._running[pod.name] = self._process(pod)
                 self._start(self._running[pod.name])

@@ -390,7 +390,8 @@ def policy_port(number: int) -> Manifest:
 def from_operator(number: int, settings: Settings) -> Manifest:
     """Allows the operator to follow the engines' headroom and ask routers for measures, and nothing
     else."""
-    pods, own = {"matchLabels": naming.operator_selector()}, settings.namespace
+    pods = {"matchLabels": naming.operator_selector()}
+    own = settings.namespace
     namespaces = {"matchLabels": {naming.NAMESPACE_LABEL: own}} if own else {}
     return {
         "from": [{"namespaceSelector": namespaces, "podSelector": pods}],

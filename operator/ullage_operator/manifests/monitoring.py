@@ -29,15 +29,19 @@ NAME_SERVICE = {
 """Gives every series its service's name, by which dashboards choose."""
 PAGE = ((14.4, "1h", "5m"), (6, "6h", "30m"))
 """Burn rates that spend 2 % of a month's budget in an hour, and 5 % in six hours."""
-PAGE_REQUESTS, TICKET_REQUESTS, TAIL_REQUESTS = 100, 500, 1000
+PAGE_REQUESTS = 100
+TICKET_REQUESTS = 500
+TAIL_REQUESTS = 1000
 """Number of requests in an alert's window below which one that fails says nothing about a share."""
 SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
 """Reasons of refusals that more memory or more engines would have spared."""
-REFUSED_RATE, REFUSED_SHARE = 0.1, 0.05
+REFUSED_RATE = 0.1
+REFUSED_SHARE = 0.05
 """Refusals a second, and their share of all requests, from which on they are an alert."""
 QUEUE_SHARE = 0.8
 """Share of the queue's bounds above which it is nearly full."""
-READING_SPEED, SLOW_STREAMS = 4.0, 0.05
+READING_SPEED = 4.0
+SLOW_STREAMS = 0.05
 """Tokens a second that people read at least, and the share of streams that may be slower."""
 CERTIFICATE_S = 3 * 86400
 """Seconds before its end by which a certificate should have been renewed."""
@@ -45,7 +49,8 @@ RESTARTS = 3
 """Number of worker restarts in a quarter of an hour above which somebody should look."""
 TIER_FAILURES = 100
 """Number of blocks that a tier of KV failed in that time."""
-BUSY_TOKENS, HIT_RATIO = 500, 0.6
+BUSY_TOKENS = 500
+HIT_RATIO = 0.6
 """Prompt tokens a second from which on cache hits count, and the share that is little then."""
 
 
@@ -141,7 +146,8 @@ def alert_rule(alert: Alert, service: Service, settings: Settings) -> Rule:
 
 def burn_rates(service: Service) -> list[Rule]:
     """Return the recording rules of burn rates: 1 spends an error budget exactly, 0 nothing."""
-    slo, of_routers = service.spec.slo, routers(service)
+    slo = service.spec.slo
+    of_routers = routers(service)
     late = {"ttft_p95": ("ttft", slo.ttft_p95, 0.05), "e2e_p95": ("e2e", slo.e2e_p95, 0.05)}
     late |= {name: ("e2e", slo.e2e_p95 * factor, share) for name, factor, share in TAILS}
     # Of what takes longer than the last bucket nobody knows whether it was in time.
@@ -261,7 +267,8 @@ def and_several(service: Service, count: int, window: str) -> str:
 
 def router_alerts(service: Service) -> list[Alert]:
     """Alerts on routers and on what they have no room for."""
-    of_routers, queue = routers(service), service.spec.routing.queue
+    of_routers = routers(service)
+    queue = service.spec.routing.queue
     refusals = f'ullage_router_refusals_total{{{of_routers},reason=~"{SHORT_OF_CAPACITY}"}}'
     every = f"sum(rate(ullage_router_requests_total{{{of_routers}}}[1m]))"
     waiting = f"max(ullage_router_queue_requests{{{of_routers}}})"
@@ -305,7 +312,8 @@ def router_alerts(service: Service) -> list[Alert]:
 
 def connection_alerts(service: Service) -> list[Alert]:
     """Alerts on what lies between routers and engines."""
-    of_routers, of_engines = routers(service), engines(service)
+    of_routers = routers(service)
+    of_engines = engines(service)
     expiry = "certificate_expiry_timestamp_seconds"
     ends = f"(ullage_router_{expiry}{{{of_routers}}} or ullage_{expiry}{{{of_engines}}})"
     return [

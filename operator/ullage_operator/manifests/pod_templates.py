@@ -43,7 +43,8 @@ class MountedSecret:
 
 
 def router_secrets(service: Service) -> list[MountedSecret]:
-    tenants, tls = service.spec.tenants, service.spec.tls
+    tenants = service.spec.tenants
+    tls = service.spec.tls
     secrets = []
     if tenants:
         secrets.append(MountedSecret("keys", tenants.secret_name, naming.KEYS_DIR))

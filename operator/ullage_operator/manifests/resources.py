@@ -203,7 +203,8 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
     On a CPU the budget, where it is given, has weights and the device's KV in it.
     """
-    model, is_on_cpu = service.spec.model, service.spec.device == "cpu"
+    model = service.spec.model
+    is_on_cpu = service.spec.device == "cpu"
     weights = pool.memory.device_bytes or model_bytes(model) if is_on_cpu else 0
     unknown = 0 if is_on_cpu else _UNKNOWN_WEIGHTS_BYTES * pool.gpus_per_pod
     if vllm and model.source.endswith(".gguf"):
@@ -236,7 +237,8 @@ def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Am
         kind: {name: canonical(quantity) for name, quantity in by_name.items()}
         for kind, by_name in given.items()
     }
-    own_limits, own_requests = given.get("limits", {}), given.get("requests", {})
+    own_limits = given.get("limits", {})
+    own_requests = given.get("requests", {})
     for name, quantity in defaults.get("requests", {}).items():
         if name not in own_limits:
             merged.setdefault("requests", {}).setdefault(name, canonical(quantity))

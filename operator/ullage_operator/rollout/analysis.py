@@ -189,7 +189,8 @@ def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
 
 def wilson_upper_bound(failed: int, total: int, z: float = Z) -> float:
     """Upper end of Wilson's score interval of a share (Wilson 1927)."""
-    share, square = failed / total, z * z
+    share = failed / total
+    square = z * z
     middle = share + square / (2 * total)
     spread = z * math.sqrt(share * (1 - share) / total + square / (4 * total * total))
     return (middle + spread) / (1 + square / total)

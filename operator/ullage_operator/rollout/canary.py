@@ -289,7 +289,8 @@ def rollout_facts(
     settings: Settings,
     outdated: Sequence[str],
 ) -> RolloutFacts:
-    progress, release = state.progress, state.release
+    progress = state.progress
+    release = state.release
     changed = changed_pools(target, release)
     sizes = {name: pool.replicas for name, pool in service.spec.pools.items()}
     tried = [name for name in changed if sizes[name]]
@@ -508,7 +509,9 @@ def _with_hashes(item: Manifest, hashes: Mapping[str, str]) -> Manifest:
 def router_file(plan: RolloutPlan) -> str:
     """Return the file by which routers know the canary's engines, and the adapters of sleeping
     engines (`ullage_router.rollout`)."""
-    progress, name, spec = plan.progress, plan.stable.name, plan.stable.spec
+    progress = plan.progress
+    name = plan.stable.name
+    spec = plan.stable.spec
     document: Manifest = {"revision": progress.stable} | _stop_said(spec.stop)
     if may_be_vllm(spec) and any(map(may_sleep, spec.pools.values())):
         document["adapters"] = [adapter.name for adapter in spec.adapters]

@@ -96,7 +96,8 @@ def shared_hash(service: Service) -> str:
     Unset fields are left out, so that a field that a newer operator adds is no edit.
     """
     spec = service.spec
-    tracing, profiling = spec.observability.tracing, spec.observability.profiling
+    tracing = spec.observability.tracing
+    profiling = spec.observability.profiling
     fields = {
         "imagePullSecrets": [secret.name for secret in spec.image_pull_secrets],
         "logLevel": spec.observability.log_level,
@@ -232,7 +233,8 @@ class RolloutState:
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
         """Returns the state after a decision about the release that the spec asks for."""
-        revision, other = self.revision(target), _other(progress)
+        revision = self.revision(target)
+        other = _other(progress)
         releases = {_other(self.progress): self.tried, revision: target}
         release = target if progress.stable == revision else self.release
         return RolloutState(progress, release, releases.get(other) if other else None)
@@ -259,7 +261,8 @@ def load(
         kept = json.loads(text or "")
         if ENGINE_TLS not in kept["release"]:
             kept["release"][ENGINE_TLS] = _live_engine_tls(target, live)
-        progress, tried = msgspec.convert(kept["state"], RolloutProgress), kept.get("tried")
+        progress = msgspec.convert(kept["state"], RolloutProgress)
+        tried = kept.get("tried")
         tried = tried and upgraded(tried)
         if tried is not None and is_same(_sealed_widely(target), _sealed_widely(tried)):
             tried = target
@@ -329,7 +332,8 @@ def dump(state: RolloutState) -> str:
     return json.dumps(document, sort_keys=True, indent=1)
 
 
-_VALUE, _VALUE_HASH = "value", "valueHash"
+_VALUE = "value"
+_VALUE_HASH = "valueHash"
 _HAS_ENV = "pools"
 """Section of a release in which lists called `env` have environment variables: elsewhere maps are
 people's own, such as arguments of vLLM."""

@@ -78,7 +78,8 @@ class Reservation:
 
     def move(self, engine: Engine) -> None:
         """Moves the reserved memory to another engine."""
-        before, credit = self.engine, self.credit
+        before = self.engine
+        credit = self.credit
         self.credit = engine.reserve(self.choices[engine.key], credit.tokens, credit.step_limit_s)
         self.engine = engine
         before.release(credit)
@@ -111,7 +112,8 @@ class PrefillWindow:
 
     async def settle(self, reservation: Reservation) -> None:
         """Waits until the engine is final; a cancelled request's memory is released."""
-        pool, is_final = reservation.engine.pool, asyncio.Event()
+        pool = reservation.engine.pool
+        is_final = asyncio.Event()
         reservation.is_final = is_final
         if pool not in self._open:
             self._open[pool] = []
@@ -268,14 +270,16 @@ class Admission:
             call.tenant.rules.max_tokens or self._max_output_tokens, self._max_output_tokens
         )
         most = min(asked or limit, limit)
-        least, received = min_output(most if asked else None, most, rungs.shrink_output), 0
+        least = min_output(most if asked else None, most, rungs.shrink_output)
+        received = 0
         progress = call.progress
         if progress.has_begun:  # the rest of an answer: all that was granted, or it would be cut
             received = progress.longest
             most = least = max(1, min(progress.max_tokens, limit) - received)
         if call.request.embed:
             most = least = 0
-        queue, state = self._queue, request.queue_state if request else QueueState.OPEN
+        queue = self._queue
+        state = request.queue_state if request else QueueState.OPEN
         ahead = waiting = passable = claimed = NOTHING
         refused_by = self._still_refusing(call) if call.refused_by else frozenset()
         if len(queue):  # mostly nobody waits
@@ -321,7 +325,8 @@ class Admission:
 
     def _limits(self, call: Call) -> TimeLimits:
         """Returns the times to keep; the objectives hold until the answer has begun."""
-        now, deadline = time.monotonic(), call.deadline
+        now = time.monotonic()
+        deadline = call.deadline
         if call.progress.is_accepted:
             return TimeLimits(first_token_s=deadline.first_token_at - now)
         return TimeLimits(
@@ -333,10 +338,13 @@ class Admission:
         )
 
     def _decide(self, request: AdmissionRequest) -> NextStep:
-        call, began = request.call, time.perf_counter()
+        call = request.call
+        began = time.perf_counter()
         request.preferred = self._preferred(request)
-        facts, model = self.facts(call, request), request.prompt.model
-        draw, preferred = facts.draw, facts.preferred
+        facts = self.facts(call, request)
+        model = request.prompt.model
+        draw = facts.draw
+        preferred = facts.preferred
         sample = self._engines.sample(model, call.side, draw, preferred, call.adapter)
         step: NextStep | None = decide_among(facts, sample, self.policy)
         if step is None:
@@ -361,7 +369,8 @@ class Admission:
 
     def _passes(self, request: AdmissionRequest) -> bool:
         """Whether a request behind the first of its line may run now."""
-        call, model = request.call, request.prompt.model
+        call = request.call
+        model = request.prompt.model
         views = self._engines.views(model, call.side, call.adapter)
         return passes(self.facts(call, request), views, self.policy)
 
@@ -376,7 +385,8 @@ class Admission:
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
         """Reserves the memory, leaves the queue, and balances the request over busy engines."""
-        engine, prompt = self._engines.at(run.engine), request.prompt
+        engine = self._engines.at(run.engine)
+        prompt = request.prompt
         available = engine.available
         if len(self._queue) and not request.call.is_trial:
             self._queue.on_passed(run.pool, request.entry, engine.adapters)
@@ -397,9 +407,11 @@ class Admission:
 
     async def _shrink(self, request: AdmissionRequest, shrink: ShrinkContext) -> None:
         """Shorten the prompt as decided; mark a prompt that cannot be shortened as tried."""
-        call, prompt = request.call, request.prompt
+        call = request.call
+        prompt = request.prompt
         call.decision = replace(call.decision, action="shrink", reason=shrink.reason)
-        keep, most = self.policy.rungs.shrink_context.keep_turns, shrink.prompt_tokens
+        keep = self.policy.rungs.shrink_context.keep_turns
+        most = shrink.prompt_tokens
         request.prompt = replace(prompt, is_spent=True)
         try:
             result = await self._threads.run(
@@ -422,7 +434,8 @@ class Admission:
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
         """Waits for the request's turn, but no longer than its answer could still end in time."""
-        call, started = request.call, time.monotonic()
+        call = request.call
+        started = time.monotonic()
         try:
             entry = self._join(request, wait)
         except QueueFull:
@@ -470,7 +483,8 @@ class Admission:
         return request.entry
 
     def _refusal(self, request: AdmissionRequest, refuse: Refuse) -> ServiceError:
-        call, demand = request.call, refuse.demand
+        call = request.call
+        demand = refuse.demand
         if call.adapter and refuse.reason == "NO_ENGINE":
             # Other engines may be ready; it may have gone from all of them since the request came.
             self._engines.adapter_of(call.adapter, call.tenant.rules.models)
@@ -516,7 +530,8 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
 
 def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
     """Returns the decision with a place reserved; its action is the furthest step taken."""
-    before, asked = call.decision, asked_tokens(call.request)
+    before = call.decision
+    asked = asked_tokens(call.request)
     degraded = before.degraded
     if run.action == "shrink" or (asked and run.max_tokens < asked):
         degraded = (*degraded, f"max_tokens={run.max_tokens}")
@@ -542,7 +557,8 @@ def _tell(request: AdmissionRequest, level: int = logging.INFO) -> None:
     Most requests are accepted at once. The line at their end has the same timeline, so a line of
     their own is for debugging.
     """
-    record, decision = request.call.record, request.call.decision
+    record = request.call.record
+    decision = request.call.decision
     fields: dict[str, object] = {
         "pred_kv_mb": decision.predicted_mib,
         "admission_action": decision.action,

@@ -95,7 +95,8 @@ class LoadBalancer:
         engines = self._engines.nearest_two(side, point) if point is not None else []
         if not engines:
             return ""
-        first, second = engines[0], engines[-1]
+        first = engines[0]
+        second = engines[-1]
         most = second.load + (self._max_extra_load if cache_key.session else 0)
         nearest = first if first.load <= most else second
         return nearest.key if cache_key.session or not nearest.backlog_tokens else ""

@@ -287,9 +287,11 @@ class ScaleToZero:
         Returns:
             Whether it was held.
         """
-        was_held, policy = False, self._admission.policy
+        was_held = False
+        policy = self._admission.policy
         while empty := self.scaled_to_zero:
-            facts, model = self._admission.facts(call), call.prompt.model
+            facts = self._admission.facts(call)
+            model = call.prompt.model
             running = [view for view in self._engines.views(model) if view.pool not in empty]
             views = [*running, *self._remembered(empty)]
             home = empty_home(facts, views, empty, policy)

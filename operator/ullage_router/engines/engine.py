@@ -86,7 +86,8 @@ class ReportSequence:
         self.restarts += kind == "restart"
         self.workers_lost += kind == "restart"
         self._reported_restarts = 0 if kind == "restart" or self._counts_earlier else None
-        self.epoch, self.sequence = epoch, sequence
+        self.epoch = epoch
+        self.sequence = sequence
         return kind
 
 
@@ -260,7 +261,8 @@ class Engine:
         self._task = self._start_following()
 
     def _replace_channel(self, grace_s: float) -> None:
-        channel, previous = self._channel, self._multiplexer
+        channel = self._channel
+        previous = self._multiplexer
         self._open_channel()
         if previous.is_open:
             self._previous = previous
@@ -435,13 +437,15 @@ class Engine:
         standing = self._standing
         if standing is None or now > self._standing_until:
             standing = self._standing = self.standing
-            self._standing_until, self._view = self.state_until(now), None
+            self._standing_until = self.state_until(now)
+            self._view = None
         if self._view is None:
             self._view = self._new_view(standing)
         return self._view
 
     def _new_view(self, standing: EngineState) -> EngineView | None:
-        report, model_info = self.headroom, self.description
+        report = self.headroom
+        model_info = self.description
         if report is None or model_info is None or self.model is None:
             return None
         return EngineView(
@@ -611,7 +615,8 @@ class Engine:
                 log.info("reports missed", extra={"engine": self.id, "missed": self.order.missed})
             case "restart":
                 self._owner.on_restart(self)
-        self._loss, workers_lost = "", self.order.workers_lost
+        self._loss = ""
+        workers_lost = self.order.workers_lost
         self.order.on_worker_restarts(headroom.worker_restarts)
         if self.order.workers_lost > workers_lost:
             self.lost_unix = time.time()

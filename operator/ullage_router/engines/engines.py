@@ -372,7 +372,9 @@ class Engines:
         Those without the adapter that a request names cannot be used, nor those of the other side,
         unless no engine of this one is ready.
         """
-        now, roster, held = time.monotonic(), self.roster, self.held_back()
+        now = time.monotonic()
+        roster = self.roster
+        held = self.held_back()
         has_choice = roster.is_ready(side, adapter)
         views = []
         for engine in roster.engines:
@@ -397,7 +399,8 @@ class Engines:
             preferred: key of an engine; empty where there is none.
             adapter: engines without it are left out; empty: none are.
         """
-        roster, now = self.roster, time.monotonic()
+        roster = self.roster
+        now = time.monotonic()
         held = self.held_back() if self._ejected else NONE
         first = self._pools[0].name
         keys = [(side, first, model.fingerprint)]
@@ -439,7 +442,9 @@ class Engines:
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE
-        now, roster, held = time.monotonic(), self.roster, NONE
+        now = time.monotonic()
+        roster = self.roster
+        held = NONE
         for side, pool in {(engine.side, engine.pool) for engine in self._ejected}:
             ejected = [e for e in self._ejected if (e.side, e.pool) == (side, pool)]
             breakers = [(e.key, e.breaker) for e in ejected if e.state == "ready"]

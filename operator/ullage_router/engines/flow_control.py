@@ -190,7 +190,8 @@ class ReceiveBuffer:
         self._wake_reader()
 
     def _wake_reader(self) -> None:
-        reader, self._reader = self._reader, None
+        reader = self._reader
+        self._reader = None
         if reader and not reader.done():
             reader.set_result(None)
 

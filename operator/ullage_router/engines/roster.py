@@ -55,7 +55,8 @@ class DrawGroup(Generic[T]):
             number: random.
         """
         source = self.idle or self.usable
-        count, mixed = len(source), number * MIXING >> 8
+        count = len(source)
+        mixed = number * MIXING >> 8
         if count <= MAX_DRAWN:
             first = mixed % count if count else 0
             return source[first:] + source[:first]
@@ -179,4 +180,5 @@ def engine_key(side: Side, pool: str, address: str) -> str:
     return f"{side}/{pool}/{address}"
 
 
-USABLE, RECOVERING = EngineState.USABLE, EngineState.RECOVERING
+USABLE = EngineState.USABLE
+RECOVERING = EngineState.RECOVERING

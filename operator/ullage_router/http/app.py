@@ -137,7 +137,8 @@ class _SmallPages:
     def _describe(self, name: str, tenant: TenantSession) -> dict[str, object]:
         """Describes the served model or, by its name, an adapter of it: as a model of its own where
         the tenant may not use the served one."""
-        model, served = self._service.engines.model, self._service.config.model
+        model = self._service.engines.model
+        served = self._service.config.model
         if not tenant.may_use(served):
             served = name
         return {

@@ -133,7 +133,8 @@ class Cycle(RequestResponseCycle):
             self.response_started = True
             self.waiting_for_100_continue = False
             return
-        body, has_more = message["body"], message.get("more_body", False)
+        body = message["body"]
+        has_more = message.get("more_body", False)
         if self.scope["method"] == "HEAD":
             body = b""
         elif self.chunked_encoding:
@@ -158,7 +159,8 @@ class Cycle(RequestResponseCycle):
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        data, self._held = self._held, b""
+        data = self._held
+        self._held = b""
         if data and not self.disconnected:
             self.transport.write(data)
 
@@ -284,7 +286,8 @@ class Connection(HttpToolsProtocol):
         sent_bytes = self._written_bytes - unsent_bytes
         # Replies to what it goes on sending are no sign that a client reads.
         if sent_bytes != self._sent_bytes or not unsent_bytes:
-            self._sent_bytes, self._sent_at = sent_bytes, now
+            self._sent_bytes = sent_bytes
+            self._sent_at = now
         if now - self._sent_at >= self._limits.stall_timeout_s:
             log.info("client does not read", extra={"unsent_bytes": unsent_bytes})
             self.abort()
@@ -399,7 +402,8 @@ class Connection(HttpToolsProtocol):
         The parser takes what follows such a head for that protocol, also the body of a client that
         only offers HTTP/2, as Java's does.
         """
-        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        method = self.parser.get_method()
+        version = self.parser.get_http_version().encode()
         if method == b"CONNECT":
             self._refuse(malformed("it asks for a tunnel"))
             return
@@ -459,7 +463,8 @@ class Connection(HttpToolsProtocol):
         self._enter(Phase.BODY)
 
     def _head_error(self, version: str) -> ServiceError | None:
-        limits, headers = self._limits, self.headers
+        limits = self._limits
+        headers = self.headers
         size = len(self.url)
         if self._budget < 0:  # else it came in few bytes
             size += sum(len(name) + len(value) for name, value in headers)

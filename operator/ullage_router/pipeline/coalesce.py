@@ -204,7 +204,8 @@ class SharedGeneration:
         await self._changed.wait()
 
     def notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        self._changed = asyncio.Event()
         changed.set()
 
     def read(self, place: int) -> Event | None:
@@ -345,7 +346,8 @@ class _Reader:
 
     def _adopt_decision(self) -> None:
         """Copies the decision about the generation, which holds for all who share it."""
-        generation, call = self._generation, self._call
+        generation = self._generation
+        call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id
         call.decision = replace(generation.call.decision, coalesced_with=leader)
 

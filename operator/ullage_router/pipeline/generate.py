@@ -182,7 +182,8 @@ class EngineStages:
         """
         if error.code not in _ANOTHER_MAY_GO_ON and error.reason != errors.ENGINE_SILENT:
             raise error  # it is the request's own
-        cause, began = _cause_of(error), time.monotonic()
+        cause = _cause_of(error)
+        began = time.monotonic()
         try:
             async with (
                 asyncio.timeout(max(0.0, call.deadline.remaining_s)),
@@ -219,7 +220,8 @@ class EngineStages:
             try:
                 return await self._on_next_engine(call, losses.is_suspect)
             except _EngineLost as another:
-                lost, error = another.reservation, another.error
+                lost = another.reservation
+                error = another.error
 
     async def _on_next_engine(
         self, call: Call, is_suspect: bool
@@ -288,7 +290,9 @@ class EngineStages:
         Raises:
             ServiceError: the engine refused or failed.
         """
-        engine, source, span = reservation.engine, None, None
+        engine = reservation.engine
+        source = None
+        span = None
         request = engine_request(call, reservation)
         call.record.note("sent", engine=engine.id)
         if call.span and call.span.is_recording:
@@ -373,7 +377,8 @@ class Generation:
 
     def events(self) -> AsyncGenerator[Event, None]:
         """Yields the events; raises ServiceError when the answer is lost after tokens were sent."""
-        tool_use, samples = self._reservation.prompt.tool_use, self._call.request.samples
+        tool_use = self._reservation.prompt.tool_use
+        samples = self._call.request.samples
         events = self._events()
         return read_calls(events, tool_use, max(1, samples.n)) if tool_use.new_reader else events
 

@@ -56,7 +56,8 @@ def complete_acceptance(
     from_engine: inference_pb2.Accepted, call: Call, reservation: Reservation
 ) -> inference_pb2.Accepted:
     """Adds the router's decision to the engine's acceptance."""
-    decision, prompt = call.decision, reservation.prompt
+    decision = call.decision
+    prompt = reservation.prompt
     max_tokens = reservation.max_tokens
     accepted = inference_pb2.Accepted()
     accepted.CopyFrom(from_engine)
@@ -68,7 +69,8 @@ def complete_acceptance(
     accepted.action = decision.action
     accepted.route = decision.route
     del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
-    accepted.model, accepted.revision = decision.model, decision.revision
+    accepted.model = decision.model
+    accepted.revision = decision.revision
     accepted.degraded.extend(decision.degraded)
     accepted.trail.extend(decision.trail)
     if call.request.output.return_token_ids:
@@ -110,7 +112,8 @@ class OnEngine:
             ServiceError: the engine failed.
         """
         try:
-            event, self._first = self._first, None
+            event = self._first
+            self._first = None
             if event is None:
                 event = await self._source.read()
                 if event is None:
@@ -139,7 +142,8 @@ class OnEngine:
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
         """Tells the breaker of an answer's end; nothing where only its whole time was over."""
-        engine, credit = self._reservation.engine, self._reservation.credit
+        engine = self._reservation.engine
+        credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
             engine.breaker.on_success(credit)
         elif self._deadline.remaining_s > TOTAL_MARGIN_S:

@@ -108,7 +108,8 @@ class RequestPipeline:
         """
         _copy_error(record, error)
         if tenant:
-            record.tenant, record.limits = tenant.name, tenant.limit_headers
+            record.tenant = tenant.name
+            record.limits = tenant.limit_headers
             tenant.count_refusals(record.status, 1)
         record.ended = time.monotonic()
         if self._tracer:
@@ -133,7 +134,8 @@ class _Serving:
         self._stream: ResponseStream | None = None
 
     async def __aenter__(self) -> ResponseStream:
-        call, pipeline = self._call, self._pipeline
+        call = self._call
+        pipeline = self._pipeline
         record = call.record
         record.tenant = call.tenant.name
         pipeline.inflight += 1
@@ -159,7 +161,8 @@ class _Serving:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        call, stream = self._call, self._stream
+        call = self._call
+        stream = self._stream
         record = call.record
         if error is None:
             record.status = 200
@@ -193,12 +196,15 @@ def _copy_decision(call: Call) -> None:
 def _copy_error(record: RequestRecord, error: BaseException) -> None:
     """Copies the client's error into the record."""
     if isinstance(error, ServiceError):
-        record.status, record.error = errors.http_status(error), error.reason
+        record.status = errors.http_status(error)
+        record.error = error.reason
         record.retry_after_s = errors.retry_after_s(error)
     elif isinstance(error, _CANCELLED):
-        record.status, record.error = errors.CLIENT_CLOSED, "CANCELLED"
+        record.status = errors.CLIENT_CLOSED
+        record.error = "CANCELLED"
     else:
-        record.status, record.error = 500, "INTERNAL"
+        record.status = 500
+        record.error = "INTERNAL"
 
 
 class CommonStages:

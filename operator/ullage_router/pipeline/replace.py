@@ -42,7 +42,8 @@ class Replacer:
         if not call.replace_key:
             return await proceed(call)
         name = (call.tenant.name, _checked(call.replace_key))
-        earlier, holder = self._holders.get(name), _Holder(call.replace_key)
+        earlier = self._holders.get(name)
+        holder = _Holder(call.replace_key)
         self._holders[name] = holder
         self.replaced += earlier is not None
         try:

@@ -181,7 +181,8 @@ class Affinity:
             is_usable: whether an engine takes requests; one that does not is passed over, and its
                 shorter matches elsewhere count.
         """
-        tenant, sessions = cache_key.tenant, cache_key.session_hashes
+        tenant = cache_key.tenant
+        sessions = cache_key.session_hashes
         engine = self._sessions.first(tenant, sessions, is_usable) if sessions else ""
         return engine or self._prefixes.first(tenant, reversed(cache_key.prefixes), is_usable)
 
@@ -203,7 +204,8 @@ class Affinity:
 
 def prefix_hashes(token_ids: Sequence[int], adapter: str = "") -> tuple[int, ...]:
     """A hash of every leading run of whole blocks, shortest first; the same in all processes."""
-    hashes, last = [], _point(adapter) if adapter else 0
+    hashes = []
+    last = _point(adapter) if adapter else 0
     whole = min(len(token_ids) // PREFIX_BLOCK_TOKENS, MAX_PREFIX_BLOCKS)
     for start in range(0, whole * PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS):
         last = hash((last, *token_ids[start : start + PREFIX_BLOCK_TOKENS]))

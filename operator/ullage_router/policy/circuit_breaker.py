@@ -68,7 +68,8 @@ class Breaker:
     def on_success(self, request: object) -> None:
         """A request was answered to its end."""
         if self._until is None or request is self._probe:
-            self._failures, self._until = 0, None
+            self._failures = 0
+            self._until = None
             self._pause_s = self._section.pause
 
     def on_failure(self, request: object, now: float) -> bool:

@@ -190,7 +190,9 @@ class _LadderRun:
     def on_one_of_two(self) -> Run | None:
         """As `at_home`, over the first two engines that fit and the preferred one: engines are in
         no order."""
-        facts, pool, fits = self.facts, self.home, list[EngineView]()
+        facts = self.facts
+        pool = self.home
+        fits = list[EngineView]()
         if pool in facts.ahead:
             return self.at_home()
         for engine in self.engines:
@@ -353,7 +355,8 @@ class _LadderRun:
         engines = self._usable(self.home)
         if not engines:
             return self._unavailable()
-        demand, available = self._least(engines), max(e.available for e in engines)
+        demand = self._least(engines)
+        available = max(e.available for e in engines)
         retry = self._retry_after(engines, demand.kv_bytes)
         queue = self.facts.queue if "queue" in self.policy.ladder else QueueState.OPEN
         reason = _WAITED.get(queue, self._shortage_reason())
@@ -539,7 +542,8 @@ def _draw(fits: Sequence[EngineView], draw: int, mlp_products: int) -> EngineVie
     ordered = sorted(fits, key=lambda e: e.id)
     first = draw % len(ordered)
     second = (first + 1 + draw // len(ordered) % (len(ordered) - 1)) % len(ordered)
-    one, other = ordered[first], ordered[second]
+    one = ordered[first]
+    other = ordered[second]
     return other if _rank(other, mlp_products) > _rank(one, mlp_products) else one
 
 
@@ -556,12 +560,14 @@ def _never_fits(
     longest = facts.prompt_tokens + max(room_of(facts, e) for e in engines)
     if facts.droppable and "shrinkContext" in policy.ladder and longest > facts.min_tokens:
         wanted_output = max(facts.min_tokens, min(facts.max_tokens, engines[0].expected_output))
-        target, fewest = max(1, longest - wanted_output), _fewest(facts, policy)
+        target = max(1, longest - wanted_output)
+        fewest = _fewest(facts, policy)
         if target >= fewest:
             return ShrinkContext("CONTEXT_TOO_LONG", target, fewest)
     context = max(e.max_model_len for e in engines)
     if facts.prompt_tokens + facts.min_tokens > context:
-        size, but = f"has {facts.prompt_tokens} tokens", f"but the context is {context} tokens"
+        size = f"has {facts.prompt_tokens} tokens"
+        but = f"but the context is {context} tokens"
         message = (
             f"the prompt {size} and the answer needs {facts.min_tokens}, {but}; shorten the prompt "
             "or lower max_tokens"

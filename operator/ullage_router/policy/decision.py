@@ -285,7 +285,8 @@ class EngineView(msgspec.Struct, frozen=True):
             return 1.0 / self.decode_speed if self.decode_speed else 0.0
         if self.max_sequences:
             load = min(load, self.max_sequences)
-        bucket, last = load.bit_length() - 1, len(measured) - 1
+        bucket = load.bit_length() - 1
+        last = len(measured) - 1
         return (
             measured[bucket] if bucket <= last else measured[last] * STEP_GROWTH ** (bucket - last)
         )

@@ -121,7 +121,8 @@ def turn_s(
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
     """Yields the times at which the engine has the bytes and a place in its batch, with the load
     that it has then, the request included."""
-    available, count = engine.available, 0
+    available = engine.available
+    count = 0
     for number in PROBED_RELEASES:
         if number > len(engine.releases):
             return
@@ -144,10 +145,13 @@ def _slack_s(
         wait_s: until its prompt is begun.
     """
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
-    step_s, lone_step_s = engine.step_s(load), engine.step_s(1)
-    first_s, lone_first_s = wait_s + prompt_s + step_s, prompt_s + lone_step_s
+    step_s = engine.step_s(load)
+    lone_step_s = engine.step_s(1)
+    first_s = wait_s + prompt_s + step_s
+    lone_first_s = prompt_s + lone_step_s
     rest = output - 1
-    end_s, lone_end_s = first_s + rest * step_s, lone_first_s + rest * lone_step_s
+    end_s = first_s + rest * step_s
+    lone_end_s = lone_first_s + rest * lone_step_s
     slack_s = min(
         _allowed_s(limits.ttft_s, lone_first_s) - limits.waited_s - first_s,
         _allowed_s(limits.e2e_s, lone_end_s) - limits.waited_s - end_s,

@@ -99,13 +99,17 @@ def retry_after(
         Up to JITTER of the forecast later, and up to twice as late where it is unknown. Beyond the
         upper bound, where nobody will fit in time, clients are spread over its second half.
     """
-    low, high = bounds.min_retry_delay, bounds.max_retry_delay
+    low = bounds.min_retry_delay
+    high = bounds.max_retry_delay
     if seconds is None:
-        first, last = float(UNKNOWN_RETRY_AFTER_S), 2.0 * UNKNOWN_RETRY_AFTER_S
+        first = float(UNKNOWN_RETRY_AFTER_S)
+        last = 2.0 * UNKNOWN_RETRY_AFTER_S
     elif seconds > high:
-        first, last = high / 2, high
+        first = high / 2
+        last = high
     else:
-        first, last = seconds, seconds * (1 + JITTER)
+        first = seconds
+        last = seconds * (1 + JITTER)
     first, last = (math.ceil(min(high, max(low, limit))) for limit in (first, last))
     least = min(returns.get(second, 0) for second in range(first, last + 1))
     alike = [second for second in range(first, last + 1) if returns.get(second, 0) == least]

@@ -148,14 +148,16 @@ class _Page:
     def _mark_code(self, name: str, is_open: bool) -> None:
         """Code in a <pre> is one block; only the outermost mark counts."""
         if is_open and self._code is None:
-            self._code, self._fence = [], name
+            self._code = []
+            self._fence = name
         elif not is_open and self._fence == name:
             self._end_code()
 
     def _end_code(self) -> None:
         if self._code is None:
             return
-        code, self._code = "".join(self._code), None
+        code = "".join(self._code)
+        self._code = None
         longest = max((len(run) for run in _TICKS.findall(code)), default=0)
         if self._fence == "pre":
             ticks = "`" * max(3, longest + 1)
@@ -213,13 +215,16 @@ def _lines(text: str, line_break: re.Pattern[str]) -> Iterator[Range]:
 
 def _blocks(text: str, line_break: re.Pattern[str]) -> list[Range]:
     blocks: list[Range] = []
-    fence, indented, may_indent = "", False, True
+    fence = ""
+    indented = False
+    may_indent = True
     for start, end in _lines(text, line_break):
         line = text[start:end]
         if fence:
             blocks[-1] = (blocks[-1][0], end)
             fence = "" if _closes(line, fence) else fence
-            indented, may_indent = False, True
+            indented = False
+            may_indent = True
         elif not line or line.isspace():
             may_indent = True
         elif opening := _FENCE.fullmatch(line):
@@ -246,7 +251,8 @@ def _inline(text: str, start: int, end: int) -> Iterator[Range]:
     while i < len(runs):
         at, length, paragraph = runs[i]
         if _is_escaped(text, at, start):
-            at, length = at + 1, length - 1
+            at = at + 1
+            length = length - 1
         closers = by_kind.get((paragraph, length), [])
         following = bisect.bisect_right(closers, i)
         if length and following < len(closers):
@@ -315,7 +321,8 @@ MAX_MARKS = 200_000
 
 def cleanse_turns(turns: Sequence[Turn], rules: CleanseSection) -> tuple[list[Turn], int]:
     """The turns cleansed, all but system prompts, and how many characters fewer they have."""
-    cleansed, saved = [], 0
+    cleansed = []
+    saved = 0
     for turn in turns:
         if turn["role"] != "system":
             text = cleanse(turn["content"], rules)
@@ -367,7 +374,8 @@ def _tidy(text: str, rules: CleanseSection) -> str:
     if _CODE in text or len(hidden) > MAX_MARKS or _num_marks(text) > MAX_MARKS:
         return text
     codes = _code_ranges(text, hidden)
-    prose, at = [], 0
+    prose = []
+    at = 0
     for start, end in codes:
         prose.append(_without(text, at, start, hidden))
         at = end
@@ -398,7 +406,8 @@ def _hidden(text: str) -> list[Span]:
 
 def _without(text: str, start: int, end: int, hidden: Sequence[Span]) -> str:
     """The text from start to end without its hidden spans."""
-    pieces, at = [], start
+    pieces = []
+    at = start
     for i in range(bisect.bisect_left(hidden, (start, 0)), len(hidden)):
         if hidden[i][0] >= end:
             break
@@ -412,7 +421,9 @@ def _code_ranges(text: str, hidden: Sequence[Span]) -> list[Span]:
     """Code in the text, found in what it is without its hidden spans."""
     if not hidden:
         return find_code(text, _BREAK)
-    starts, shifts, shift = [], [], 0
+    starts = []
+    shifts = []
+    shift = 0
     for start, end in hidden:
         starts.append(start - shift)  # where the hidden span is in what is shown
         shift += end - start

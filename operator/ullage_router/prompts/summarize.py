@@ -246,7 +246,8 @@ def with_summary(turns: Sequence[Turn], places: Sequence[int], summary: str) -> 
 
 def extract(turns: Sequence[Turn], fact_share: float) -> str:
     """The shortest extract that keeps this share of the facts; empty when none does."""
-    facts, size = key_facts(as_text(turns)), num_characters(turns)
+    facts = key_facts(as_text(turns))
+    size = num_characters(turns)
     for length in LENGTHS:
         summary = extractive_summary(turns, int(size * length))
         if summary and share_kept(facts, summary) >= fact_share:

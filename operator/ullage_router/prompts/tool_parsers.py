@@ -105,7 +105,8 @@ class Trimmer:
     def _take(self, piece: Piece) -> list[Piece]:
         if not isinstance(piece, Text):
             if isinstance(piece, CallStart):
-                self._blank, self._has_calls = "", True
+                self._blank = ""
+                self._has_calls = True
             return [piece]
         whole = self._blank + piece.text
         words = whole.rstrip()
@@ -148,7 +149,8 @@ class HarmonyReader:
 
     def close(self) -> list[Piece]:
         """Return the rest of the answer, without a truncated header; `assistant` alone is text."""
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         if self._make is None and not any(head in rest for head in _HEADS):
             self._make = Text
         return [self._make(rest)] if rest and self._make else []
@@ -169,7 +171,8 @@ class HarmonyReader:
         return True
 
     def _opened(self, header: str, pieces: list[Piece]) -> MakePiece:
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header)
+        channel = _CHANNEL.search(header)
         if recipient and recipient[1] in self._names:
             pieces.append(CallStart(recipient[1]))
             return Arguments
@@ -236,7 +239,9 @@ def parse_python_calls(text: str) -> list[Call] | None:
 
 
 def _json_objects(text: str) -> list[Any] | None:
-    decoder, place, values = json.JSONDecoder(), 0, []
+    decoder = json.JSONDecoder()
+    place = 0
+    values = []
     try:
         while place < len(text):
             value, place = decoder.raw_decode(text, place)
@@ -312,7 +317,8 @@ class TaggedReader:
         while match := find_mark(self._buffer, [self._mark]):
             pieces += self._inside(match.before, self._closing) if self._is_inside else []
             pieces += [] if self._is_inside else [Text(match.before)]
-            self._is_inside, self._buffer = not self._is_inside, match.after
+            self._is_inside = not self._is_inside
+            self._buffer = match.after
         if not self._is_inside:
             sure = len(self._buffer) - held_back(self._buffer, [self._opening])
             pieces.append(Text(self._buffer[:sure]))
@@ -361,7 +367,8 @@ class WholeReader:
         return calls or self._release()
 
     def _release(self) -> list[Piece]:
-        text, self._buffer = self._buffer, ""
+        text = self._buffer
+        self._buffer = ""
         return [Text(text)] if text else []
 
 
@@ -385,7 +392,8 @@ class ForcedReader:
             return []
         start: list[Piece] = [] if self._is_told or not self._buffer else [CallStart(self._name)]
         self._is_told = self._is_told or bool(start)
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         return [*start, Arguments(rest)] if rest else []
 
     def close(self) -> list[Piece]:

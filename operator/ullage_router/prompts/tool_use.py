@@ -93,7 +93,8 @@ def _function(field: str, tool: object) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise invalid_value(f"{field}.function", json.dumps(function), "an object")
-    name, shape = function.get("name"), function.get("parameters")
+    name = function.get("name")
+    shape = function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         possible = "1 to 64 of letters, digits, underscore, dot and hyphen"
         raise invalid_value(f"{field}.function.name", json.dumps(name), possible)

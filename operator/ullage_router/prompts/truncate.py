@@ -67,7 +67,8 @@ def _fewest_dropped(
     """Find the fewest turns to drop by bisection: every dropped turn makes the prompt shorter."""
     places = droppable(turns, keep)
     cuts = _cuts(turns, places)
-    low, high = 0, len(cuts) - 1
+    low = 0
+    high = len(cuts) - 1
     while low < high:
         middle = (low + high) // 2
         if len(render(_without(turns, places[: cuts[middle]]))) <= budget:

@@ -101,7 +101,8 @@ class ProcessSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 def config_of(config: RouterConfig, place: ProcessSlot) -> RouterConfig:
     """A child's configuration: the ports that were chosen and its part of what is bounded."""
-    replace, count = msgspec.structs.replace, config.processes
+    replace = msgspec.structs.replace
+    count = config.processes
     queue = config.routing.queue
     queue = replace(
         queue,

@@ -131,7 +131,8 @@ class RouterService:
 
         The order is explained in `pipeline/pipeline.py`.
         """
-        config, common = self.config, CommonStages(self.config, self.engines, self._prompts)
+        config = self.config
+        common = CommonStages(self.config, self.engines, self._prompts)
         rollout = self.rollout if config.rollout_file else None
         last = EngineStages(
             config.streaming,
@@ -220,7 +221,8 @@ class RouterService:
     def snapshot(self) -> dict[str, object]:
         """Returns what /stats shows beside the latest requests."""
         queue = self.config.routing.queue
-        waits, now = self.queue.waits().values(), time.monotonic()
+        waits = self.queue.waits().values()
+        now = time.monotonic()
         return {
             "model": self.config.model,
             "ready": self.is_ready,
@@ -307,8 +309,11 @@ class RouterService:
             log.info("answered", extra={MORE_FIELDS: record.as_json() | more})
 
     def _watch(self) -> None:
-        watch, count = self.metrics.watch, self.metrics.count
-        issuer, queue, window = self.issuer, self.queue, self.admission.window
+        watch = self.metrics.watch
+        count = self.metrics.count
+        issuer = self.issuer
+        queue = self.queue
+        window = self.admission.window
         watch(names.INFLIGHT, lambda: self.pipeline.inflight)
         count(names.OUTPUT_TOKENS, lambda: self.stats.output_tokens)
         watch(names.OPEN_PICKS, lambda: issuer.open)
@@ -334,8 +339,10 @@ class RouterService:
         self._watch_engines()
 
     def _watch_engines(self) -> None:
-        watch, count = self.metrics.watch, self.metrics.count
-        engines, balancer = self.engines, self.balancer
+        watch = self.metrics.watch
+        count = self.metrics.count
+        engines = self.engines
+        balancer = self.balancer
         watch(names.ENGINES_READY, lambda: sum(each.state == "ready" for each in engines.all()))
         watch(names.STALE_ENGINES, lambda: sum(each.state == "stale" for each in engines.all()))
         self.metrics.watch_fingerprints(

@@ -90,7 +90,8 @@ class Metrics:
 
     def on_end(self, record: RequestRecord) -> None:
         """Count a request that is over."""
-        status, decision = str(record.status), record.decision
+        status = str(record.status)
+        decision = record.decision
         if decision.action:
             self._decisions[decision.action, decision.route] += 1
         if record.error == STOPPED:  # asked for by people, and no failure of any objective

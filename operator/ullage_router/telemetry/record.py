@@ -194,7 +194,8 @@ _PRINTABLE = re.compile(r"[ -~]+")
 
 def trace_context(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """traceparent and tracestate as gRPC metadata; what is malformed is left out."""
-    parent, state = headers.get("traceparent", ""), headers.get("tracestate", "")
+    parent = headers.get("traceparent", "")
+    state = headers.get("tracestate", "")
     if not _TRACEPARENT.fullmatch(parent):
         return ()
     if len(state) > MAX_TRACESTATE or not _PRINTABLE.fullmatch(state):

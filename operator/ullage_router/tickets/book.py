@@ -113,12 +113,14 @@ class OpenTickets:
 
     def sweep(self) -> None:
         """Frees what expired: by now the engine counts the request, or never will."""
-        now, freed = self._clock(), _Freed()
+        now = self._clock()
+        freed = _Freed()
         for number, ticket in _due(self._fresh, now):
             del self._fresh[number]
             freed.add(ticket, ticket.unused)
             if ticket.used and ticket.charge and ticket.charge.is_limited:
-                ticket.unused, ticket.until = [], ticket.until + self._request_s
+                ticket.unused = []
+                ticket.until = ticket.until + self._request_s
                 self._running[number] = ticket
             else:
                 freed.add(ticket, ticket.used)

@@ -115,7 +115,8 @@ class Batch:
         self._limits = limits
         self._limits_at_end = replace(limits, first_token_s=limits.end_s)
         self._views = {view.id: view for view in views}
-        home, large = policy.pools[0], policy.large_pool
+        home = policy.pools[0]
+        large = policy.large_pool
         has_large = any(view.pool == large for view in views)
         names = (home, large) if has_large and home != large else (home,)
         self._groups: dict[str, DrawGroup[str]] = {name: DrawGroup() for name in names}
@@ -148,7 +149,8 @@ class Batch:
         run = self._decide(facts)
         if isinstance(run, Refuse):
             return run, most
-        view, prompt = self._views[run.engine], ask.prompt_tokens
+        view = self._views[run.engine]
+        prompt = ask.prompt_tokens
         if room:
             most = min(most, room(view, run.demand.kv_bytes, prompt))
         if not most:
@@ -212,7 +214,8 @@ class Batch:
 
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
         """Returns how many of such requests, the first of which fits, fit one after another."""
-        size, prompt = demand.kv_bytes, facts.prompt_tokens
+        size = demand.kv_bytes
+        prompt = facts.prompt_tokens
         output = demand.tokens - prompt
         count = min(most, view.available // size) if size else most
         while count > 1:
@@ -316,7 +319,8 @@ class _PendingPick:
     def leave(self, error: ServiceError) -> None:
         """None of those left is placed: whatever they were charged comes back."""
         if self.session:
-            status, entered = errors.http_status(error), self.entered or 1
+            status = errors.http_status(error)
+            entered = self.entered or 1
             self.session.give_back(self.entered)  # the client goes on with Generate, which counts
             self.session.settle(0, 0, status, entered)
             self.session.count_refusals(status, self.remaining - entered)
@@ -399,7 +403,8 @@ class TicketIssuer:
         Raises:
             ServiceError: Pick is off, a request is wrong, no model is known, or too many are open.
         """
-        signer, model = self._enabled(), self._engines.model
+        signer = self._enabled()
+        model = self._engines.model
         if request.requests and self.refusal:
             raise self.refusal
         if request.requests and model is None:
@@ -505,7 +510,8 @@ class TicketIssuer:
             _check_priced(priced, f"requests[{i}]")
 
     def _batch(self, model: Model) -> Batch:
-        limits, slo = self._config.limits, self._config.slo
+        limits = self._config.limits
+        slo = self._config.slo
         return Batch(
             self._engines.views(model),
             self._policy,
@@ -521,7 +527,8 @@ class TicketIssuer:
 
     def _place(self, pick: _PendingPick, call: _Call) -> None:
         """Places what its tenant may have and what fits; the rest is refused."""
-        share, session = call.batch.share(pick.remaining) if pick.remaining > 1 else 1, pick.session
+        share = call.batch.share(pick.remaining) if pick.remaining > 1 else 1
+        session = pick.session
         try:
             while pick.remaining:
                 if not pick.entered:
@@ -540,7 +547,8 @@ class TicketIssuer:
         """
         priced = pick.priced
         if session is None:
-            pick.entered, pick.priority = pick.remaining, priced.priority
+            pick.entered = pick.remaining
+            pick.priority = priced.priority
             return
         pick.session = mine = session.new_session()
         size = (priced.prompt_tokens, priced.max_tokens, priced.samples or 1)
@@ -554,7 +562,8 @@ class TicketIssuer:
         )
         request = pb.GenerateRequest(priority=priced.priority)
         mine.open_request(request, self._config.model, max(1, count))
-        pick.entered, pick.priority = max(1, count), request.priority
+        pick.entered = max(1, count)
+        pick.priority = request.priority
         mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
@@ -563,7 +572,8 @@ class TicketIssuer:
         priced = pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
         engine = self._engines.at(run.engine)
-        size, prompt_tokens = run.demand.kv_bytes, priced.prompt_tokens
+        size = run.demand.kv_bytes
+        prompt_tokens = priced.prompt_tokens
         samples = priced.samples or 1
 
         holder = ""
@@ -600,7 +610,8 @@ class TicketIssuer:
     def _run(self, pick: _PendingPick, call: _Call, draw: int, most: int) -> tuple[Run, int]:
         """Return the place of some of the requests, and their number; raise ServiceError when none
         runs now as it is."""
-        priced, balancer = pick.priced, self._balancer
+        priced = pick.priced
+        balancer = self._balancer
         has_cache_key = bool(priced.session_id or priced.prefixes)
         tenant = pick.session.name if pick.session else ""
         cache_key = (
@@ -610,7 +621,8 @@ class TicketIssuer:
         )
         preferred = balancer.preferred(cache_key)
         avoid = self._keys(priced.avoid) if priced.avoid else NOBODY
-        limit, samples = self._most(pick.session), priced.samples or 1
+        limit = self._most(pick.session)
+        samples = priced.samples or 1
         ask = Ask(
             priced.prompt_tokens,
             priced.max_tokens,

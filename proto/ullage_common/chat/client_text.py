@@ -253,7 +253,8 @@ class ClientText(str):
         return self._parted(*self.plain.rpartition(plain_text(sep)))
 
     def _parted(self, before: str, sep: str, after: str) -> tuple[str, str, str]:
-        start, end = len(before), len(self) - len(after)
+        start = len(before)
+        end = len(self) - len(after)
         return self._slice(0, start), self._slice(start, end), self._slice(end, None)
 
     def _parts(self, parts: list[str], sep: str | None) -> list[str]:

@@ -25,7 +25,8 @@ _MARKS = range(0xE000, 0xF900)
 _MORE_MARKS = range(0xF0000, 0xFFFFE)
 """Code points that marks are taken from: private use, at two bytes a character or at four."""
 
-_FIRST_ALIAS, _LAST_ALIAS = 0x100000, 0x10FFFD
+_FIRST_ALIAS = 0x100000
+_LAST_ALIAS = 0x10FFFD
 """Bounds of the characters that aliases are made of: private use of the last plane."""
 _ALIAS_CHARACTERS = 5
 """Characters of an alias: 80 bits, which no client guesses."""
@@ -173,7 +174,8 @@ class SpecialTokenGuard:
         )
         """Whether texts without any of the keys could become a part of a guarded token, too."""
         self._code_points = _MARKS if 4 * len(self._alphabet) <= len(_MARKS) else _MORE_MARKS
-        first, last = chr(self._code_points[0]), chr(self._code_points[-1])
+        first = chr(self._code_points[0])
+        last = chr(self._code_points[-1])
         self._find_taken = re.compile(f"[{first}-{last}]").findall
         self._usual_marks = self._free_marks(frozenset())
 
@@ -213,7 +215,8 @@ class SpecialTokenGuard:
         free = [mark for mark in map(chr, self._code_points) if mark not in taken]
         size = len(self._alphabet)
         if len(free) < 2 * size:
-            first, last = self._code_points[0], self._code_points[-1]
+            first = self._code_points[0]
+            last = self._code_points[-1]
             raise SpecialTokenError(
                 f"the texts have {len(taken)} characters of private use (U+{first:X} to "
                 f"U+{last:X}) and {len(self._code_points) - 2 * size} are possible; leave some of "

@@ -274,7 +274,8 @@ class RejectSection(Strict, frozen=True, kw_only=True):
     """Bounds of Retry-After, in seconds."""
 
     def __post_init__(self) -> None:
-        low, high = self.min_retry_delay, self.max_retry_delay
+        low = self.min_retry_delay
+        high = self.max_retry_delay
         if low > high:
             raise ValueError(f"min_retry_delay {low:g} is above max_retry_delay {high:g}; lower it")
 

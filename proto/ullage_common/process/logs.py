@@ -45,11 +45,15 @@ class _LeanRecord(logging.LogRecord):
     ) -> None:
         self.name, self.levelno, self.levelname = name, level, logging.getLevelName(level)
         self.pathname = self.filename = self.module = pathname
-        self.lineno, self.funcName = lineno, func or ""
-        self.msg, self.args = msg, args
+        self.lineno = lineno
+        self.funcName = func or ""
+        self.msg = msg
+        self.args = args
         if args and len(args) == 1 and isinstance(args[0], Mapping) and args[0]:
             self.args = args[0]  # `%(name)s`, as logging has it
-        self.exc_info, self.exc_text, self.stack_info = exc_info, None, sinfo
+        self.exc_info = exc_info
+        self.exc_text = None
+        self.stack_info = sinfo
         self.created = time.time()
         self.msecs = self.created % 1 * 1000
         self.relativeCreated = 0.0
@@ -157,7 +161,8 @@ def serve_metrics(
 
 def _pages(registry: CollectorRegistry, is_ready: Callable[[], bool] | None) -> Any:
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        status, kind = "200 OK", CONTENT_TYPE_LATEST
+        status = "200 OK"
+        kind = CONTENT_TYPE_LATEST
         if environ["PATH_INFO"] != "/readyz" or is_ready is None:
             body = exposition(registry)
         else:

@@ -26,7 +26,8 @@ def free_bytes(cgroup_root: Path = CGROUP) -> int:
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    limit, used = container_limit(cgroup_root), _container_used(cgroup_root)
+    limit = container_limit(cgroup_root)
+    used = _container_used(cgroup_root)
     if limit is None or used is None:
         return available
     return max(0, min(available, limit - used))

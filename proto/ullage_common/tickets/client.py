@@ -183,8 +183,10 @@ class PickBatcher:
 
     async def _ask(self, pending: list[_PendingPick]) -> None:
         groups = _alike(pending)
-        accepted, self._accepted = self._accepted, []
-        ended, self._ended = self._ended, []
+        accepted = self._accepted
+        self._accepted = []
+        ended = self._ended
+        self._ended = []
         try:
             request = pb.PickRequest(
                 requests=[_merged(group) for group in groups], accepted=accepted, ended=ended
@@ -454,7 +456,8 @@ class Client:
                     has_begun = True
                     answer.paid_by = answer.paid_by or pick.ticket
                     self._batcher.on_accepted(pick)
-                    event.accepted.action, event.accepted.route = "accept", "direct"
+                    event.accepted.action = "accept"
+                    event.accepted.route = "direct"
                     granted = event.accepted.max_tokens or pick.max_tokens
                     event.accepted.max_tokens = min(granted, pick.max_tokens)
                 yield event

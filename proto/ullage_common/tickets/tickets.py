@@ -133,7 +133,8 @@ def read(ticket: str, keys: Sequence[bytes]) -> Claims:
         raw = base64.b64decode(ticket, altchars=b"-_", validate=True)
     except ValueError:
         raw = b""
-    text, mac = raw[: _CLAIMS.size], raw[_CLAIMS.size :]
+    text = raw[: _CLAIMS.size]
+    mac = raw[_CLAIMS.size :]
     if len(raw) != TICKET_BYTES or not any(
         hmac.compare_digest(mac, hmac.digest(key, text, "sha256")) for key in keys
     ):

@@ -93,11 +93,14 @@ def _from_details(
     code: grpc.StatusCode, message: str, details: Iterable[AnyMessage]
 ) -> ServiceError:
     metadata: dict[str, str] = {}
-    reason, retry_after_s = code.name, None
+    reason = code.name
+    retry_after_s = None
     for detail in details:
-        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        info = error_details_pb2.ErrorInfo()
+        retry = error_details_pb2.RetryInfo()
         if detail.Unpack(info):
-            reason, metadata = info.reason, dict(info.metadata)
+            reason = info.reason
+            metadata = dict(info.metadata)
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     return ServiceError(code, reason, message, metadata=metadata, retry_after_s=retry_after_s)

@@ -72,7 +72,8 @@ def describe(differing: Differences) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    shown, others = names[:_SHOWN], len(names) - _SHOWN
+    shown = names[:_SHOWN]
+    others = len(names) - _SHOWN
     return ", ".join(shown) + (f" and {others} more" if others > 0 else "")
 
 

@@ -45,7 +45,9 @@ class Range:
     """
 
     def __init__(self, low: float, high: float, low_open: bool = False) -> None:
-        self._low, self._high, self._low_open = low, high, low_open
+        self._low = low
+        self._high = high
+        self._low_open = low_open
 
     def __contains__(self, value: float) -> bool:
         value = float(f"{value:.7g}")

@@ -16,7 +16,10 @@ LIGHT_PARTS = 1024
 LIGHT_PACKED_BYTES = 1 << 20
 """Bytes of all its lists of numbers."""
 MAX_DEPTH = 32
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT = 0
+_FIXED64 = 1
+_BYTES = 2
+_FIXED32 = 5
 _LAST_BYTES = bytes(range(128, 256))
 """All but those that end a number."""
 _SIZES = {_FIXED64: 8, _FIXED32: 4}

@@ -122,7 +122,8 @@ class _Stream:
         """Sends what calls have ready, as long as the stream lives."""
         while True:
             await self._has_news.wait()
-            batch, self._outbox = self._outbox[:MAX_BATCH], self._outbox[MAX_BATCH:]
+            batch = self._outbox[:MAX_BATCH]
+            self._outbox = self._outbox[MAX_BATCH:]
             if not self._outbox:
                 self._has_news.clear()
             if len(self._outbox) <= MAX_CALLS:

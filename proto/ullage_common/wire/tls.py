@@ -27,7 +27,9 @@ from cryptography.hazmat.primitives.serialization import (
 from ullage_common.process.config_file import ConfigError
 from ullage_common.process.file_watch import fingerprint, follow
 
-CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
+CERTIFICATE = "tls.crt"
+KEY = "tls.key"
+CA = "ca.crt"
 
 _PROBE_S = 2.0
 """Seconds within which a server must answer a question for TLS."""
@@ -63,7 +65,8 @@ def read_material(folder: Path, ca_folder: Path | None, now: datetime.datetime) 
         ConfigError: a file is missing, cannot be read, is not valid now, or does not fit another.
     """
     path = folder / CERTIFICATE
-    certificate, key = _read(path), _read(folder / KEY)
+    certificate = _read(path)
+    key = _read(folder / KEY)
     leaf = _certificates(path, certificate)[0]
     _check_dates(path, leaf, now)
     if _public(_private_key(folder / KEY, key)) != _public(leaf):

@@ -44,7 +44,8 @@ def validate_request(request: inference_pb2.GenerateRequest) -> None:
     _check_stop(request.stop)
     _check_grammar(request)
     _check_samples(request.samples)
-    limit_s, permitted = request.step_limit_s, "a finite number of seconds, at least 0"
+    limit_s = request.step_limit_s
+    permitted = "a finite number of seconds, at least 0"
     _require(0.0 <= limit_s < math.inf, "step_limit_s", limit_s, permitted)
     if request.embed:
         _check_embedding(request)
@@ -76,7 +77,8 @@ def _check_input(request: inference_pb2.GenerateRequest) -> None:
         case None:
             raise invalid("input", "the request has no input; send token_ids, text or messages")
         case "token_ids":
-            count, permitted = len(request.token_ids.ids), f"1 to {MAX_PROMPT_TOKENS} tokens"
+            count = len(request.token_ids.ids)
+            permitted = f"1 to {MAX_PROMPT_TOKENS} tokens"
             _require(1 <= count <= MAX_PROMPT_TOKENS, "prompt", f"{count} tokens", permitted)
         case "text":
             _require(bool(request.text), "prompt", "an empty text", "at least one character")
@@ -85,7 +87,8 @@ def _check_input(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _check_messages(messages: inference_pb2.Messages) -> None:
-    turns, num_calls = messages.messages, 0
+    turns = messages.messages
+    num_calls = 0
     if not 1 <= len(turns) <= MAX_MESSAGES:
         permitted = f"1 to {MAX_MESSAGES} messages"
         raise invalid_value("messages", f"a list of {len(turns)} messages", permitted)
@@ -104,7 +107,8 @@ def check_calls(count: int) -> None:
 
 
 def _check_message(index: int, message: inference_pb2.Message) -> None:
-    role, calls = message.role, len(message.tool_calls)
+    role = message.role
+    calls = len(message.tool_calls)
     if role not in ROLES:
         raise invalid_value(f"messages[{index}].role", role, ", ".join(ROLES))
     if calls and (role != "assistant" or calls > MAX_CALLS):
@@ -122,7 +126,8 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> None:
         if sampling.HasField(name):
             value = getattr(sampling, name)
             _require(value in allowed, name, float(f"{value:.7g}"), str(allowed))
-    count, permitted = len(sampling.logit_bias), f"at most {MAX_LOGIT_BIAS} tokens"
+    count = len(sampling.logit_bias)
+    permitted = f"at most {MAX_LOGIT_BIAS} tokens"
     _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"{count} tokens", permitted)
     for token, value in sampling.logit_bias.items():
         field = f"logit_bias[{token}]"
@@ -151,7 +156,8 @@ def _check_grammar(request: inference_pb2.GenerateRequest) -> None:
     """Its size, and what it goes with; the engine that compiles it checks the rest."""
     if not request.HasField("grammar"):
         return
-    size, permitted = request.grammar.ByteSize(), f"at most {MAX_GRAMMAR_BYTES} bytes"
+    size = request.grammar.ByteSize()
+    permitted = f"at most {MAX_GRAMMAR_BYTES} bytes"
     _require(size <= MAX_GRAMMAR_BYTES, "grammar", f"{size} bytes", permitted)
     is_right = not request.stop.ignore_eos
     _require(is_right, "ignore_eos", True, "false with a grammar, which ends the answer")
@@ -168,7 +174,8 @@ def _check_samples(samples: inference_pb2.Samples) -> None:
 
 
 def _check_beam(request: inference_pb2.GenerateRequest) -> None:
-    beam, n = request.samples.beam, num_answers(request.samples)
+    beam = request.samples.beam
+    n = num_answers(request.samples)
     steering = {
         "grammar": request.HasField("grammar"),
         "logit_bias": bool(request.sampling.logit_bias),
@@ -189,7 +196,8 @@ def _check_beam(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
-    field, answers = "continuation", request.continuation.answers
+    field = "continuation"
+    answers = request.continuation.answers
     is_known = request.WhichOneof("input") == "token_ids"
     _require(is_known, field, "set", "nothing without token_ids")
     _require(is_growing(request), field, "set", "nothing in a search or with best_of above n")
@@ -199,7 +207,8 @@ def _check_continuation(request: inference_pb2.GenerateRequest) -> None:
     most = request.stop.max_tokens
     _require(most > 0, "max_tokens", "unset", "what Accepted has, with a continuation")
     for i, answer in enumerate(answers):
-        count, permitted = len(answer.token_ids), f"at most max_tokens, {most}"
+        count = len(answer.token_ids)
+        permitted = f"at most max_tokens, {most}"
         _require(count <= most, f"{field}.answers[{i}].token_ids", f"{count} tokens", permitted)
     fingerprints = request.continuation.fingerprints
     is_few = len(fingerprints) <= MAX_FINGERPRINTS

@@ -17,7 +17,8 @@ def test_a_killed_worker_process_is_only_a_pause(
 ) -> None:
     undisturbed = client.ask(service, PROMPTS, max_tokens=160)
     assert all(a.is_whole for a in undisturbed), undisturbed
-    before, workers_before = restarts(service.pods()), worker_restarts(service)
+    before = restarts(service.pods())
+    workers_before = worker_restarts(service)
     with client.streams(service, PROMPTS, max_tokens=160) as streams:
         for engine in set(streams.started(len(PROMPTS))):
             kill_worker(kubectl, engine)

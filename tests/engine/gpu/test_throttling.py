@@ -85,7 +85,8 @@ def test_the_share_stays_within_its_bounds_and_changes_for_a_reason(
 def test_two_steps_of_a_direction_lie_as_far_apart_as_configured(
     section: ThrottlingSection, history: list[tuple[frozenset[str] | None, float]]
 ) -> None:
-    state, seconds = BoostState(), {True: 0.0, False: 0.0}
+    state = BoostState()
+    seconds = {True: 0.0, False: 0.0}
     for reasons, elapsed_s in history:
         for is_hot in seconds:
             seconds[is_hot] += min(elapsed_s, MAX_GAP_S) if bool(reasons) == is_hot else 0.0

@@ -32,7 +32,8 @@ GATHER = 1024
 
 def plan_of(shapes: Sequence[tuple[int, int, bool]]) -> StepPlan:
     """Chunks of (start, tokens, sampled) in blocks of their own."""
-    chunks, next_block = [], 0
+    chunks = []
+    next_block = 0
     for number, (start, tokens, sampled) in enumerate(shapes):
         blocks = -(-(start + tokens) // BLOCK)
         chunks.append(
@@ -83,7 +84,8 @@ def test_every_row_is_attended_once_within_the_workspace(
     drawn: list[tuple[int, int, bool]],
 ) -> None:
     batch = build_batch(plan_of(drawn), BLOCK)
-    groups, tiles = decode_groups(batch.rows, BLOCK, GATHER), prefill_tiles(batch.rows, BLOCK)
+    groups = decode_groups(batch.rows, BLOCK, GATHER)
+    tiles = prefill_tiles(batch.rows, BLOCK)
     rows = [row for part in (*groups, *tiles) for row in range(part.start, part.end)]
     assert sorted(rows) == list(range(len(batch.token_ids)))
     for group in groups:
@@ -109,7 +111,8 @@ def test_a_row_attends_to_the_slots_of_its_sequence_up_to_its_own(
     """However attention is cut: pages read in place, or gathered in groups and tiles."""
     plan = plan_of(drawn)
     batch = build_batch(plan, BLOCK)
-    rows, seen = batch.rows, {}
+    rows = batch.rows
+    seen = {}
     for row, (table, length) in enumerate(zip(rows.decode_tables, rows.lengths, strict=True)):
         seen[row] = context_of(table, length)
     for first, count, earlier, prompt in zip(*span_columns(rows.tiles), strict=True):
@@ -171,7 +174,8 @@ def test_a_step_of_decodes_is_padded_to_its_bucket() -> None:
     for count in (33, 40, 48):
         plan = plan_of([(16 * number, 1, True) for number in range(count)])
         batch = build_batch(plan, BLOCK, padded_decodes=limits.product_rows, conv_kernel=3)
-        rows, conv = batch.rows, batch.conv
+        rows = batch.rows
+        conv = batch.conv
         assert conv is not None
         assert batch.num_tokens == count
         assert rows.slots[count:].tolist() == [NO_SLOT] * (48 - count)

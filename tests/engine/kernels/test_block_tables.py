@@ -45,7 +45,8 @@ class Sequences:
 
 @given(st.randoms(use_true_random=False), st.integers(0, 12))
 def test_rows_are_the_lists(rng: random.Random, num_kept: int) -> None:
-    tables, sequences = BlockTables(num_kept), Sequences()
+    tables = BlockTables(num_kept)
+    sequences = Sequences()
     for _ in range(30):
         sequences.change(rng)
         chunks = sequences.step(rng)
@@ -65,7 +66,8 @@ def test_only_new_entries_are_read() -> None:
             self.num_read += len(entries)
             return entries
 
-    tables, block_ids = BlockTables(4), Counted(range(100))
+    tables = BlockTables(4)
+    block_ids = Counted(range(100))
     for number in range(10):
         tables.update([chunk("a", block_ids)])
         block_ids.append(number)

@@ -26,7 +26,8 @@ def make_shape(start: int, tokens: int, replayed: int) -> Shape:
 
 def plan_of(shapes: Sequence[Shape]) -> StepPlan:
     """Chunks in blocks of their own; token ids are 1000 * chunk + position."""
-    chunks, next_block = [], 0
+    chunks = []
+    next_block = 0
     for number, (start, tokens, replayed) in enumerate(shapes):
         blocks = -(-(start + tokens) // BLOCK)
         chunks.append(

@@ -47,7 +47,8 @@ LIMITS = StepLimits(
 @settings(max_examples=50, deadline=None)
 @given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=8))
 def test_no_expert_writes_past_the_padding(counts: list[int]) -> None:
-    pairs, end = sum(counts), 0
+    pairs = sum(counts)
+    end = 0
     for count in counts:
         if count:
             assert end + pad_to_bucket(count) <= pairs + padding_rows(pairs)

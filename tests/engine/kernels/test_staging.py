@@ -16,7 +16,8 @@ def test_arrays_arrive_when_they_are_uploaded() -> None:
     place = torch.full((256,), 255, dtype=torch.uint8)
     packed = Staging(place)
     packed.begin()
-    first, second = packed.put(FIRST), packed.put(SECOND)
+    first = packed.put(FIRST)
+    second = packed.put(SECOND)
     assert first.eq(-1).all()
     assert second.eq(-1).all()
     packed.upload()
@@ -27,7 +28,8 @@ def test_arrays_arrive_when_they_are_uploaded() -> None:
 def test_an_array_has_one_place_and_every_place_is_aligned() -> None:
     packed = Staging(torch.empty(256, dtype=torch.uint8))
     packed.begin()
-    first, second = packed.put(FIRST), packed.put(SECOND)
+    first = packed.put(FIRST)
+    second = packed.put(SECOND)
     assert packed.put(FIRST).data_ptr() == first.data_ptr()
     assert second.data_ptr() - first.data_ptr() == 64
 

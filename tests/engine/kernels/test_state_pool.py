@@ -7,7 +7,8 @@ from ullage_engine.kernels.kv_pool import HostPool, KVPool, StatePool, move, sto
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.protocol.step_plan import Moves
 
-ATTENTION, CONV = LayerSpec(), LayerSpec(mixer="conv")
+ATTENTION = LayerSpec()
+CONV = LayerSpec(mixer="conv")
 
 
 def make_model_config(kernel: int, *layers: LayerSpec) -> ModelConfig:

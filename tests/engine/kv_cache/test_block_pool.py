@@ -32,7 +32,8 @@ def test_blocks_are_never_lost_doubled_or_freed_early(
 
 def test_a_growing_sequence_keeps_a_consecutive_run() -> None:
     pool = BlockPool(16, 16)
-    first, second = pool.allocate(3), pool.allocate(2)
+    first = pool.allocate(3)
+    second = pool.allocate(2)
     pool.free(second)
     assert pool.allocate(2, after=first[-1]) == [3, 4]
 

@@ -79,7 +79,8 @@ def test_a_match_that_goes_on_from_the_last_one_finds_the_same(
         elif kind == "evict":
             tree.evict()
         elif cached := tree.match([*whole, 0]):
-            first, last = cached[0], cached[-1]
+            first = cached[0]
+            last = cached[-1]
             if kind == "evict branch":
                 if rng.random() < 0.5:
                     tree.set_in_use(first)
@@ -130,7 +131,8 @@ def test_the_last_token_is_never_found() -> None:
 
 def test_the_least_recently_used_branch_goes_first_from_its_end() -> None:
     tree = RadixTree(SIZE)
-    old, new = grow(tree, [1, 1, 2, 2], 0), grow(tree, [3, 3, 4, 4], 10)
+    old = grow(tree, [1, 1, 2, 2], 0)
+    new = grow(tree, [3, 3, 4, 4], 10)
     release(tree, old, 1)
     release(tree, new, 2)
     assert evict_all(tree) == [1, 0, 11, 10]
@@ -138,7 +140,8 @@ def test_the_least_recently_used_branch_goes_first_from_its_end() -> None:
 
 def test_use_makes_a_branch_recent_again() -> None:
     tree = RadixTree(SIZE)
-    old, new = grow(tree, [1, 1, 2, 2], 0), grow(tree, [3, 3, 4, 4], 10)
+    old = grow(tree, [1, 1, 2, 2], 0)
+    new = grow(tree, [3, 3, 4, 4], 10)
     release(tree, old, 1)
     release(tree, new, 2)
     for block in old:
@@ -149,7 +152,8 @@ def test_use_makes_a_branch_recent_again() -> None:
 
 def test_a_prefix_used_by_itself_since_outlives_what_is_older() -> None:
     tree = RadixTree(SIZE)
-    stem, branch = grow(tree, [1, 1], 0), grow(tree, [1, 1, 2, 2], 1)
+    stem = grow(tree, [1, 1], 0)
+    branch = grow(tree, [1, 1, 2, 2], 1)
     other = grow(tree, [5, 5], 10)
     release(tree, branch, 1)
     release(tree, other, 2)

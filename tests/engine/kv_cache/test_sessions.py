@@ -35,7 +35,8 @@ class Turns:
 
 def test_a_session_outlives_what_no_session_needs() -> None:
     turns = Turns(blocks=6)
-    session, other = turns.turn(0, 2, "s"), turns.turn(100, 2)
+    session = turns.turn(0, 2, "s")
+    other = turns.turn(100, 2)
     turns.turn(200, 4)
     assert (turns.kept(session), turns.kept(other)) == (2, 0)
 
@@ -51,7 +52,8 @@ def test_pinned_blocks_count_as_reclaimable_and_are_given_up_when_needed() -> No
 
 def test_the_session_used_longest_ago_goes_first() -> None:
     turns = Turns(blocks=6)
-    first, second = turns.turn(0, 3, "first"), turns.turn(100, 3, "second")
+    first = turns.turn(0, 3, "first")
+    second = turns.turn(100, 3, "second")
     turns.store.sessions.use("first")
     turns.turn(200, 2)
     assert turns.kept(first) == 3
@@ -60,7 +62,8 @@ def test_the_session_used_longest_ago_goes_first() -> None:
 
 def test_idle_sessions_are_evicted_before_prefixes_used_since_the_longest_idle_first() -> None:
     turns = Turns(blocks=8)
-    idle, later = turns.turn(0, 2, "idle"), turns.turn(50, 2, "later")
+    idle = turns.turn(0, 2, "idle")
+    later = turns.turn(50, 2, "later")
     turns.now = 8.0
     prefix = turns.turn(100, 2)
     busy = turns.turn(150, 2, "busy")
@@ -132,7 +135,8 @@ def test_long_conversations_share_a_small_pool(
                 assert rig.submit(request) is None, "refused for lack of memory"
             answers = rig.run()
             for session in names[batch : batch + at_once]:
-                name, history = f"{session}-{turn}", histories[session]
+                name = f"{session}-{turn}"
+                history = histories[session]
                 assert answers[name] == rig.undisturbed(history, 0, 16)
                 hits.append(rig.outputs[name][0].num_cached_tokens / len(history))
                 history += answers[name] + [7] * 14

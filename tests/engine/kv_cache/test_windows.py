@@ -8,7 +8,8 @@ import pytest
 from ullage_engine.scheduler.scheduler import KvPolicy
 
 MakeRig = Callable[..., Any]
-WINDOW, CHUNK = 40, 32
+WINDOW = 40
+CHUNK = 32
 MOST = -(-(WINDOW - 1 + CHUNK) // 16) + 1
 """Blocks of its window that a sequence holds at most."""
 LONG = list(range(1000, 1320))

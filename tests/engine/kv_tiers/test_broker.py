@@ -23,8 +23,12 @@ from ullage_engine.protocol.messages import (
 from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer, block_keys, part_key
 from ullage_kv.tier import done
 
-SPACE, BLOCK, BLOCK_BYTES = bytes(32), 16, 4096
-UNKNOWN, SLOW, QUICK = ComputeSpeed(), ComputeSpeed(100.0), ComputeSpeed(1e6)
+SPACE = bytes(32)
+BLOCK = 16
+BLOCK_BYTES = 4096
+UNKNOWN = ComputeSpeed()
+SLOW = ComputeSpeed(100.0)
+QUICK = ComputeSpeed(1e6)
 """When all is loaded; 0.16 s a block, when most is; and 16 µs, when nothing is worth it."""
 
 
@@ -54,7 +58,8 @@ class Peers:
 
     def answer(self) -> None:
         """Ends all looks."""
-        looks, self.looks = self.looks, []
+        looks = self.looks
+        self.looks = []
         for each in looks:
             each.set_result(None)
 
@@ -96,7 +101,8 @@ class Engine:
     """A broker, the store below it, and the messages of its worker."""
 
     def __init__(self, *, slots: int = 64, window: int = 0) -> None:
-        self.now, self.compute = 0.0, UNKNOWN
+        self.now = 0.0
+        self.compute = UNKNOWN
         self.begun = set[str]()
         self.peers = Peers()
         self.store = Store(Arena.create(slots * BLOCK_BYTES), BLOCK_BYTES, [self.peers])
@@ -275,7 +281,8 @@ def test_what_is_loaded_for_waiting_requests_does_not_evict_one_another(
     assert [all(each) for each in held] == [True, True, False, False, False, False]
 
     def begin(number: int) -> None:
-        name, keys = f"r{number}", keys_of(texts[number][:-1])
+        name = f"r{number}"
+        keys = keys_of(texts[number][:-1])
         found = engine.answer_to(engine.ask(name, keys))
         if found.more_from is not None:
             rest = engine.ask(name, keys, len(found.slots), is_rest=True)

@@ -57,7 +57,8 @@ def test_a_faster_tier_never_computes_more(
     factor: float,
 ) -> None:
     slower = {tier: (latency * factor, block * factor) for tier, (latency, block) in speeds.items()}
-    fast, slow = loads(blocks, speeds), loads(blocks, slower)
+    fast = loads(blocks, speeds)
+    slow = loads(blocks, slower)
     assert split(fast, compute_s, start_s) <= split(slow, compute_s, start_s)
     assert split(slow, compute_s, start_s + 1) <= split(slow, compute_s, start_s)
 

@@ -16,7 +16,10 @@ from ullage_engine.layers.linear import Linear, PlainLinear
 from ullage_engine.layers.moe import ExpertLinears, Experts, ExpertWeights, LoopedExperts, Reduce
 from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
 
-HIDDEN, WIDTH, EXPERTS, CHOSEN = 64, 48, 8, 3
+HIDDEN = 64
+WIDTH = 48
+EXPERTS = 8
+CHOSEN = 3
 
 Wrap = Callable[[torch.Tensor], ExpertLinears]
 

@@ -77,9 +77,11 @@ def make_plan(shapes: list[tuple[int, int]], generator: random.Random) -> StepPl
 
 def dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Attention of the last rows of a sequence, [heads, rows, head_dim], by its definition."""
-    rows, context = queries.shape[1], keys.shape[1]
+    rows = queries.shape[1]
+    context = keys.shape[1]
     group = GEOMETRY.group_size
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    keys = keys.repeat_interleave(group, 0)
+    values = values.repeat_interleave(group, 0)
     scores = queries.double() @ keys.double().transpose(1, 2) / math.sqrt(GEOMETRY.head_dim)
     hidden = torch.ones(rows, context, dtype=torch.bool).triu(context - rows + 1)
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ values.double()

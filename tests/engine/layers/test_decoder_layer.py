@@ -46,14 +46,16 @@ def model_config(head_dim: int, factors: list[float] | None = None) -> ModelConf
 def tables(
     head_dim: int, positions: int, factors: list[float] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = torch.empty(positions, head_dim), torch.empty(positions, head_dim)
+    cos = torch.empty(positions, head_dim)
+    sin = torch.empty(positions, head_dim)
     fill_tables(model_config(head_dim, factors), cos, sin)
     return cos, sin
 
 
 @pytest.mark.parametrize("rows", [1, 7, 512, 1100])
 def test_rms_norm(rows: int) -> None:
-    x, weight = torch.randn(rows, 48), torch.randn(48)
+    x = torch.randn(rows, 48)
+    weight = torch.randn(48)
     out = torch.empty_like(x)
     rms_norm(x, weight, 1e-5, out)
     wide = x.double()
@@ -71,7 +73,8 @@ def test_all_heads_of_a_usual_step_are_normalised_in_one_launch(
         launched.append(x.numel())
         return plain(x, *others)
 
-    heads, weight = torch.randn(512, 32, 128), torch.rand(128)
+    heads = torch.randn(512, 32, 128)
+    weight = torch.rand(128)
     expected = plain(heads, (128,), weight, 1e-6)
     monkeypatch.setattr(F, "rms_norm", counted)
     head_norm(heads, weight, 1e-6)
@@ -93,7 +96,8 @@ def test_rotation_turns_each_pair_by_its_angle(position: int, pair: int, angle: 
 
 
 def test_factors_slow_the_rotation() -> None:
-    plain, slowed = tables(16, 64)[0], tables(16, 64, [4.0] * 8)[0]
+    plain = tables(16, 64)[0]
+    slowed = tables(16, 64, [4.0] * 8)[0]
     assert torch.allclose(slowed[40], plain[10], atol=1e-6)
 
 

@@ -129,7 +129,8 @@ def test_a_slice_reads_on_the_host_where_rows_end_once_at_most(
     most: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer, x = new_layer(), torch.randn(200, 64)
+    layer = new_layer()
+    x = torch.randn(200, 64)
     wanted = layer.expected(x)
     downloads = Downloads(monkeypatch)
     assert relative(run(build(layer, 200, max_slice_tokens=most), x), wanted) < 1e-5
@@ -153,7 +154,8 @@ def half(layer: Any, rank: int) -> Any:
     """One rank's part of two."""
     size = layer.spec.intermediate // 2
     own = slice(rank * size, (rank + 1) * size)
-    bias, down_bias = layer.gate_up_bias, layer.down_bias
+    bias = layer.gate_up_bias
+    down_bias = layer.down_bias
     return replace(
         layer,
         spec=structs.replace(layer.spec, intermediate=size),

@@ -148,7 +148,8 @@ def seed(saved: tuple[Any, Path, int]) -> int:
 def model(saved: tuple[Any, Path, int], load: Load) -> Model:
     theirs, folder, _ = saved
     loaded = load(f"file://{folder}")
-    model_config, cpu = loaded.model_config, torch.device("cpu")
+    model_config = loaded.model_config
+    cpu = torch.device("cpu")
     with torch.inference_mode():
         arena = allocate(step_arena(model_config, LIMITS), torch.float32, cpu)
         backend = DefaultBackend(model_config, LIMITS, arena)

@@ -163,7 +163,8 @@ def test_attention_is_that_of_the_numbers_stored(
         blocks = [free.pop() for _ in range(-(-(start + tokens) // 16))]
         chunks.append(Chunk(str(number), [0] * tokens, start, blocks, None, [], 0))
     plan = StepPlan(chunks)
-    limits, window = limits_of(dtype, kind == "deterministic"), 30 if kind == "windowed" else 0
+    limits = limits_of(dtype, kind == "deterministic")
+    window = 30 if kind == "windowed" else 0
     arena = allocate(step_arena(GEOMETRY, limits), dtype, CPU)
     scales = head_scales([3.0, 700.0, 20.0, 0.02], dtype, CPU)
     [cache] = KVPool(GEOMETRY, NUM_BLOCKS, 16, dtype, CPU, [scales]).layers
@@ -225,7 +226,8 @@ def test_smollm2_answers_alike(
     generate: Callable[..., list[list[int]]],
 ) -> None:
     """`The capital of France is`, and what the model says to it; a quarter of the memory."""
-    runner, plain = new_runner(smollm2, kv_dtype="fp8"), new_runner(smollm2)
+    runner = new_runner(smollm2, kv_dtype="fp8")
+    plain = new_runner(smollm2)
     assert 4 * runner.kv_block_bytes == plain.kv_block_bytes
     prompt = [504, 3575, 282, 4649, 314]
     assert generate(runner, [prompt], 8) == generate(plain, [prompt], 8)

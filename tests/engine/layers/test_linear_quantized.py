@@ -242,7 +242,8 @@ def test_row_products_are_independent_of_their_neighbours(
         packed, torch.float32, scratch_for(packed, torch.float32, True), Rows
     )
     x = new_weights(32, 256)
-    whole, part = torch.empty(32, 128), torch.empty(16, 128)
+    whole = torch.empty(32, 128)
+    part = torch.empty(16, 128)
     matrix.forward(x, whole)
     matrix.forward(x[16:], part)
     assert torch.equal(whole[16:], part)

@@ -31,7 +31,8 @@ def scalar(code: int, scale: int) -> float:
     if scale == 255:
         return math.nan
     sign = -1.0 if code & 8 else 1.0
-    exponent, mantissa = code >> 1 & 3, code & 1
+    exponent = code >> 1 & 3
+    mantissa = code & 1
     magnitude = mantissa * 0.5 if exponent == 0 else (1 + mantissa * 0.5) * 2.0 ** (exponent - 1)
     return sign * magnitude * 2.0 ** (scale - 127)
 
@@ -78,7 +79,8 @@ def test_a_matrix_multiplies_panel_by_panel(
     assert matrix.shape == (128, out)
     plain = new_decoder(torch.float32)
     dense = torch.cat([plain.decode(*each).clone() for each in zip(blocks, scales, strict=True)])
-    x, result = torch.randn(3, 128), torch.empty(3, out)
+    x = torch.randn(3, 128)
+    result = torch.empty(3, out)
     matrix.forward(x, result)
     expected = x @ dense.view(out, 128).t()
     assert torch.allclose(result, expected, rtol=1e-5, atol=1e-4)
@@ -111,7 +113,8 @@ def test_packed_experts_are_what_decoded_ones_are(
     }
     gate_up, down = (DECODER.decode(*each).clone() for each in packed.values())
     x = torch.randn(tokens, 64)
-    plain, ours = torch.zeros_like(x), torch.zeros_like(x)
+    plain = torch.zeros_like(x)
+    ours = torch.zeros_like(x)
     build(replace(layer, gate_up=gate_up, down=down), tokens).run(x, plain)
     stores = iter([kind(*each, DECODER) for each in packed.values()])
     build(layer, tokens, lambda weights: next(stores), PlainLinear).run(x, ours)

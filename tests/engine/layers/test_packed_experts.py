@@ -35,7 +35,8 @@ def test_plain_weights(
     new_layer: Callable[..., Any], build: Callable[..., Experts], tokens: int
 ) -> None:
     layer = new_layer(True)
-    x, out = torch.randn(tokens, 64), torch.zeros(tokens, 64)
+    x = torch.randn(tokens, 64)
+    out = torch.zeros(tokens, 64)
     build(layer, tokens, lambda weights: packed_experts(weights, None, "plain")).run(x, out)
     torch.testing.assert_close(out, layer.expected(x), rtol=1e-4, atol=1e-4)
 
@@ -55,7 +56,8 @@ def test_weights_stay_packed(
     decoder = Mxfp4Decoder(torch.float32, scratch)
     gate_up, down = (decoder.decode(*each).clone() for each in parts)
     x = torch.randn(tokens, 64)
-    plain, ours = torch.zeros_like(x), torch.zeros_like(x)
+    plain = torch.zeros_like(x)
+    ours = torch.zeros_like(x)
     build(replace(layer, gate_up=gate_up, down=down), tokens).run(x, plain)
     stores = iter([packed_experts(b.flatten(2), s, "mxfp4") for b, s in parts])
     build(layer, tokens, lambda weights: next(stores)).run(x, ours)
@@ -74,7 +76,8 @@ LIMITS = StepLimits(
 
 def quantised(layer: Any, model_config: ModelConfig, format: Format) -> LoadedModel:
     """A loaded model of which only the experts' matrices are there."""
-    tensors, encodings = {}, {}
+    tensors = {}
+    encodings = {}
     for name, weights in (("gate_up", layer.gate_up), ("down", layer.down)):
         rows = weights.flatten(0, 1)
         encoding = chosen_encoding(format, tuple(rows.shape))
@@ -119,7 +122,8 @@ def test_quantised_experts_stay_on_the_device(
     monkeypatch.setattr(triton, "runs_on", lambda device: True)
     ours = matrices(loaded)
     assert [type(each) for each in (*looped, *ours)] == [LoopedExperts] * 2 + [TritonExperts] * 2
-    results, x = [], torch.randn(tokens, 64) / 8
+    results = []
+    x = torch.randn(tokens, 64) / 8
     for each in (looped, ours):
         stores = iter(each)
         results.append(torch.zeros_like(x))

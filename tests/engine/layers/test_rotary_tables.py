@@ -41,7 +41,8 @@ def model_config(head_dim: int = 64, theta: float = 10_000.0, **own: Any) -> Mod
 
 
 def tables(config: ModelConfig, positions: int = POSITIONS) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = torch.empty(positions, config.head_dim), torch.empty(positions, config.head_dim)
+    cos = torch.empty(positions, config.head_dim)
+    sin = torch.empty(positions, config.head_dim)
     fill_tables(config, cos, sin)
     return cos, sin
 

@@ -150,8 +150,10 @@ def test_a_cause_that_was_hidden_does_not_count() -> None:
 
 
 def test_errors_that_cause_each_other_are_looked_at_once() -> None:
-    first, second = ValueError("a"), ValueError("b")
-    first.__cause__, second.__cause__ = second, first
+    first = ValueError("a")
+    second = ValueError("b")
+    first.__cause__ = second
+    second.__cause__ = first
     assert not is_out_of_memory(first)
     assert not is_device_lost(first)
 

@@ -85,7 +85,8 @@ def test_a_full_pool_is_always_without_pressure(
 def test_less_headroom_never_means_a_milder_level(
     section: DegradeSection, history: list[float], first: float, second: float
 ) -> None:
-    low, high = PressureController(section), PressureController(section)
+    low = PressureController(section)
+    high = PressureController(section)
     for headroom in history:
         low.update(headroom)
         high.update(headroom)
@@ -126,7 +127,9 @@ def test_the_smallest_level_above_the_headroom_holds_or_a_stricter_one(
 
 
 def test_what_others_take_is_missing_and_measured_at_a_bounded_rate() -> None:
-    now, free, measured = [0.0], [900], []
+    now = [0.0]
+    free = [900]
+    measured = []
 
     def measure() -> int:
         measured.append(now[0])
@@ -145,7 +148,9 @@ def test_what_others_take_is_missing_and_measured_at_a_bounded_rate() -> None:
 
 
 def test_what_this_process_takes_itself_is_not_missing() -> None:
-    now, free, own = [0.0], [900], [5000]
+    now = [0.0]
+    free = [900]
+    own = [5000]
     monitor = FreeMemoryMonitor(lambda: free[0], 200, lambda: now[0], lambda: own[0])
     # The allocator has grown into the reserve.
     now[0], free[0], own[0] = 1.0, 50, 5150
@@ -159,7 +164,8 @@ def test_what_this_process_takes_itself_is_not_missing() -> None:
 
 
 def test_a_device_that_was_tight_from_the_beginning_stays_usable() -> None:
-    now, free = [0.0], [120]
+    now = [0.0]
+    free = [120]
     monitor = FreeMemoryMonitor(lambda: free[0], 200, lambda: now[0])
     now[0] = 1.0
     assert monitor.missing_bytes() == 0

@@ -31,9 +31,11 @@ def make_profile(*groups: CacheGroup, state: int = 0) -> MemoryProfile:
 @st.composite
 def groups_of_a_model(draw: st.DrawFn) -> list[CacheGroup]:
     """Full and sliding attention layers of one geometry."""
-    kv_heads, head_dim = draw(st.integers(1, 16)), draw(st.sampled_from((32, 64, 80, 128)))
+    kv_heads = draw(st.integers(1, 16))
+    head_dim = draw(st.sampled_from((32, 64, 80, 128)))
     layer = 2 * kv_heads * head_dim * draw(st.sampled_from((1, 2, 4)))
-    full, sliding = draw(st.integers(1, 48)), draw(st.integers(0, 48))
+    full = draw(st.integers(1, 48))
+    sliding = draw(st.integers(0, 48))
     windowed = CacheGroup(bytes_per_token=sliding * layer, window_tokens=draw(st.integers(1, 600)))
     return [CacheGroup(bytes_per_token=full * layer), *([windowed] if sliding else [])]
 

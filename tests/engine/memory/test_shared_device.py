@@ -99,7 +99,9 @@ def test_own_bytes_are_what_the_driver_lists() -> None:
 
 
 def test_without_a_list_own_bytes_are_the_allocators_and_the_context() -> None:
-    free_before, context, reserved = 60 * GIB, 600 * MIB, 20 * GIB
+    free_before = 60 * GIB
+    context = 600 * MIB
+    reserved = 20 * GIB
     free = free_before - context - reserved
     assert own_bytes(None, free_before, free, reserved) == reserved + context
 
@@ -131,7 +133,8 @@ def test_others_hold_what_is_neither_free_nor_reserved() -> None:
 
 
 def test_the_safety_reserve_yields_to_the_longest_sequence_on_a_full_device() -> None:
-    reserve, longest = 2 * GIB, 600 * MIB
+    reserve = 2 * GIB
+    longest = 600 * MIB
     # The worker before had 600 MiB of KV, and a neighbour has taken all beside it but 64 MiB.
     free = longest + 64 * MIB
     kv = 46 * GIB - bytes_of_others(46 * GIB, free, reserve, reserve, longest)

@@ -338,7 +338,8 @@ def write_config(folder: Path, values: Values) -> None:
 
 
 def change_tensors(tensors: dict[str, torch.Tensor], how: str) -> None:
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    embedding = "model.embed_tokens.weight"
+    head = "lm_head.weight"
     first = tensors[embedding]
     if how == "another head":
         tensors[head] = torch.randn_like(first)

@@ -55,7 +55,8 @@ def test_the_digest_changes_with_any_byte(
 
 def test_a_download_that_rots_after_its_first_reading_is_found(tmp_path: Path) -> None:
     """Its size, inode and times stay, so the digest that is kept stands for it."""
-    files, kept_in = model_folder(tmp_path / "model", b"weights"), tmp_path / "kept"
+    files = model_folder(tmp_path / "model", b"weights")
+    kept_in = tmp_path / "kept"
     [weights] = files.path.glob("*.safetensors")
     contents = weights.read_bytes()
     blob = tmp_path / hashlib.sha256(contents).hexdigest()
@@ -100,7 +101,8 @@ def test_engines_that_start_together_read_a_file_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", ["", "abc", "é" * 64])
 def test_a_damaged_cache_is_not_believed(tmp_path: Path, kept: str) -> None:
-    path, folder = tmp_path / "model.gguf", tmp_path / "kept"
+    path = tmp_path / "model.gguf"
+    folder = tmp_path / "kept"
     path.write_bytes(b"weights")
     digest = Digests(folder).of(path)
     [cached] = folder.glob("*.digest")
@@ -110,7 +112,8 @@ def test_a_damaged_cache_is_not_believed(tmp_path: Path, kept: str) -> None:
 
 
 def test_a_folder_that_cannot_be_written_costs_a_read(tmp_path: Path) -> None:
-    path, folder = tmp_path / "model.gguf", tmp_path / "file"
+    path = tmp_path / "model.gguf"
+    folder = tmp_path / "file"
     path.write_bytes(b"weights")
     folder.write_text("no folder")
     digests = Digests(folder)

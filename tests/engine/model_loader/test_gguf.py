@@ -26,7 +26,13 @@ from ullage_engine.parallel.slices import Slicer
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import unpack
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WIDTH, VOCAB, LAYERS = 4, 2, 64, 256, 512, 96, 2
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 64
+HIDDEN = 256
+WIDTH = 512
+VOCAB = 96
+LAYERS = 2
 TOLERANCE = {"F32": 0.0, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 2e-2, "Q4_0": 0.3, "Q4_1": 0.3}
 Tensors = dict[str, np.ndarray]
 
@@ -34,7 +40,8 @@ Tensors = dict[str, np.ndarray]
 def random_tensors() -> Tensors:
     """A Llama's tensors by Hugging Face's names, in its order."""
     generator = np.random.default_rng(1)
-    query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    query = HEADS * HEAD_DIM
+    key = KV_HEADS * HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (VOCAB, HIDDEN)}
     for index in range(LAYERS):
         prefix = f"model.layers.{index}."
@@ -122,7 +129,8 @@ def random_blocks(shape: tuple[int, ...], kind: Quantisation) -> np.ndarray:
 
 @pytest.mark.parametrize("quantisation", TOLERANCE)
 def test_tensors_come_back_in_hugging_faces_order(tmp_path: Path, quantisation: str) -> None:
-    path, tensors = tmp_path / "model.gguf", random_tensors()
+    path = tmp_path / "model.gguf"
+    tensors = random_tensors()
     write(path, tensors, quantisation)
     reader = GgufReader(path)
     for name, expected in tensors.items():
@@ -134,7 +142,8 @@ def test_tensors_come_back_in_hugging_faces_order(tmp_path: Path, quantisation: 
 
 @pytest.mark.parametrize("quantisation", ["Q4_K", "Q6_K"])
 def test_k_quantised_tensors_are_dequantised(tmp_path: Path, quantisation: str) -> None:
-    path, tensors = tmp_path / "model.gguf", random_tensors()
+    path = tmp_path / "model.gguf"
+    tensors = random_tensors()
     write(path, tensors, quantisation)
     name = "model.layers.1.mlp.down_proj.weight"
     kind = Quantisation[quantisation]
@@ -148,7 +157,8 @@ def test_ranks_hold_the_files_own_blocks(tmp_path: Path, quantisation: str) -> N
     path = tmp_path / "model.gguf"
     write(path, random_tensors(), quantisation)
     section = ModelSection(source=f"file://{path}", name="t", quantization="int4")
-    cpu, layout = torch.device("cpu"), RankLayout(tensor=2, pipeline=2)
+    cpu = torch.device("cpu")
+    layout = RankLayout(tensor=2, pipeline=2)
 
     def loaded(rank: int | None = None) -> LoadedModel:
         shard = None if rank is None else lambda model, stored: Slicer(model, layout, rank, stored)
@@ -158,7 +168,8 @@ def test_ranks_hold_the_files_own_blocks(tmp_path: Path, quantisation: str) -> N
     blocks = {name: unpack(whole.packed(name)).dequantise() for name in whole.encodings}
     assert len(blocks) == 4 * LAYERS + (instruction_set() is not None)
     for rank in range(layout.world):
-        part, plain = loaded(rank), Slicer(whole.model_config, layout, rank)
+        part = loaded(rank)
+        plain = Slicer(whole.model_config, layout, rank)
         held = {name for name in blocks if plain.holds(name)}
         assert part.encodings.keys() == held
         for name in held:
@@ -189,7 +200,8 @@ def test_int4_keeps_blocks_of_four_to_eight_bits(
     """Of the three matrices of one product the last may be wider than the others."""
     path = tmp_path / "model.gguf"
     write(path, random_tensors(), kinds[0], kinds[1])
-    plain, kept = prepared(path, "none"), prepared(path, "int4")
+    plain = prepared(path, "none")
+    kept = prepared(path, "int4")
     for name, encoding in kept.encodings.items():
         assert encoding.format == (format if name.endswith("qkv") else kept_format(kinds[0]))
         numbers = unpack(kept.packed(name)).dequantise()
@@ -230,7 +242,8 @@ def test_rounding_a_files_blocks_a_second_time_is_said(
 
 
 def test_geometry_comes_from_the_metadata(tmp_path: Path) -> None:
-    path, tensors = tmp_path / "model.gguf", random_tensors()
+    path = tmp_path / "model.gguf"
+    tensors = random_tensors()
     write(path, tensors, rope=lambda writer: writer.add_rope_freq_base(5e5))
     model_config = GgufReader(path).model_config
     assert (model_config.head_dim, model_config.vocab, model_config.max_position) == (
@@ -406,7 +419,8 @@ def test_missing_metadata_is_told(tmp_path: Path, load: Callable[..., LoadedMode
 
 
 def test_a_missing_tensor_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
-    path, tensors = tmp_path / "model.gguf", random_tensors()
+    path = tmp_path / "model.gguf"
+    tensors = random_tensors()
     del tensors["model.layers.1.mlp.up_proj.weight"]
     write(path, tensors)
     fails_with(path, load, "blk.1.ffn_up.weight", "missing")
@@ -424,7 +438,8 @@ def test_a_tensor_that_no_layer_reads_is_told(
 
 
 def test_a_wrong_shape_is_told(tmp_path: Path, load: Callable[..., LoadedModel]) -> None:
-    path, tensors = tmp_path / "model.gguf", random_tensors()
+    path = tmp_path / "model.gguf"
+    tensors = random_tensors()
     tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((WIDTH - 32, HIDDEN), np.float32)
     write(path, tensors)
     fails_with(path, load, "model.layers.0.mlp.up_proj.weight", "[480, 256]", "[512, 256]")

@@ -198,10 +198,12 @@ def rounded(value: Any) -> Any:
 def test_both_formats_agree(family: str, tmp_path: Path, load: Load) -> None:
     architecture, overrides = FAMILIES[family]
     model = make(family, overrides)
-    folder, path = tmp_path / "safetensors", tmp_path / "model.gguf"
+    folder = tmp_path / "safetensors"
+    path = tmp_path / "model.gguf"
     model.save_pretrained(folder)
     write(path, architecture, model, family)
-    ours, theirs = load(f"file://{path}"), load(f"file://{folder}")
+    ours = load(f"file://{path}")
+    theirs = load(f"file://{folder}")
     assert rounded(ours.model_config) == rounded(theirs.model_config)
     assert ours.tensors.keys() == theirs.tensors.keys()
     for name, tensor in ours.tensors.items():
@@ -232,10 +234,12 @@ def test_packed_experts_agree(
     tmp_path: Path, load: Load, save_mxfp4: Callable[[Any, Path, int], Mxfp4]
 ) -> None:
     model = make("gpt_oss", FAMILIES["gpt_oss"][1] | {"intermediate_size": 64})
-    folder, path = tmp_path / "safetensors", tmp_path / "model.gguf"
+    folder = tmp_path / "safetensors"
+    path = tmp_path / "model.gguf"
     packed = save_mxfp4(model, folder, 20_261)
     write(path, "gpt-oss", model, "gpt_oss", packed)
-    ours, theirs = load(f"file://{path}"), load(f"file://{folder}")
+    ours = load(f"file://{path}")
+    theirs = load(f"file://{folder}")
     assert ours.encodings == theirs.encodings
     assert {each.format for each in ours.encodings.values()} == {"mxfp4"}
     assert ours.tensors.keys() == theirs.tensors.keys()

@@ -94,7 +94,8 @@ def rename(parts: list[Path]) -> None:
 
 
 def swap(parts: list[Path]) -> None:
-    first, second = parts[1].read_bytes(), parts[2].read_bytes()
+    first = parts[1].read_bytes()
+    second = parts[2].read_bytes()
     parts[1].write_bytes(second)
     parts[2].write_bytes(first)
 
@@ -147,7 +148,8 @@ def test_parts_become_one_file(parts: list[Path], tmp_path: Path) -> None:
     joined = tmp_path / "joined.gguf"
     join_parts(check_gguf(parts[0]), joined)
     (whole,) = write(tmp_path / "whole.gguf")
-    found, expected = gguf.GGUFReader(joined), gguf.GGUFReader(whole)
+    found = gguf.GGUFReader(joined)
+    expected = gguf.GGUFReader(whole)
     assert [each.name for each in found.tensors] == list("abcdef")
     for own, other in zip(found.tensors, expected.tensors, strict=True):
         assert (own.data == other.data).all()

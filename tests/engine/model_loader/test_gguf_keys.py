@@ -12,7 +12,9 @@ from ullage_engine.model_config.rope import read_rope
 from ullage_engine.model_loader.gguf import GgufReader
 from ullage_engine.protocol.errors import WeightsError
 
-HIDDEN, HEADS, VOCAB = 32, 4, 64
+HIDDEN = 32
+HEADS = 4
+VOCAB = 64
 HEAD_DIM = HIDDEN // HEADS
 
 

@@ -290,7 +290,8 @@ def test_parts_are_on_their_device_before_more_of_them_are_cut(
     save_llama: Save, tmp_path: Path
 ) -> None:
     _, source = save_llama()
-    section, meta = ModelSection(source=f"file://{source}", name="test"), torch.device("meta")
+    section = ModelSection(source=f"file://{source}", name="test")
+    meta = torch.device("meta")
     copies: list[weakref.ref[torch.Tensor]] = []
     alive = []
 
@@ -352,7 +353,8 @@ def test_weights_are_mapped_read_only_and_shared(save_llama: Save, tmp_path: Pat
 
 def test_uploading_reports_progress(save_llama: Save, tmp_path: Path) -> None:
     _, source = save_llama()
-    section, meta = ModelSection(source=f"file://{source}", name="test"), torch.device("meta")
+    section = ModelSection(source=f"file://{source}", name="test")
+    meta = torch.device("meta")
 
     def load() -> tuple[LoadedModel, list[tuple[int, int]]]:
         seen: list[tuple[int, int]] = []

@@ -25,7 +25,8 @@ from ullage_engine.worker.rank import RankStartup
 
 Load = Callable[..., LoadedModel]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 199}
-EXPERTS, LAYERS = 8, 2
+EXPERTS = 8
+LAYERS = 2
 
 
 @pytest.fixture
@@ -86,7 +87,8 @@ def test_blocks_of_another_size_are_refused(saved: tuple[Any, Path], load: Load)
     folder = saved[1]
     tensors = load_file(folder / "m.safetensors")
     name = "model.layers.0.mlp.experts.down_proj"
-    blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+    blocks = tensors[f"{name}_blocks"]
+    scales = tensors[f"{name}_scales"]
     tensors[f"{name}_scales"] = scales[:, :, :2].contiguous()
     save_file(tensors, folder / "m.safetensors")
     with pytest.raises(WeightsError, match=rf"'{name}_blocks' .* 32 numbers share a scale"):

@@ -38,7 +38,8 @@ def test_a_proof_is_read_by_starts_with_the_same_facts_alone(tmp_path: Path) -> 
 
 
 def test_the_first_proof_stays(tmp_path: Path) -> None:
-    file, other = ProofFile(tmp_path, "key", {}), with_logits("other", [])
+    file = ProofFile(tmp_path, "key", {})
+    other = with_logits("other", [])
     file.write([PROOF])
     assert file.write([other]) == [PROOF]
     assert file.read() == [PROOF]
@@ -136,7 +137,8 @@ def test_one_flipped_bit_changes_both_digests(
 def test_of_large_weights_evenly_spread_pages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proofs, "READ_BYTES", 8 * proofs.PAGE)
     weights = {"w": torch.zeros(32 * proofs.PAGE, dtype=torch.uint8)}
-    before, seen = digest_weights(weights), []
+    before = digest_weights(weights)
+    seen = []
     for page in range(32):
         weights["w"][page * proofs.PAGE + 5] = 1
         if digest_weights(weights) != before:
@@ -147,7 +149,9 @@ def test_of_large_weights_evenly_spread_pages_are_read(monkeypatch: pytest.Monke
 
 def test_all_logits_are_in_the_digest_and_some_in_the_samples() -> None:
     logits = torch.randn(3, 1000)
-    whole, parts, other = LogitsDigest(), LogitsDigest(), LogitsDigest()
+    whole = LogitsDigest()
+    parts = LogitsDigest()
+    other = LogitsDigest()
     whole.add(logits)
     for row in logits:
         parts.add(row[None])

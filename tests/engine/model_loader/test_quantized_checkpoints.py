@@ -23,7 +23,10 @@ from ullage_engine.parallel.slices import Slicer
 from ullage_engine.protocol.errors import WeightsError
 from ullage_engine.quantization.formats import Encoding, unpack
 
-HIDDEN, WIDTH, VOCAB, GROUP = 128, 256, 96, 32
+HIDDEN = 128
+WIDTH = 256
+VOCAB = 96
+GROUP = 32
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -92,7 +95,8 @@ def gptq(seed: int, bits: int, *, desc_act: bool, sym: bool, less: int = 1) -> P
     def pack(stem: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
         rows, columns = shape
         groups = columns // GROUP
-        codes, scales = random.codes(columns, rows), random.scales(groups, rows)
+        codes = random.codes(columns, rows)
+        scales = random.scales(groups, rows)
         middle = torch.full((groups, rows), 1 << (bits - 1))
         points = middle if sym else random.codes(groups, rows)
         index = torch.arange(columns) // GROUP
@@ -116,7 +120,8 @@ def awq(seed: int) -> Pack:
 
     def pack(stem: str, shape: tuple[int, int]) -> tuple[Tensors, torch.Tensor]:
         rows, columns = shape
-        codes, points = random.codes(columns, rows), random.codes(columns // GROUP, rows)
+        codes = random.codes(columns, rows)
+        points = random.codes(columns // GROUP, rows)
         scales = random.scales(columns // GROUP, rows)
         tensors = {
             f"{stem}.qweight": words(codes.tolist(), 4, order),

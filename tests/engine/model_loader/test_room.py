@@ -24,7 +24,8 @@ needs_tmpfs = pytest.mark.skipif(not os.access(MEMORY, os.W_OK), reason="needs a
 
 def test_what_fits_with_the_margin_is_taken() -> None:
     size = 100 * MIB
-    enough, scarce = size + MARGIN_BYTES, size + MARGIN_BYTES - 1
+    enough = size + MARGIN_BYTES
+    scarce = size + MARGIN_BYTES - 1
     for room in (Room(enough, None), Room(enough, enough), Room(None, None), Room(None, enough)):
         assert refuse(room, size) == "", room
     for room in (Room(scarce, None), Room(scarce, enough)):

@@ -750,7 +750,8 @@ def test_a_follower_refuses_the_leader_of_another_version(
 @pytest.fixture
 def is_asked(peer: S3Peer) -> Iterator[threading.Event]:
     """Holds all answers back; set once there is a request."""
-    is_asked, may_send = threading.Event(), threading.Event()
+    is_asked = threading.Event()
+    may_send = threading.Event()
 
     def hold(method: str, path: str, headers: dict[str, str], answer: Answer) -> Answer:
         is_asked.set()

@@ -77,7 +77,8 @@ def test_uploaded_tensors_have_every_byte(
 @pytest.mark.parametrize("excess", [-1, 0, 1])
 @pytest.mark.parametrize("num_buffers_full", [1, 2, 3])
 def test_sizes_around_the_end_of_a_buffer(num_buffers_full: int, excess: int) -> None:
-    stream, staging = LateCopies(), 64
+    stream = LateCopies()
+    staging = 64
     uploader = Uploader(CPU, torch.empty(2 * staging, dtype=torch.uint8).chunk(2), stream)
     tensor = random_bytes(num_buffers_full * staging + excess, 1)
     before, placed, after = (uploader.upload(each) for each in (tensor[:3], tensor, tensor[-3:]))

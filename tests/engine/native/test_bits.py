@@ -47,7 +47,8 @@ def equal_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def steps() -> list[list[Chunk]]:
     """Prompts and decodes, alone and together, over one span of context and over two."""
-    long, short = random_tokens(300), random_tokens(40)
+    long = random_tokens(300)
+    short = random_tokens(40)
     return [
         [chunk(0, long, 0, 150), chunk(1, short, 0, 39)],
         [chunk(1, short, 39, 40), chunk(0, long, 150, 298)],

@@ -63,7 +63,8 @@ def answers(isa: str, compute_with: ComputeWith) -> list[torch.Tensor]:
         runner = make_runner(make_model(shape), limits=LIMITS)
         for start, end in itertools.pairwise((0, 200, 289, 290)):
             found.append(logits(runner, chunk(0, tokens, start, end)))
-    team, rows = Team(2, isa), torch.randn(200, 3008) * 3
+    team = Team(2, isa)
+    rows = torch.randn(200, 3008) * 3
     for filters in ({}, {"top_k": 40}, {"top_p": 0.95}, {"min_p": 0.01, "top_p": 0.9}):
         draws = [
             Draw(temperature=1.3, **({"top_p": 1.0} | filters), noise=i / 200) for i in range(200)

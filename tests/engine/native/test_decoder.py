@@ -56,7 +56,8 @@ def test_steps_equal_the_torch_decoders(subtests: pytest.Subtests) -> None:
     for shape in SHAPES:
         if shape.experts:  # one choice of weights: rounding decides between experts that are equal
             torch.manual_seed(20_261)
-        long, short = random_tokens(CONTEXT), random_tokens(40)
+        long = random_tokens(CONTEXT)
+        short = random_tokens(40)
         steps = [
             [chunk(0, long, 0, 700), chunk(1, short, 0, 39)],
             [chunk(1, short, 39, 40), chunk(0, long, 700, 1001)],
@@ -83,7 +84,8 @@ def test_keys_and_values_of_float8_are_those_of_the_torch_decoder(
 ) -> None:
     """A block's keys lie [head_dim, tokens] here and [tokens, head_dim] there. What differs in the
     last bit before it is rounded may get another code."""
-    limits, tokens = changed(LIMITS, fp8_kv=True), random_tokens(CONTEXT)
+    limits = changed(LIMITS, fp8_kv=True)
+    tokens = random_tokens(CONTEXT)
     step = [chunk(0, tokens, 0, CONTEXT - 1)], [chunk(0, tokens, CONTEXT - 1, CONTEXT)]
     for shape in [*SHAPES[:6], SHAPES[8]]:
         loaded = make_model(shape)
@@ -105,7 +107,8 @@ def test_keys_and_values_of_float8_are_those_of_the_torch_decoder(
 def test_replayed_tokens_rebuild_the_state_of_convolutions(subtests: pytest.Subtests) -> None:
     """Their keys and values stay, as their own rows were computed from less."""
     for dtype in (torch.float32, torch.bfloat16):
-        runner, tokens = make_runner(make_model(SHAPES[6]), dtype=dtype), random_tokens(100)
+        runner = make_runner(make_model(SHAPES[6]), dtype=dtype)
+        tokens = random_tokens(100)
         assert runner.model_config.replay_tokens == 4
         logits(runner, chunk(0, tokens, 0, 90))
         wanted = logits(runner, chunk(0, tokens, 90, 100))
@@ -118,7 +121,8 @@ def test_replayed_tokens_rebuild_the_state_of_convolutions(subtests: pytest.Subt
 
 def test_experts_are_computed_alike_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in SHAPES[6:]:
-        loaded, tokens = make_model(shape), random_tokens(300)
+        loaded = make_model(shape)
+        tokens = random_tokens(300)
         wanted = logits(make_runner(loaded), chunk(0, tokens, 0, 300))
         with monkeypatch.context() as patch:
             patch.setitem(arena.SLICE_TOKENS, "cpu", 64)
@@ -137,7 +141,8 @@ def test_contexts_are_attended_alike_where_partial_results_have_no_room(
 
 
 def test_a_row_has_the_same_bits_however_its_context_was_cut(loaded: LoadedModel) -> None:
-    runner, tokens = make_runner(loaded), random_tokens(CONTEXT)
+    runner = make_runner(loaded)
+    tokens = random_tokens(CONTEXT)
     wanted = logits(runner, chunk(0, tokens, 0, CONTEXT))
     others = [random_tokens(60) for _ in range(6)]
     for cuts in ([0, 1, 300, 1099, CONTEXT], [0, 255, 257, 512, 1098, CONTEXT]):
@@ -156,7 +161,9 @@ def test_the_likeliest_token_is_known_without_reading_logits(loaded: LoadedModel
 
 
 def test_a_chunk_is_sampled_behind_several_of_its_tokens(loaded: LoadedModel) -> None:
-    runner, tokens, other = make_runner(loaded), random_tokens(30), random_tokens(20)
+    runner = make_runner(loaded)
+    tokens = random_tokens(30)
+    other = random_tokens(20)
     one_by_one = [logits(runner, chunk(0, tokens, end - 1, end)) for end in range(1, 31)]
     beside = logits(runner, chunk(1, other, 0, 20))
     logits(runner, chunk(2, tokens, 0, 26))
@@ -168,7 +175,8 @@ def test_a_chunk_is_sampled_behind_several_of_its_tokens(loaded: LoadedModel) ->
 
 
 def test_hidden_states_give_the_logits_of_every_row(loaded: LoadedModel) -> None:
-    runner, tokens = make_runner(loaded), random_tokens(30)
+    runner = make_runner(loaded)
+    tokens = random_tokens(30)
     hidden = runner.hidden(StepPlan([chunk(0, tokens, 0, 30)]))
     out = torch.empty(30, VOCAB)
     runner.write_logits(hidden, out)
@@ -182,7 +190,8 @@ def test_damaged_weights_give_no_token(subtests: pytest.Subtests) -> None:
     In the last layer only the last row's own attention shows it.
     """
     loaded = make_model(SHAPES[1])
-    matrix, size = "layers.1.qkv.values", code_bytes(loaded.encodings["layers.1.qkv"])
+    matrix = "layers.1.qkv.values"
+    size = code_bytes(loaded.encodings["layers.1.qkv"])
     scales = loaded.tensors[matrix].clone()
     scales[0, 0, size : size + 2] = torch.tensor([0x00, 0x7E], dtype=torch.uint8)
     for name, tensor in (
@@ -215,7 +224,8 @@ def test_gates_far_below_zero_are_shut(loaded: LoadedModel, up: float) -> None:
     """From -8 to -8,000, where e^-x has no place in a float32, nor has the inverse of what is
     left."""
     config = loaded.model_config
-    hidden, width = config.hidden, config.intermediate
+    hidden = config.hidden
+    width = config.intermediate
     steps = torch.logspace(1, 4, width).neg() / hidden
     gate_up = torch.cat([steps[:, None].expand(width, hidden), up * torch.randn(width, hidden)])
     name = "layers.0.gate_up"
@@ -329,7 +339,8 @@ def continue_prompt(
     """Return eight greedy tokens and the logits behind them."""
     runner = make_runner(loaded, uses_library, num_blocks=8 * (len(tokens) // 16 + 2))
     last = logits(runner, chunk(0, tokens, 0, len(tokens)))
-    history, chosen = list(tokens), []
+    history = list(tokens)
+    chosen = []
     for _ in range(8):
         chosen.append(int(last.argmax()))
         history.append(chosen[-1])

@@ -61,7 +61,8 @@ def test_products_are_those_of_rounded_rows(
 ) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 0.012
     for packed in cases(new_weights):
-        matrix, weights = linear(packed), unpack(packed).dequantise().double()
+        matrix = linear(packed)
+        weights = unpack(packed).dequantise().double()
         for rows in ROWS:
             with subtests.test(encoding=packed.encoding, rows=rows):
                 x = new_weights(rows, 160).to(dtype)
@@ -76,7 +77,8 @@ def test_products_are_those_of_rounded_rows(
 
 def test_a_row_has_the_same_bits_in_every_product(new_weights: NewWeights) -> None:
     for packed in cases(new_weights):
-        matrix, x = linear(packed), new_weights(PASS_ROWS + 9, 160)
+        matrix = linear(packed)
+        x = new_weights(PASS_ROWS + 9, 160)
         whole = torch.empty(len(x), 48)
         matrix.forward(x, whole)
         for rows in (slice(0, 1), slice(5, 7), slice(5, 40), slice(PASS_ROWS, None)):
@@ -109,7 +111,8 @@ def test_an_embedding_gives_the_rows_of_tokens(new_weights: NewWeights) -> None:
 def test_threads_share_out_regions_of_any_number_of_items(
     isa: str, new_weights: NewWeights
 ) -> None:
-    packed, x = tiles(new_weights(272, 160), "int4", 32), new_weights(70, 160)
+    packed = tiles(new_weights(272, 160), "int4", 32)
+    x = new_weights(70, 160)
     results = []
     for num_threads in (1, 2, 5):
         matrix = linear(packed)

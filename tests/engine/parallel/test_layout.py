@@ -123,8 +123,10 @@ def all_splits(start: int, count: int, parts: int) -> list[list[tuple[int, int]]
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_ranks_together_are_the_whole_model(data: st.DataObject) -> None:
-    num_kv, group = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
-    tensor, pipeline = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    num_kv = data.draw(st.integers(1, 8))
+    group = data.draw(st.integers(1, 4))
+    tensor = data.draw(st.integers(1, 4))
+    pipeline = data.draw(st.integers(1, 3))
     attention = tuple(data.draw(st.sets(st.integers(0, 8), min_size=1)))
     model = model_config(attention, 9, num_heads=num_kv * group, num_kv_heads=num_kv)
     layout = RankLayout(tensor, pipeline)
@@ -141,7 +143,8 @@ def test_ranks_together_are_the_whole_model(data: st.DataObject) -> None:
     for rank, part in enumerate(parts):
         assert part.num_heads % part.num_kv_heads == 0
         # Every query head finds its own KV head on its rank.
-        queries, keys = query_heads(model, layout, rank), kv_heads(model, layout, rank)
+        queries = query_heads(model, layout, rank)
+        keys = kv_heads(model, layout, rank)
         for head in range(queries.start, queries.end):
             assert keys.start <= head // model.group_size < keys.end
             own_group = (head - queries.start) // part.group_size

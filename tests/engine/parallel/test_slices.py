@@ -143,7 +143,8 @@ def test_every_head_is_projected_once_and_kv_heads_kept_by_several_are_alike(
     whole: dict[str, torch.Tensor], tensor: int
 ) -> None:
     layout = RankLayout(tensor, 1)
-    queries, keys = [], []
+    queries = []
+    keys = []
     for rank, part in enumerate(parts_of(whole, layout)):
         own = rank_model_config(GEOMETRY, layout, rank)
         sizes = [own.query_width, own.num_kv_heads * 4, own.num_kv_heads * 4]
@@ -258,11 +259,13 @@ def test_a_rank_holds_the_packed_numbers_of_its_rows_and_columns(
     encodings = {name: each.encoding for name, each in whole.items()}
     check_groups("large", WIDE, encodings, layout)
     for rank in range(layout.world):
-        slicer, plain = Slicer(WIDE, layout, rank, encodings), Slicer(WIDE, layout, rank)
+        slicer = Slicer(WIDE, layout, rank, encodings)
+        plain = Slicer(WIDE, layout, rank)
         held = {name for name in MATRICES if plain.holds(name)}
         assert slicer.encodings.keys() == held
         for name in held:
-            encoding, pieces = slicer.encodings[name], {}
+            encoding = slicer.encodings[name]
+            pieces = {}
             for kind, tensor in whole[name].pieces.items():
                 part = slicer.part(f"{name}.{kind}", tensor)
                 assert part is not None
@@ -277,10 +280,12 @@ def test_a_rank_holds_the_packed_numbers_of_its_rows_and_columns(
 
 
 def test_products_of_ranks_that_round_their_own_activations_add_up() -> None:
-    name, x = "layers.0.down", torch.randn(5, 256)
+    name = "layers.0.down"
+    x = torch.randn(5, 256)
     weights = quantised("w8a8", 0, False, torch.randn(128, 256))
     encodings = {name: weights.encoding}
-    total, layout = torch.zeros(5, 128), RankLayout(2, 1)
+    total = torch.zeros(5, 128)
+    layout = RankLayout(2, 1)
     for rank in range(2):
         slicer = Slicer(WIDE, layout, rank, encodings)
         pieces = {kind: slicer.cut(f"{name}.{kind}", each) for kind, each in weights.pieces.items()}

@@ -9,7 +9,8 @@ from gguf.quants import dequantize
 
 from ullage_engine.quantization.gguf_blocks import block_encoding, read_blocks
 
-ROWS, COLUMNS = 5, 512
+ROWS = 5
+COLUMNS = 512
 KINDS = ["Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"]
 HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
 

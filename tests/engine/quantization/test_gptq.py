@@ -60,7 +60,8 @@ def test_no_row_is_worse_than_rounded_to_the_nearest(
 def test_inputs_that_have_nothing_in_common_leave_the_nearest(
     seed: int, group: int, dtype: torch.dtype
 ) -> None:
-    weights, squares = normal(seed, 7, 128), normal(seed + 1, 128).square()
+    weights = normal(seed, 7, 128)
+    squares = normal(seed + 1, 128).square()
     rounded = quantise_calibrated(weights, squares.diag(), group, dtype)
     nearest = nearest_calibrated(weights, squares, group, dtype)
     assert torch.equal(rounded.dequantise(), nearest.dequantise())
@@ -69,7 +70,8 @@ def test_inputs_that_have_nothing_in_common_leave_the_nearest(
 def test_products_lose_a_third_less(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a matrix that is rounded some rows at a time."""
     monkeypatch.setattr(gptq, "ROW_ELEMENTS", 5 * 256)
-    weights, gram = normal(seed, 24, 256), gram_of(seed, 256, 2_000)
+    weights = normal(seed, 24, 256)
+    gram = gram_of(seed, 256, 2_000)
     rounded = quantise_calibrated(weights, gram, 32, torch.bfloat16)
     nearest = nearest_calibrated(weights, gram.diagonal(), 32, torch.bfloat16)
     assert errors(weights, rounded, gram).sum() < 0.67 * errors(weights, nearest, gram).sum()
@@ -80,11 +82,13 @@ def test_products_lose_a_third_less(seed: int, monkeypatch: pytest.MonkeyPatch) 
 def test_groups_are_fitted_no_worse_than_to_their_range(
     seed: int, group: int, dtype: torch.dtype
 ) -> None:
-    weights, importance = normal(seed, 6, 128), normal(seed + 1, 128).square()
+    weights = normal(seed, 6, 128)
+    importance = normal(seed + 1, 128).square()
     grid = fit_grid(weights, group, importance, dtype)
     fitted = grid.quantized(grid.round(weights)).dequantise()
     grouped = weights.view(6, -1, group)
-    low, high = grouped.amin(dim=2), grouped.amax(dim=2)
+    low = grouped.amin(dim=2)
+    high = grouped.amax(dim=2)
     scales = ((high - low) / 15).to(dtype)
     by_range = gptq.Grid(scales, ((high + low) / 2 + scales / 2).to(dtype))
     ranged = by_range.quantized(by_range.round(weights)).dequantise()
@@ -95,7 +99,8 @@ def test_groups_are_fitted_no_worse_than_to_their_range(
 
 
 def test_a_row_of_zeros_leaves_the_others_as_they_are_in_float16(seed: int) -> None:
-    weights, gram = normal(seed, 4, 64), gram_of(seed, 64, 500)
+    weights = normal(seed, 4, 64)
+    gram = gram_of(seed, 64, 500)
     weights[1] = 0.0
     rounded = quantise_calibrated(weights, gram, 32, torch.float16)
     assert (rounded.scales > 0).all()

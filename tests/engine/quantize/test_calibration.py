@@ -135,7 +135,8 @@ def test_answers_stay_nearer_than_rounded_to_the_nearest(
 ) -> None:
     folder = save(family)
     plain = logits(load(folder, "none"), folder)
-    calibrated, nearest = load(folder, "int4", SHORT), load(folder, "int4")
+    calibrated = load(folder, "int4", SHORT)
+    nearest = load(folder, "int4")
     assert calibrated.encodings == nearest.encodings
     assert {calibrated.encodings[name].format for name in of_layers(calibrated)} == {"int4"}
     for name in of_layers(calibrated):
@@ -177,9 +178,11 @@ def test_a_model_is_calibrated_once_and_always_alike(save: Callable[..., Path]) 
 
 
 def test_tensor_ranks_share_what_is_calibrated(save: Callable[..., Path]) -> None:
-    folder, layout = save("llama"), RankLayout(tensor=2, pipeline=1)
+    folder = save("llama")
+    layout = RankLayout(tensor=2, pipeline=1)
     whole = load(folder, "int4", SHORT)
-    name, parts = "layers.1.down", []
+    name = "layers.1.down"
+    parts = []
     for rank in range(2):
 
         def shard(config: ModelConfig, encodings: dict[str, Encoding], rank: int = rank) -> Slicer:
@@ -272,7 +275,8 @@ def test_a_pod_calibrates_what_it_can_before_its_deadline(
         "vocab_size": vocab,
     }
     model_config = read_model_config(HFConfig(Path("config.json"), LLAMA | sizes))
-    form, reader = PreparedForm(torch.bfloat16, "int4", CPU), cast(CheckpointReader, Unquantised())
+    form = PreparedForm(torch.bfloat16, "int4", CPU)
+    reader = cast(CheckpointReader, Unquantised())
     prepared = [form.prepare(Path("m"), reader, plan) for plan in plan_tensors(model_config)]
     cost = estimated_cost(prepared, model_config, 17, WINDOW)
     assert {kind for kind, most in AT_LOAD.items() if cost.fits(most)} == fits
@@ -281,7 +285,8 @@ def test_a_pod_calibrates_what_it_can_before_its_deadline(
 @pytest.fixture
 def shortage(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """Lets memory run out once, in the second layer; returns the plans that were computed."""
-    compute, plans = ModelRunner.hidden, list[StepPlan]()
+    compute = ModelRunner.hidden
+    plans = list[StepPlan]()
 
     def hidden(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
         plans.append(plan)
@@ -328,7 +333,8 @@ def test_who_waits_for_a_calibration_that_fails_maps_what_comes_of_it(
     save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of one group share a weights folder, and must compute with the same numbers."""
-    folder, waits = save("llama"), threading.Event()
+    folder = save("llama")
+    waits = threading.Event()
     others = list[Future[LoadedModel]]()
 
     def hidden(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
@@ -431,7 +437,8 @@ def test_each_expert_is_reported(
     finish = ExpertRecorder.rounded
 
     def rounded(recorder: ExpertRecorder) -> Quantized:
-        report, name = recorder._report, recorder._prepared.name
+        report = recorder._report
+        name = recorder._prepared.name
         recorder._report = lambda: (reports.append(name), report())[1]
         return finish(recorder)
 

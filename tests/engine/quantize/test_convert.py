@@ -25,7 +25,9 @@ from ullage_engine.quantize.convert import (
 )
 from ullage_engine.quantize.smoothquant import TextPass, calibrate, smoothing
 
-HIDDEN, WIDTH, VOCAB = 64, 128, 96
+HIDDEN = 64
+WIDTH = 128
+VOCAB = 96
 CPU = torch.device("cpu")
 CONFIG = {
     "model_type": "llama",
@@ -127,7 +129,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_offline_is_as_at_load(source: Path, format: Format) -> None:
     """But for the type of the scales: offline they are bfloat16, so that every type has them."""
-    offline, at_load = load(converted(source, format)), load(source, format)
+    offline = load(converted(source, format))
+    at_load = load(source, format)
     assert offline.encodings == at_load.encodings
     layers = {name for name in offline.encodings if name.startswith("layers.")}
     assert {offline.encodings[name].format for name in layers} == {format}
@@ -154,7 +157,8 @@ def test_w8a8_is_calibrated_and_smoothed(source: Path, text: Path) -> None:
 
 
 def test_smoothing_keeps_the_product(new_weights: Callable[..., torch.Tensor]) -> None:
-    x, weights = new_weights(5, HIDDEN), new_weights(7, HIDDEN)
+    x = new_weights(5, HIDDEN)
+    weights = new_weights(7, HIDDEN)
     for dtype in (torch.float32, torch.bfloat16):
         norm = torch.linspace(0.1, 30, HIDDEN).to(dtype)
         activations = (x * norm.float()).abs().amax(0)
@@ -179,7 +183,8 @@ def test_calibration_finds_the_largest_activations(source: Path) -> None:
 def test_mistakes_are_one_line(
     source: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uri, new = f"file://{source}", str(tmp_path / "new")
+    uri = f"file://{source}"
+    new = str(tmp_path / "new")
     int8 = converted(source, "int8")
     before = set(tmp_path.iterdir())
     for arguments, words in (

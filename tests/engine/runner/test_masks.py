@@ -53,7 +53,8 @@ def test_a_mask_leaves_the_distribution_over_what_it_allows(
     top_p: float,
     min_p: float,
 ) -> None:
-    allowed, logits = sorted(tokens), random_logits(seed)
+    allowed = sorted(tokens)
+    logits = random_logits(seed)
     params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     masked = chunk(9, allowed=mask_of(allowed), seed=seed, **params)
     token = sample(logits.clone(), [masked])[0].token_id

@@ -29,7 +29,9 @@ GEOMETRY = ModelConfig(
     rms_eps=1e-5,
     tied=True,
 )
-NUM_BLOCKS, NUM_SLOTS, BLOCK = 6, 4, 16
+NUM_BLOCKS = 6
+NUM_SLOTS = 4
+BLOCK = 16
 
 
 def make_pools(dtype: torch.dtype = torch.bfloat16) -> tuple[KVPool, HostPool]:
@@ -44,7 +46,8 @@ def block_of(pool: KVPool, block: int) -> torch.Tensor:
     return torch.stack([torch.stack([c.keys[:, slots], c.values[:, slots]]) for c in pool.layers])
 
 
-blocks, slots = st.integers(0, NUM_BLOCKS - 1), st.integers(0, NUM_SLOTS - 1)
+blocks = st.integers(0, NUM_BLOCKS - 1)
+slots = st.integers(0, NUM_SLOTS - 1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -56,7 +56,8 @@ def naive_kept(logits: np.ndarray, params: SamplingParams) -> list[int]:
     order = order[: params.top_k] if params.top_k else order
     weights = np.exp(scaled[order] - scaled[order[0]])
     probabilities = weights / weights.sum()
-    kept, mass = [], 0.0
+    kept = []
+    mass = 0.0
     for token, weight, probability in zip(order, weights, probabilities, strict=True):
         if kept and (mass >= params.top_p or weight < params.min_p):
             break
@@ -197,7 +198,8 @@ class ReadList(list[int]):
 
 
 def test_each_token_of_a_history_is_counted_once_over_all_steps() -> None:
-    history, counts = ReadList([5, 9, 5]), PenaltyCounts(4)
+    history = ReadList([5, 9, 5])
+    counts = PenaltyCounts(4)
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "temperature": 0.0}
     for step in range(40):
         item = replace(chunk([1], num_prompt_tokens=2, **params), history=history)
@@ -210,7 +212,8 @@ def test_each_token_of_a_history_is_counted_once_over_all_steps() -> None:
 
 
 def test_a_request_of_the_same_name_is_counted_anew() -> None:
-    counts, params = PenaltyCounts(4), {"repetition_penalty": 1e6, "temperature": 0.0}
+    counts = PenaltyCounts(4)
+    params = {"repetition_penalty": 1e6, "temperature": 0.0}
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 9] = 2.0, 1.0
     first = replace(chunk([1], **params), history=[5])

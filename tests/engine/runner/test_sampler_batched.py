@@ -439,7 +439,8 @@ def test_nothing_is_read_before_the_tokens() -> None:
 
 
 def test_only_rows_that_candidates_do_not_settle_are_sampled_again() -> None:
-    rows, vocab = 2 * SORT_ROWS + 3, 4096
+    rows = 2 * SORT_ROWS + 3
+    vocab = 4096
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(2))
     flat = [chunk(row, vocab, temperature=50.0, top_p=0.99, seed=row) for row in range(rows)]
     settled = [chunk(row, vocab, temperature=0.1, top_p=0.5, seed=row) for row in range(rows)]

@@ -30,7 +30,8 @@ def prompt_of(document: int, length: int, own: int, own_length: int) -> list[int
 
 def check_usage(scheduler: Scheduler) -> None:
     """Compares what is reported, of few blocks, with a walk over all of them."""
-    cache, size = scheduler._cache, scheduler._cache.block_tokens
+    cache = scheduler._cache
+    size = scheduler._cache.block_tokens
     filled: dict[int, int] = {}
     held = 0.0
     for each in scheduler._sequences:
@@ -114,7 +115,9 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             )
             self.left: dict[str, list[int]] = {}
             self.seeds: dict[str, int] = {}
-            self.num_requests, self.budget, self.in_flight = 0, budget, in_flight
+            self.num_requests = 0
+            self.budget = budget
+            self.in_flight = in_flight
 
         @rule(
             prompt=PROMPTS,
@@ -150,10 +153,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
                         stop=STOP,
                     )
                 )
-            available, waiting = (
-                self.rig.scheduler.stats().headroom_bytes,
-                self.rig.scheduler.stats().num_waiting,
-            )
+            available = self.rig.scheduler.stats().headroom_bytes
+            waiting = self.rig.scheduler.stats().num_waiting
             refused = self.rig.submit(*requests, resumed=resumed)
             if refused:
                 assert not resumed
@@ -200,7 +201,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
         @precondition(lambda self: self.left)
         @rule(number=st.integers(0, 100), is_damaged=st.booleans())
         def cancel(self, number: int, is_damaged: bool) -> None:
-            name, scheduler = self.pick(number), self.rig.scheduler
+            name = self.pick(number)
+            scheduler = self.rig.scheduler
             (scheduler.discard if is_damaged else scheduler.cancel)(name)
             del self.left[name]
 
@@ -210,7 +212,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
         )
         def fork(self, number: int, token: int, back: int) -> None:
             parent = self.pick(number)
-            tokens, start = self.left[parent], len(self.rig.tokens(parent))
+            tokens = self.left[parent]
+            start = len(self.rig.tokens(parent))
             if not start or len(tokens) >= MAX_MODEL_LEN - 1:
                 return
             child = self.new_name()
@@ -235,7 +238,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
         def lose_worker(self) -> None:
             """Another worker goes on with all that is left, whose KV tiers still have."""
             self.rig.lose_worker()
-            left, self.left = self.left, {}
+            left = self.left
+            self.left = {}
             for name, token_ids in left.items():
                 request = self.rig.request(
                     name, token_ids, 40, num_prompt_tokens=1, seed=self.seeds[name], stop=STOP
@@ -303,7 +307,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
 
         def hear(self) -> None:
             """Takes the new outputs; every token must be the one of an undisturbed run."""
-            outputs, self.rig.heard = self.rig.heard, []
+            outputs = self.rig.heard
+            self.rig.heard = []
             for output in outputs:
                 context = self.left[output.request_id]
                 for token in output.token_ids:
@@ -335,7 +340,8 @@ def test_nothing_leaks_all_ends_and_no_token_is_wrong(
             self.rig.exchange()
             while self.rig.scheduler.has_work:
                 self.rig.step()
-            scheduler, pool = self.rig.scheduler, BLOCKS * self.rig.block_bytes
+            scheduler = self.rig.scheduler
+            pool = BLOCKS * self.rig.block_bytes
             assert not self.left and not scheduler.has_work
             assert scheduler.stats().kv_free_bytes + scheduler.stats().kv_reclaimable_bytes == pool
             assert scheduler.stats().headroom_bytes == pool

@@ -131,7 +131,8 @@ def test_one_beam_is_greedy_until_it_ends(sizes: tuple[int, int, int]) -> None:
 def test_the_length_limit_of_the_engine_ends_a_search_as_max_tokens_does() -> None:
     model = make_model(3, 5, 4)
     short = search(model, BeamRules(3, 1.0, frozenset(), 2))
-    state, rules = Search(), BeamRules(3, 1.0, frozenset(), 4)
+    state = Search()
+    rules = BeamRules(3, 1.0, frozenset(), 4)
     for is_last in (False, True):
         some = [candidates(model, tuple(beam.token_ids), rules) for beam in state.beams]
         state = advance(state, some, rules, is_last=is_last)

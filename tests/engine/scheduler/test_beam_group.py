@@ -71,7 +71,8 @@ def make_engine(pool_blocks: int = 200, max_sequences: int = 8) -> tuple[EngineC
         prefill_chunk_tokens=64,
         kv_pool_bytes=pool_blocks * 160,
     )
-    throughput, runner = ThroughputEstimator(), TableRunner()
+    throughput = ThroughputEstimator()
+    runner = TableRunner()
     limits = SchedulerLimits(512, max_sequences, 64, True, 8192)
     scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=8))
     return EngineCore(scheduler, runner, throughput), runner
@@ -218,7 +219,8 @@ def test_the_longest_sequence_of_the_pool_ends_a_search() -> None:
 
 def test_a_failed_beam_fails_every_request_of_its_search_and_no_other() -> None:
     engine, runner = make_engine(max_sequences=16)
-    requests, other = beam_requests("a"), beam_requests("b", token_ids=[4] * 20)
+    requests = beam_requests("a")
+    other = beam_requests("b", token_ids=[4] * 20)
     runner.bad_text = [3] * 20 + expected(requests[0])[0][0][:2]
     for each in (requests, other):
         assert engine.submit_group(each) == []

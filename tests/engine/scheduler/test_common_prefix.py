@@ -12,7 +12,8 @@ TOKENS = st.lists(st.integers(0, 2), max_size=200)
 def test_it_is_as_long_as_the_lists_agree(
     shared: list[int], one: list[int], two: list[int]
 ) -> None:
-    first, second = shared + one, shared + two
+    first = shared + one
+    second = shared + two
     agree = [a == b for a, b in zip(first, second, strict=False)]
     wanted = agree.index(False) if False in agree else len(agree)
     assert common_prefix(first, second) == wanted

@@ -75,7 +75,8 @@ def test_a_state_remembers_where_it_began_from_zero() -> None:
 
 @pytest.mark.parametrize(("shared", "is_shared"), [(104, False), (105, True), (120, True)])
 def test_only_states_of_shared_tokens_are_shared(shared: int, is_shared: bool) -> None:
-    parent, child = make_sequence("parent"), make_sequence("child", shared, serial=1)
+    parent = make_sequence("parent")
+    child = make_sequence("child", shared, serial=1)
     states = make_states(parent, child)
     compute(states, parent, REPLAY + 5)
     states.share(parent, child)

@@ -170,7 +170,8 @@ def test_a_branch_shares_what_was_computed(make_rig: MakeRig, policy: KvPolicy) 
     rig.submit(rig.request("p", PROMPT, max_tokens=30))
     for _ in range(4):
         rig.step()
-    held, so_far = rig.held_blocks, PROMPT + rig.tokens("p")
+    held = rig.held_blocks
+    so_far = PROMPT + rig.tokens("p")
     branch = [*so_far[:-1], 5]
     rig.scheduler.fork("p", rig.request("c", branch, 30, num_prompt_tokens=100))
     assert rig.held_blocks == held

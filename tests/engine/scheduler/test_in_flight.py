@@ -31,7 +31,8 @@ def prefilled(rig: Any, count: int, max_tokens: int = 20) -> None:
 def test_decodes_are_shared_out_to_the_plans_in_flight(make_rig: MakeRig) -> None:
     rig = make_rig(in_flight=2)
     prefilled(rig, 5)
-    first, second = begin(rig), begin(rig)
+    first = begin(rig)
+    second = begin(rig)
     assert (first, second) == (["r0", "r1", "r2"], ["r3", "r4"])
     assert begin(rig) == []
     for expected in (first, second, first, second):

@@ -14,8 +14,11 @@ KEYS = [key for first in range(3) for key in block_keys(bytes(32), [first, *rang
 
 @given(st.data())
 def test_every_slot_is_used_or_given_back_once(data: st.DataObject) -> None:
-    offers, unanswered = BlockOffers[int](), list[KvOffer]()
-    granted, taken, slot = set[KvSlot](), list[KvSlot](), 0
+    offers = BlockOffers[int]()
+    unanswered = list[KvOffer]()
+    granted = set[KvSlot]()
+    taken = list[KvSlot]()
+    slot = 0
     for _ in range(data.draw(st.integers(1, 30))):
         match data.draw(st.sampled_from(["add", "send", "answer", "withdraw", "take"])):
             case "add":
@@ -55,7 +58,8 @@ def test_every_slot_is_used_or_given_back_once(data: st.DataObject) -> None:
 
 
 def test_too_many_unanswered_offers_are_no_more_offered_until_one_is_answered() -> None:
-    offers, count = BlockOffers[int](), 0
+    offers = BlockOffers[int]()
+    count = 0
     while offers.add(KvBlock(count.to_bytes(48), None, False), count):
         count += 1
     assert offers.take_message() is not None

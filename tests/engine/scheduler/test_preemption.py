@@ -20,7 +20,8 @@ from ullage_engine.scheduler.sequence import Sequence
 from ullage_engine.scheduler.state import SwapManager, is_swap_cheaper
 
 MakeRig = Callable[..., Any]
-SLOW, FAST = 1.0, 1e12
+SLOW = 1.0
+FAST = 1e12
 """Prefill speeds, tokens a second, at which swapping always and never pays."""
 SWAPS = KvPolicy(host_slots=100)
 
@@ -164,7 +165,8 @@ def test_a_sequence_preempted_again_before_it_came_back_stays_swapped(make_rig: 
 def test_who_is_preempted_between_start_and_step_keeps_its_slots() -> None:
     store = PrefixCache(8, 16, KvPolicy(), time.monotonic)
     profile = MemoryProfile(16, (CacheGroup(1),), kv_pool_bytes=8 * 16)
-    reservations, throughput = BlockReservations(store, profile), ThroughputEstimator()
+    reservations = BlockReservations(store, profile)
+    throughput = ThroughputEstimator()
     throughput.prefill_tokens_per_second = SLOW
     mover = SwapManager(store, 1, KvPolicy(host_slots=8), throughput)
     request = EngineRequest(
@@ -178,7 +180,8 @@ def test_who_is_preempted_between_start_and_step_keeps_its_slots() -> None:
     reservations.defer(sequence)
     reservations.grant_deferred([sequence])
     sequence.block_ids = reservations.take(sequence, 3, ()) or []
-    sequence.num_computed, sequence.is_running = 40, True
+    sequence.num_computed = 40
+    sequence.is_running = True
     for _ in range(3):
         mover.swap_out(sequence)
         reservations.defer(sequence)

@@ -65,7 +65,8 @@ def test_a_report_costs_the_same_however_many_requests_there_are(bench: Any) -> 
 def test_what_takes_a_walk_is_known_again_soon(bench: Any, num_requests: int) -> None:
     clock = Clock()
     scheduler = serving(bench, num_requests, clock)
-    before, releases = scheduler.stats(), scheduler.releases()
+    before = scheduler.stats()
+    releases = scheduler.releases()
     for number in range(num_requests // 2, num_requests):
         scheduler.cancel(f"{number}")
     for number in range(num_requests // 4):

@@ -108,7 +108,8 @@ def test_nothing_is_kept_of_sequences_that_ended(make_rig: MakeRig) -> None:
     rig = make_rig(blocks=200, speculative=6, max_sequences=40)
     for seed in range(3):
         rig.submit(rig.request(f"r{seed}", [seed, 2, 3] * 6, 40, seed=seed))
-    speculation, kept = rig.scheduler.speculation, []
+    speculation = rig.scheduler.speculation
+    kept = []
     while rig.scheduler.has_work:
         kept.append(speculation.num_sequences)
         rig.step()

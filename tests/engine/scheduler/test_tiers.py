@@ -114,7 +114,8 @@ class AskedTier:
 
     def load(self, transfers: list[Transfer], deadline_s: float) -> "Future[list[Result]]":
         """Copies what devices of tests have in place of a slot's bytes."""
-        arena, lease = self.reader.store.arena, self.source.store.index.lease()
+        arena = self.reader.store.arena
+        lease = self.source.store.index.lease()
         for key, memory, _ in transfers:
             ref = lease.pin(key)
             assert ref is not None
@@ -301,7 +302,8 @@ class SlowTier(AskedTier):
         self.under_way: list[tuple[float, Any, Any]] = []
 
     def load(self, transfers: Any, deadline_s: float) -> "Future[list[Result]]":
-        now, future = self.reader.now, Future[list[Result]]()
+        now = self.reader.now
+        future = Future[list[Result]]()
         self.sizes.append(len(transfers))
         self.free_at = max(now, self.free_at) + len(transfers) * self.block_s
         self.under_way.append((min(self.free_at, now + deadline_s), transfers, future))
@@ -358,7 +360,8 @@ def test_dense_traffic(
             contexts[name] = list(token_ids)
 
     def check() -> None:
-        outputs, rig.heard = rig.heard, []
+        outputs = rig.heard
+        rig.heard = []
         for output in outputs:
             context = contexts[output.request_id]
             for token in output.token_ids:
@@ -389,7 +392,8 @@ def test_dense_traffic(
             rig.scheduler.cancel(contexts.popitem()[0])
         elif event < 0.23:
             rig.lose_worker()
-            waiting, contexts = contexts, {}
+            waiting = contexts
+            contexts = {}
             for name, token_ids in waiting.items():
                 submit(name, token_ids, resumed=True)
         rig.broker.check_integrity()
@@ -513,7 +517,8 @@ def test_what_is_known_of_tiers_outlives_the_worker(new_rig: Callable[..., Any])
     rig.now += 60
     tier.tick(fails=True)
     tier.tick(fails=True)
-    num_loads, before = len(tier.sizes), rig.broker.not_loaded["remote", "slower"]
+    num_loads = len(tier.sizes)
+    before = rig.broker.not_loaded["remote", "slower"]
     rig.submit(rig.request("r", LONG_TEXT, 8))
     assert len(tier.sizes) == num_loads
     assert rig.broker.not_loaded["remote", "slower"] - before == len(LONG_TEXT) // 16

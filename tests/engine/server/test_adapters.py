@@ -169,7 +169,8 @@ def test_bad_adapters_are_reported_by_name_and_cost_nobody_else_anything(
     tmp_path: Path,
 ) -> None:
     config, edit = edited
-    good, cut = make_adapter("good"), make_adapter("cut")
+    good = make_adapter("good")
+    cut = make_adapter("cut")
     weights = Path(cut.source.removeprefix("file://"), "adapter_model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
     gone = AdapterSection(name="gone", source=f"file://{tmp_path}/gone", rank=8)

@@ -63,13 +63,15 @@ async def check_every_cut(
     """Cuts the answer before every response and goes on; returns the whole answer."""
     whole = await responses(engine, request)
     for cut in range(2, len(whole)):
-        first, later = whole[:cut], continued(request, whole[:cut])
+        first = whole[:cut]
+        later = continued(request, whole[:cut])
         rest = await responses(engine, later)
         assert rest[0].accepted.continued_tokens == sum(p.delta.num_tokens for p in first)
         for sample in range(num_samples):
             assert text(first, sample) + text(rest, sample) == text(whole, sample), cut
             assert tokens(first, sample) + tokens(rest, sample) == tokens(whole, sample), cut
-        before, after = whole[-1].finished, rest[-1].finished
+        before = whole[-1].finished
+        after = rest[-1].finished
         assert (after.reason, after.stop_string) == (before.reason, before.stop_string)
         assert after.usage.prompt_tokens == before.usage.prompt_tokens
         assert after.usage.completion_tokens == before.usage.completion_tokens
@@ -92,7 +94,8 @@ def test_text_that_waits_for_a_stop_string_is_neither_lost_nor_repeated(
     async def scenario() -> None:
         async with serve(step_s=0.002) as engine:
             plain = text(await responses(engine, ask()))
-            ends, almost = plain[30:36], plain[12:16] + "\0"
+            ends = plain[30:36]
+            almost = plain[12:16] + "\0"
             request = ask(stop=pb.StopConditions(stop_strings=[ends, almost]))
             whole = await check_every_cut(engine, request)
             assert whole[-1].finished.stop_string == ends

@@ -23,7 +23,8 @@ from ullage_engine.server.app import AppError
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 Choose = Callable[..., str]
-NATIVE, VLLM = "ullage_engine.worker.main", "ullage_engine.vllm_worker"
+NATIVE = "ullage_engine.worker.main"
+VLLM = "ullage_engine.vllm_worker"
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,

@@ -166,7 +166,8 @@ def test_alike_grammars_are_compiled_once() -> None:
 def test_who_leaves_while_a_grammar_is_compiled_takes_nobody_along() -> None:
     async def scenario() -> None:
         compiler = Compiler()
-        check, request = GrammarCheck(compiler), ask(grammar={"regex": "a"})
+        check = GrammarCheck(compiler)
+        request = ask(grammar={"regex": "a"})
         first, second = (asyncio.create_task(check.text(request)) for _ in range(2))
         await compiler.began.wait()
         first.cancel()
@@ -178,7 +179,8 @@ def test_who_leaves_while_a_grammar_is_compiled_takes_nobody_along() -> None:
 
 def test_an_interrupted_compilation_is_no_verdict() -> None:
     async def scenario() -> None:
-        check, request = GrammarCheck(Compiler(interrupted=1)), ask(grammar={"regex": "a"})
+        check = GrammarCheck(Compiler(interrupted=1))
+        request = ask(grammar={"regex": "a"})
         with pytest.raises(ServiceError, match="too much"):
             await check.text(request)
         assert await check.text(request)
@@ -193,7 +195,8 @@ def processes(module: str) -> list[psutil.Process]:
 
 def test_a_killed_process_is_no_verdict() -> None:
     async def scenario() -> None:
-        check, request = GrammarCheck(), ask(grammar={"regex": "a"})
+        check = GrammarCheck()
+        request = ask(grammar={"regex": "a"})
         asked = asyncio.create_task(check.text(request))
         while not (compiling := processes("ullage_engine.protocol.grammar")):  # noqa: ASYNC110 - no signal
             await asyncio.sleep(0)

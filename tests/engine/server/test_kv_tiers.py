@@ -115,7 +115,8 @@ def test_a_path_that_is_no_folder_is_an_error(tmp_path: Path) -> None:
 def test_a_mount_that_hangs_is_done_without_and_closed_when_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, closed = threading.Event(), threading.Event()
+    answers = threading.Event()
+    closed = threading.Event()
 
     class Late(FileTier):
         def close(self) -> None:

@@ -387,7 +387,8 @@ def test_the_server_process_never_loads_torch() -> None:
 def test_an_engine_without_a_host_is_reached_at_every_address(
     config: EngineConfig, serve: Serve, address: str
 ) -> None:
-    metrics_port, probe_port = free_port(), free_port()
+    metrics_port = free_port()
+    probe_port = free_port()
     ports = {"metrics_port": metrics_port, "probe_port": probe_port}
     server = msgspec.structs.replace(config.server, host=None, **ports)
 

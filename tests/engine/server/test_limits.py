@@ -80,7 +80,8 @@ class SlowReader:
             (entry,) = self._journal.unfinished()
             while not entry._update.token_ids:  # noqa: ASYNC110 - the worker's, without an event
                 await asyncio.sleep(0.01)
-            limit_s, self._limit_s = self._limit_s, 0.0
+            limit_s = self._limit_s
+            self._limit_s = 0.0
             await jumping_clock.clock().jump(limit_s)
 
     def time_remaining(self) -> None:
@@ -167,7 +168,8 @@ def test_only_silence_and_the_whole_time_end_an_answer(config: EngineConfig) -> 
     async def scenario() -> None:
         inference = service.InferenceService(msgspec.structs.replace(config, limits=limits), *parts)
         group: Any = Updates()
-        loop, deadline = jumping_clock.clock(), jumping_clock.clock().time() + 600.0
+        loop = jumping_clock.clock()
+        deadline = jumping_clock.clock().time() + 600.0
 
         def end(_: object, reason: str) -> None:
             ends.append(round(loop.jumped_s))
@@ -204,7 +206,8 @@ def test_an_answer_that_is_known_only_at_its_end_has_the_whole_time(config: Engi
     async def scenario() -> None:
         inference = service.InferenceService(msgspec.structs.replace(config, limits=limits), *parts)
         group: Any = Updates(is_streamed=False)
-        loop, deadline = jumping_clock.clock(), jumping_clock.clock().time() + 600.0
+        loop = jumping_clock.clock()
+        deadline = jumping_clock.clock().time() + 600.0
         inference._end = lambda _, reason: group.queue.put_nowait([reason])  # type: ignore[method-assign]
         waiting = asyncio.create_task(inference._next_updates(group, deadline))
         await loop.jump(500.0)

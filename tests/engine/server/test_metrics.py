@@ -202,7 +202,9 @@ def test_counts_go_on_when_a_worker_is_replaced() -> None:
 
 
 def test_steps_and_queue_times_go_on_when_a_worker_is_replaced() -> None:
-    metrics, former, present = EngineMetrics("smollm2-135m"), Figures(), Figures()
+    metrics = EngineMetrics("smollm2-135m")
+    former = Figures()
+    present = Figures()
     for num_sequences in (1, 3, 3, 2):
         former.observe_step(0.02, 8 * num_sequences, num_sequences)
     former.observe_start(time.monotonic() - 10.5)
@@ -305,7 +307,8 @@ def test_what_peers_read_and_write_is_exported() -> None:
 
 
 def test_what_tiers_had_and_nobody_began_with_is_exported() -> None:
-    metrics, not_loaded = EngineMetrics("smollm2-135m"), {("file", "slower"): 3}
+    metrics = EngineMetrics("smollm2-135m")
+    not_loaded = {("file", "slower"): 3}
     metrics.watch_tiers(lambda: [TierStats("host", "memory", hits=2)], lambda: not_loaded)
     not_loaded["remote", "unused"] = 1
     text = generate_latest(metrics.registry).decode()

@@ -71,7 +71,8 @@ def test_health_halves_and_recovers() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1)), max_size=20))
 def test_health_stays_between_0_and_1(faults: list[tuple[float, float]]) -> None:
-    health, now = HealthScore(), 0.0
+    health = HealthScore()
+    now = 0.0
     for after, factor in faults:
         now += after
         before = health.value(now)

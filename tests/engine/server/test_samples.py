@@ -372,7 +372,8 @@ def test_keys_and_seeds_are_distinct_and_the_first_is_the_requests() -> None:
 
 
 def test_the_prompt_of_several_samples_counts_once() -> None:
-    metrics, group = EngineMetrics("m"), make_group(3, 3)
+    metrics = EngineMetrics("m")
+    group = make_group(3, 3)
     for entry in group.entries:
         metrics.tokens(entry, 2)
     text = generate_latest(metrics.registry).decode()
@@ -384,7 +385,9 @@ def test_the_prompt_of_several_samples_counts_once() -> None:
 
 def test_tokens_count_up_to_a_stop_string_and_each_has_its_time(tmp_path: Path) -> None:
     async def scenario() -> None:
-        metrics, journal, group = EngineMetrics("m"), Journal(), make_group(1, 1, (" three",))
+        metrics = EngineMetrics("m")
+        journal = Journal()
+        group = make_group(1, 1, (" three",))
         [entry] = group.entries
         journal.open(entry)
         status = cast(EngineStatus, None)

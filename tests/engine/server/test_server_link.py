@@ -69,7 +69,8 @@ def run(tmp_path: Path) -> Callable[[Scenario], None]:
 
     async def with_link(scenario: Scenario) -> None:
         path = tmp_path / "w.ipc"
-        link, client = ServerLink(str(path)), Client(path)
+        link = ServerLink(str(path))
+        client = Client(path)
         try:
             await scenario(link, client)
         finally:

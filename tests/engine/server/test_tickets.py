@@ -62,7 +62,8 @@ def refusal(gate: TicketVerifier, asked: pb.GenerateRequest, metadata: Metadata 
 
 
 def test_a_ticket_is_taken_once(make_gate: Callable[..., TicketVerifier]) -> None:
-    gate, asked = make_gate(), request(priority=99)
+    gate = make_gate()
+    asked = request(priority=99)
     gate.admit(asked, ticket())
     assert (asked.stop.max_tokens, asked.priority) == (8, 5), "the ticket says what is left open"
     assert refusal(gate, request(), ticket()) == "TICKET_USED"
@@ -72,7 +73,8 @@ def test_a_ticket_is_taken_once(make_gate: Callable[..., TicketVerifier]) -> Non
 def test_an_older_routers_ticket_is_for_one_request(
     make_gate: Callable[..., TicketVerifier],
 ) -> None:
-    gate, older = make_gate(), ticket(uses=0)
+    gate = make_gate()
+    older = ticket(uses=0)
     gate.admit(request(), older)
     assert refusal(gate, request(), older) == "TICKET_USED"
 
@@ -81,7 +83,8 @@ def test_an_older_routers_ticket_is_for_one_request(
 def test_a_ticket_may_leave_out_the_session(
     make_gate: Callable[..., TicketVerifier], is_sessionless: bool, session: str
 ) -> None:
-    gate, asked = make_gate(), request(session_id="chat")
+    gate = make_gate()
+    asked = request(session_id="chat")
     gate.admit(asked, ticket(is_sessionless=is_sessionless, uses=2))
     assert asked.session_id == session
     gate.admit(request(), ticket(is_sessionless=is_sessionless, uses=2))

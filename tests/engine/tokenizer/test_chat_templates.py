@@ -237,7 +237,8 @@ def test_any_conversation_renders_as_in_transformers(
 @pytest.mark.parametrize("name", ["mistral-v3", "mistral-v7"])
 def test_long_ids_of_calls_become_short_ones(families: dict[str, Family], name: str) -> None:
     ours = families[name].ours
-    first, second = "call_0123456789abcdef01234567", "call_0123456789abcdef01234568"
+    first = "call_0123456789abcdef01234567"
+    second = "call_0123456789abcdef01234568"
     turns = [
         USER,
         {**CALL, "tool_calls": [call("plot", {}, first), call("plot", {}, second)]},

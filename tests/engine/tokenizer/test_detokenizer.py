@@ -77,7 +77,9 @@ STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, ma
 @settings(max_examples=100, deadline=None)
 @given(PIECES, STOPS)
 def test_stop_strings_are_found_across_any_cut(pieces: list[str], stops: list[str]) -> None:
-    matcher, out, found = StopMatcher(stops), "", ""
+    matcher = StopMatcher(stops)
+    out = ""
+    found = ""
     for piece in pieces:
         text, found = matcher.push(piece)
         out += text
@@ -90,12 +92,15 @@ def test_stop_strings_are_found_across_any_cut(pieces: list[str], stops: list[st
 @settings(max_examples=100, deadline=None)
 @given(PIECES, STOPS)
 def test_only_a_possible_beginning_is_held_back(pieces: list[str], stops: list[str]) -> None:
-    matcher, sent, seen = StopMatcher(stops), "", ""
+    matcher = StopMatcher(stops)
+    sent = ""
+    seen = ""
     for piece in pieces:
         text, found = matcher.push(piece)
         if found:
             return
-        sent, seen = sent + text, seen + piece
+        sent = sent + text
+        seen = seen + piece
         held = seen[len(sent) :]
         assert seen == sent + held
         assert held == "" or any(stop.startswith(held) for stop in stops)

@@ -19,7 +19,9 @@ from ullage_engine.tokenizer.tokenizer import ModelTokenizer, TokenizerError, lo
 from ullage_router.tokenizer import load_model
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
 TEXTS = ("a", "", "Hello <s>there</s>", "<s>once", "twice<s><s></s></s>", "caf\u00e9 </s>")
 
 
@@ -92,7 +94,8 @@ def test_raw_text_begins_and_ends_as_in_transformers(
     tmp_path: Path, name: str, flags: Mapping[str, bool]
 ) -> None:
     folder = directory(tmp_path, PROCESSORS[name], tokenizer_config=flags)
-    theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder)
     router = routed(ours)
     for text in TEXTS:
         expected = theirs(text)["input_ids"]

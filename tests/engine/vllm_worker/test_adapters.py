@@ -20,7 +20,8 @@ def write(folder: Path, **tensors: tuple[torch.dtype, tuple[int, ...]]) -> Path:
 
 
 def test_a_slot_has_two_matrices_for_each_of_the_model(tmp_path: Path) -> None:
-    half, packed = torch.float16, torch.int32
+    half = torch.float16
+    packed = torch.int32
     folder = write(
         tmp_path,
         **{

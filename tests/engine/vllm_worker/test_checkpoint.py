@@ -66,7 +66,8 @@ def test_engines_of_a_host_convert_a_file_once(
     tmp_path: Path, model: ModelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversions: list[Path] = []
-    begun, may_end = threading.Event(), threading.Event()
+    begun = threading.Event()
+    may_end = threading.Event()
 
     def convert(path: Path, dtype: str, folder: Path) -> None:
         conversions.append(folder)
@@ -146,7 +147,8 @@ def test_all_parts_of_a_split_file_are_converted(
         write_config(path, dtype, folder)
 
     monkeypatch.setattr(checkpoint, "_convert", convert)
-    files, weights = ModelFiles(first, "gguf"), tmp_path / "weights"
+    files = ModelFiles(first, "gguf")
+    weights = tmp_path / "weights"
     made = checkpoint.checkpoint_folder(files, "bfloat16", weights)
     assert read == [0.0, 1.0, 2.0]
     assert names(made) == {"config.json"}

@@ -150,7 +150,8 @@ class Client:
 
 def test_a_request_is_answered_and_gives_back_its_blocks() -> None:
     engine, core, _ = make_engine()
-    client, request = Client(engine), make_request("a", 40, 30)
+    client = Client(engine)
+    request = make_request("a", 40, 30)
     assert client.submit(request) is None
     client.run()
     assert client.texts["a"] == expected_text(request)
@@ -160,7 +161,8 @@ def test_a_request_is_answered_and_gives_back_its_blocks() -> None:
 
 def test_steps_are_tallied_and_a_request_waits_once() -> None:
     engine, _, _ = make_engine()
-    client, prompt = Client(engine), 3 * CHUNK
+    client = Client(engine)
+    prompt = 3 * CHUNK
     client.submit(make_request("a", prompt, 10, accepted_at=time.monotonic()))
     client.submit(make_request("b", 10, 5))
     client.run()
@@ -222,7 +224,8 @@ def test_the_error_of_a_step_is_told_before_the_engine_ends() -> None:
 def test_a_stop_token_ends_it_and_is_part_of_it() -> None:
     text = expected_text(make_request("a", 40, 30))
     engine, _, _ = make_engine()
-    client, request = Client(engine), make_request("a", 40, 30, stop_token_ids=[text[4]])
+    client = Client(engine)
+    request = make_request("a", 40, 30, stop_token_ids=[text[4]])
     client.submit(request)
     client.run()
     assert client.texts["a"] == text[: text.index(text[4]) + 1]
@@ -246,7 +249,8 @@ def test_the_price_is_what_is_held(
     while engine.has_work:
         client.step()
         most = max(most, core.num_blocks - core.num_free)
-    profile, stored = engine._profile, prompt + max_tokens - 1
+    profile = engine._profile
+    stored = prompt + max_tokens - 1
     if windows == (0,):
         held = {core.most_held[str(index)] for index in range(samples)}
         assert held == {request_blocks(profile, prompt, stored)}
@@ -273,7 +277,8 @@ def test_what_just_fits_is_answered_and_what_just_does_not_is_refused_for_good(
 @pytest.mark.parametrize("windows", [(0, 48), (48,), (0, 48, 128)])
 def test_the_steps_in_which_windows_need_most_need_the_price(windows: tuple[int, ...]) -> None:
     engine, core, _ = make_engine(1000, windows=windows)
-    client, prompt = Client(engine), 4 * CHUNK + 1
+    client = Client(engine)
+    prompt = 4 * CHUNK + 1
     # It leaves one token of the first step, so the last step begins a block and is full.
     client.submit(make_request("first", [7] * (CHUNK - 1), 1))
     client.submit(make_request("split", prompt, 10))
@@ -286,9 +291,12 @@ def test_when_the_prompt_is_computed_only_what_decodes_need_is_reserved(
     windows: tuple[int, ...],
 ) -> None:
     engine, core, _ = make_engine(windows=windows)
-    client, prompt, output = Client(engine), 4 * CHUNK + 8, 40
+    client = Client(engine)
+    prompt = 4 * CHUNK + 8
+    output = 40
     client.submit(make_request("a", prompt, output))
-    profile, reservations = engine._profile, engine.reservations
+    profile = engine._profile
+    reservations = engine.reservations
     whole = request_blocks(profile, prompt, prompt + output)
     of_decodes = sample_blocks(profile, prompt + output, 0)
     assert of_decodes < whole
@@ -441,7 +449,8 @@ def test_resumed_requests_wait_for_memory_and_go_on_where_they_were() -> None:
 
 def test_one_that_is_complete_is_answered_at_once() -> None:
     engine, _, _ = make_engine()
-    client, request = Client(engine), make_request("a", 20, 5)
+    client = Client(engine)
+    request = make_request("a", 20, 5)
     complete = structs.replace(request, token_ids=request.token_ids + expected_text(request))
     client.submit(complete, resumed=True)
     assert client.finished == {"a": "length"} and not engine.has_work
@@ -491,7 +500,8 @@ def test_a_session_keeps_its_blocks_until_somebody_needs_them_or_it_is_idle() ->
 
 def test_sessions_that_share_a_prompt_give_way_as_well() -> None:
     engine, core, _ = make_engine(num_blocks=30, session_blocks=12)
-    client, system = Client(engine), [7] * 160
+    client = Client(engine)
+    system = [7] * 160
     for index in (1, 2):
         client.submit(make_request(str(index), [*system, *[index] * 10], 3, session_id=f"s{index}"))
         client.run()
@@ -505,7 +515,8 @@ def test_sessions_that_share_a_prompt_give_way_as_well() -> None:
 
 def test_a_turn_that_just_misses_its_blocks_is_refused() -> None:
     engine, _, _ = make_engine(num_blocks=10, windows=(0, 48), session_blocks=10)
-    client, first = Client(engine), make_request("1", 20, 9, session_id="s")
+    client = Client(engine)
+    first = make_request("1", 20, 9, session_id="s")
     client.submit(first)
     client.run()
     turn = [*first.token_ids, *client.texts["1"], *[3] * 20]
@@ -560,7 +571,8 @@ def test_a_queue_is_bounded_in_batches() -> None:
 
 def test_output_ended_by_a_stop_string_says_how_long_outputs_are() -> None:
     engine, _, _ = make_engine()
-    client, before = Client(engine), engine.stats().expected_output_tokens
+    client = Client(engine)
+    before = engine.stats().expected_output_tokens
     for index in range(200):
         client.submit(make_request(str(index), 10, 50))
         for _ in range(3):
@@ -707,7 +719,8 @@ def test_one_that_finds_all_slots_in_use_waits_and_others_go_on() -> None:
 @pytest.mark.parametrize("samples", [1, 3])
 def test_however_many_come_for_those_that_are_loaded_nobody_waits_for_ever(samples: int) -> None:
     engine, _, _ = make_engine(num_blocks=200, adapter_slots=2)
-    client, number = Client(engine), 0
+    client = Client(engine)
+    number = 0
 
     def come() -> None:
         nonlocal number
@@ -755,7 +768,8 @@ def test_who_waits_for_memory_keeps_its_adapter() -> None:
 
 def test_who_waits_for_a_slot_keeps_no_memory_from_others_and_has_it_in_turn() -> None:
     engine, core, _ = make_engine(num_blocks=64, adapter_slots=1)
-    client, number = Client(engine), 0
+    client = Client(engine)
+    number = 0
     client.submit(make_request("runs", [1] * 20, 200, adapter="a"))
     waiting = [make_request(f"waits {i}", [2 + i] * 250, 100, adapter="b") for i in range(2)]
     assert [client.submit(each) for each in waiting] == [None, None]
@@ -923,7 +937,9 @@ def test_in_any_traffic_nothing_is_lost_and_vllm_never_preempts(
     )
     for _ in range(300):
         engine._output_lengths.observe(expected_output)
-    client, open_requests, number = Client(engine), dict[str, EngineRequest](), 0
+    client = Client(engine)
+    open_requests = dict[str, EngineRequest]()
+    number = 0
     for action in actions:
         match action:
             case (

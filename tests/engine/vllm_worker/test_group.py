@@ -116,7 +116,8 @@ class Group:
         """The processes that compute, by their ranks."""
         found = {}
         for path in self._folder.glob("*.computes"):
-            pid, words = int(path.stem), path.read_text().split()
+            pid = int(path.stem)
+            words = path.read_text().split()
             if len(words) == 3 and psutil.pid_exists(pid):
                 assert words[1:] == ["127.0.0.1", str(7 << 30)]
                 found[int(words[0])] = pid
@@ -194,7 +195,8 @@ def test_a_follower_is_ready_while_its_group_computes_and_live_while_it_waits(gr
 
 
 def test_a_follower_that_hangs_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    health, now = FollowerHealth(), time.monotonic()
+    health = FollowerHealth()
+    now = time.monotonic()
     health.is_computing = True
     assert (health.status("/healthz"), health.status("/readyz")) == (200, 200)
     monkeypatch.setattr(time, "monotonic", lambda: now + HUNG_AFTER_S + 1)
@@ -397,7 +399,8 @@ def test_several_nodes_do_not_talk_on_the_loopback_interface() -> None:
         return launch_env(config, vllm_env)
 
     assert environment(1)["NCCL_SOCKET_IFNAME"] == "lo"
-    alone, several = environment(1), environment(2, GLOO_SOCKET_IFNAME="eth1")
+    alone = environment(1)
+    several = environment(2, GLOO_SOCKET_IFNAME="eth1")
     assert "NCCL_SOCKET_IFNAME" not in several and several["GLOO_SOCKET_IFNAME"] == "eth1"
     # Each node's cores are those of its own ranks.
     assert int(several["OMP_NUM_THREADS"]) >= int(alone["OMP_NUM_THREADS"])

@@ -164,7 +164,8 @@ def test_weights_may_not_differ_at_all_and_the_rank_is_named(tmp_path: Path) -> 
 
 
 def test_adapters_rename_tensors_and_have_a_proof_of_their_own(tmp_path: Path) -> None:
-    plain, adapted = FakeCore(), FakeCore()
+    plain = FakeCore()
+    adapted = FakeCore()
     # vLLM wraps the modules of the base model.
     adapted.suffix = ".base_layer"
     config = structs.replace(CONFIG, adapters=ADAPTERS)
@@ -244,7 +245,8 @@ class Rotary(torch.nn.Module):
         self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache(), persistent=False)
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
-        places, parts = torch.arange(64, dtype=torch.float32), torch.arange(8, dtype=torch.float32)
+        places = torch.arange(64, dtype=torch.float32)
+        parts = torch.arange(8, dtype=torch.float32)
         angles = places[:, None] * parts
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
 

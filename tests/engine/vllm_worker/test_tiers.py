@@ -151,7 +151,8 @@ class Device:
 
 
 def contents_of(request: EngineRequest) -> list[tuple[object, ...]]:
-    tokens, salt = request.token_ids, request.cache_salt
+    tokens = request.token_ids
+    salt = request.cache_salt
     return [(salt, *tokens[: end * BLOCK]) for end in range(1, len(tokens) // BLOCK + 1)]
 
 
@@ -387,7 +388,10 @@ ACTIONS = st.lists(
 @given(actions=ACTIONS)
 def test_whatever_happens_blocks_hold_what_they_are_for(actions: Actions) -> None:
     """Texts begin alike in pairs; blocks are taken in turn from whoever has them."""
-    device, waiting, names, next_block = Device(), dict[str, EngineRequest](), iter(range(1000)), 0
+    device = Device()
+    waiting = dict[str, EngineRequest]()
+    names = iter(range(1000))
+    next_block = 0
     calls: dict[str, Callable[[], object]] = {
         "evict": device.evict,
         "exchange": device.exchange,

@@ -128,7 +128,8 @@ def _engine(runner: ModelRunner) -> EngineCore:
         prefill_chunk_tokens=64,
         kv_pool_bytes=256 * runner.kv_block_bytes,
     )
-    throughput, limits = ThroughputEstimator(), SchedulerLimits(512, 16, 64, True, 1024)
+    throughput = ThroughputEstimator()
+    limits = SchedulerLimits(512, 16, 64, True, 1024)
     return EngineCore(
         Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=8)),
         runner,

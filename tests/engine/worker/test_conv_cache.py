@@ -91,10 +91,8 @@ def make_engine(
     # What an engine before has left must not matter.
     runner.allocate_kv(blocks, host_slots)
     limits = SchedulerLimits(512, 8, 64, True, 1024, replay_tokens)
-    policy, throughput = (
-        KvPolicy(prefix_cache=prefix_cache, host_slots=host_slots),
-        ThroughputEstimator(),
-    )
+    policy = KvPolicy(prefix_cache=prefix_cache, host_slots=host_slots)
+    throughput = ThroughputEstimator()
     # A slow prefill, so that what can be swapped is.
     throughput.prefill_tokens_per_second = 1.0
     return EngineCore(
@@ -193,7 +191,8 @@ def test_steps_that_wait_for_memory_change_nothing(
     """A step is given up after it has written KV and states, and is computed again later."""
     clock = itertools.count(step=0.3).__next__
     engine = make_engine(runner, restore_workspace=lambda: False, clock=clock)
-    execute, num_executed = runner.execute, 0
+    execute = runner.execute
+    num_executed = 0
 
     def execute_in_vain(plan: StepPlan) -> list[SampledToken]:
         nonlocal num_executed

@@ -26,7 +26,9 @@ class Faulty:
 
     def __init__(self, rig: Any, random: Random, share: float) -> None:
         self.num_failed = 0
-        self._rig, self._random, self._share = rig, random, share
+        self._rig = rig
+        self._random = random
+        self._share = share
         self._failed_step = -1
 
     def move(self, moves: Moves) -> None:
@@ -83,7 +85,8 @@ def test_every_token_is_the_models_own(
     )
     runner = Faulty(rig, random, share)
     engine = EngineCore(rig.scheduler, runner, ThroughputEstimator())
-    waiting, unfinished = traffic(rig, random), set()
+    waiting = traffic(rig, random)
+    unfinished = set()
     for step in range(MAX_STEPS):
         if waiting and step % 3 == 0:
             group = waiting.pop()

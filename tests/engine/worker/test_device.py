@@ -26,7 +26,8 @@ def test_an_engine_that_must_have_a_gpu_says_why_it_has_none(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    model, server = ModelSection(source="pkg://a/b", name="m"), ServerSection(run_dir=str(tmp_path))
+    model = ModelSection(source="pkg://a/b", name="m")
+    server = ServerSection(run_dir=str(tmp_path))
     config = EngineConfig(model=model, device="cuda", server=server)
     with pytest.raises(WorkerStartError, match=f"^device: cuda .*{remedy}.*set device: cpu$"):
         prepare_device(config, 0)

@@ -20,7 +20,8 @@ from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 from ullage_engine.worker.engine import EngineCore
 from ullage_engine.worker.grammar import GrammarError, Grammars, vocabulary
 
-END, VOCAB = 256, 260
+END = 256
+VOCAB = 260
 JSON = LLMatcher.grammar_from_json_schema(
     {
         "type": "object",
@@ -85,7 +86,8 @@ def make_engine(
         prefill_chunk_tokens=32,
         kv_pool_bytes=blocks * 160,
     )
-    throughput, policy = ThroughputEstimator(), KvPolicy(host_slots=host_slots)
+    throughput = ThroughputEstimator()
+    policy = KvPolicy(host_slots=host_slots)
     limits = SchedulerLimits(512, 8, 32, True, 8192)
     scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=4), policy)
     grammars = Grammars(lambda: vocabulary(TOKENIZER, VOCAB))

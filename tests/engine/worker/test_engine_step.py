@@ -55,7 +55,8 @@ class Neighbour:
     moves on by a tenth of a second."""
 
     def __init__(self, begins_at: float, ends_at: float) -> None:
-        self.begins_at, self.ends_at = begins_at, ends_at
+        self.begins_at = begins_at
+        self.ends_at = ends_at
         self.now = 0.0
         self.num_restores = 0
 
@@ -87,7 +88,8 @@ def make_engine(
         prefill_chunk_tokens=64,
         kv_pool_bytes=64 * 160,
     )
-    throughput, runner = ThroughputEstimator(), FakeRunner(fails)
+    throughput = ThroughputEstimator()
+    runner = FakeRunner(fails)
     limits = SchedulerLimits(512, 8, 64, True, 8192, num_speculative_tokens=speculative)
     policy = KvPolicy(host_slots=host_slots)
     scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(512, start=32), policy)

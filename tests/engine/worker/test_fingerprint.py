@@ -67,7 +67,8 @@ def test_a_copy_with_other_times_elsewhere_computes_alike(source: Path, tmp_path
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
     for path in copy.iterdir():
         os.utime(path, (1, 1))
-    one, other = loaded(source, tmp_path / "w1"), loaded(copy, tmp_path / "w2")
+    one = loaded(source, tmp_path / "w1")
+    other = loaded(copy, tmp_path / "w2")
     assert one.weights_key != other.weights_key
     assert one.fingerprint == other.fingerprint
     assert one.kv_space == other.kv_space != b""
@@ -105,7 +106,8 @@ def test_one_changed_weight_is_another_model(source: Path, tmp_path: Path) -> No
     tensors = load_file(copy / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    one, other = loaded(source, tmp_path / "w"), loaded(copy, tmp_path / "w")
+    one = loaded(source, tmp_path / "w")
+    other = loaded(copy, tmp_path / "w")
     assert facts_that_differ(one.fingerprint, other.fingerprint) == {"weights"}
 
 
@@ -115,7 +117,8 @@ def test_one_changed_constant_is_another_configuration(source: Path, tmp_path: P
     text = config.read_text()
     assert '"rms_norm_eps": 1e-06' in text
     config.write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    one, other = loaded(source, tmp_path / "w"), loaded(copy, tmp_path / "w")
+    one = loaded(source, tmp_path / "w")
+    other = loaded(copy, tmp_path / "w")
     assert facts_that_differ(one.fingerprint, other.fingerprint) == {"model_config"}
 
 

@@ -75,9 +75,11 @@ def make_engine(grammars: Grammars | None = None) -> tuple[PipelinedEngine, Fake
         prefill_chunk_tokens=64,
         kv_pool_bytes=64 * 160,
     )
-    throughput, stages = ThroughputEstimator(), FakeStages()
+    throughput = ThroughputEstimator()
+    stages = FakeStages()
     limits = SchedulerLimits(512, 8, 64, True, 8192, max_in_flight=STAGES)
-    lengths, policy = OutputLengthEstimator(512, start=32), KvPolicy()
+    lengths = OutputLengthEstimator(512, start=32)
+    policy = KvPolicy()
     scheduler = Scheduler(profile, limits, throughput, lengths, policy)
     engine = PipelinedEngine(scheduler, stages, throughput, grammars, max_in_flight=STAGES)
     return engine, stages
@@ -116,7 +118,8 @@ def test_a_plan_is_submitted_before_the_tokens_of_the_one_before_are_taken() -> 
     engine, stages = make_engine()
     submit(engine, *"abcd")
     assert run(engine) == {name: [8, 9, 10, 11] for name in "abcd"}
-    first, second = ["a", "b"], ["c", "d"]
+    first = ["a", "b"]
+    second = ["c", "d"]
     assert stages.events == [
         ("submit", ["a", "b", "c", "d"]),
         ("collect", ["a", "b", "c", "d"]),

@@ -60,7 +60,8 @@ def test_what_computes_and_why_is_said_once(
             rank.allocate_arenas()
         lines = [line for line in caplog.messages if "computes steps" in line]
         if instruction_set() is None:
-            expected, kv_type = "the library cannot be used on this machine", rank.dtype
+            expected = "the library cannot be used on this machine"
+            kv_type = rank.dtype
         assert len(lines) == 1, (dtype, quantization)
         assert expected in lines[0]
         assert rank.kv_type == kv_type
@@ -103,7 +104,8 @@ def test_chunks_take_half_a_second_within_bounds() -> None:
     assert chunk_tokens(1.0, 100) == 100
 
 
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
+MIB = 1 << 20
 
 
 @given(

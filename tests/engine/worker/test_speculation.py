@@ -37,7 +37,8 @@ def make_engine(runner: ModelRunner, num_speculative_tokens: int) -> EngineCore:
         decode_tokens=8192,
         num_speculative_tokens=num_speculative_tokens,
     )
-    throughput, lengths = ThroughputEstimator(), OutputLengthEstimator(512, start=32)
+    throughput = ThroughputEstimator()
+    lengths = OutputLengthEstimator(512, start=32)
     return EngineCore(Scheduler(profile, limits, throughput, lengths), runner, throughput)
 
 

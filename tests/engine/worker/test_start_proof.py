@@ -175,7 +175,8 @@ def test_a_kernel_that_rounds_otherwise_ends_the_start(
     start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_worker()
-    run, project = NativeDecoder.run, Decoder._project
+    run = NativeDecoder.run
+    project = Decoder._project
 
     def native(self: NativeDecoder, chunks: Any, logits: torch.Tensor, *others: Any) -> list[int]:
         best = run(self, chunks, logits, *others)
@@ -216,7 +217,8 @@ def test_sums_in_another_order_are_within_the_bound_and_wrong_ones_are_not(
 def test_a_first_start_that_computes_two_answers_is_not_kept(
     start_worker: StartWorker, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, calls = NativeDecoder.run, []
+    run = NativeDecoder.run
+    calls = []
 
     def wavering(self: NativeDecoder, chunks: Any, logits: torch.Tensor, *others: Any) -> list[int]:
         best = run(self, chunks, logits, *others)
@@ -234,7 +236,8 @@ def test_a_first_start_that_computes_two_answers_is_not_kept(
 def test_a_first_start_whose_table_is_damaged_is_not_kept(
     start_worker: StartWorker, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact, calls = rotary_tables._rounded, []
+    exact = rotary_tables._rounded
+    calls = []
 
     def wrong_at_first(numbers: Any) -> torch.Tensor:
         table = exact(numbers)

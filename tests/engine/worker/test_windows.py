@@ -13,7 +13,9 @@ from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputE
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits
 from ullage_engine.worker.engine import EngineCore
 
-WINDOW, CHUNK, LONGEST = 20, 64, 512
+WINDOW = 20
+CHUNK = 64
+LONGEST = 512
 BLOCKS = 200
 
 Answer = list[tuple[int, float]]
@@ -42,7 +44,8 @@ def make_engine(runner: ModelRunner, *, windowed: bool, host_slots: int) -> Engi
     # A slow prefill, so that what can be swapped is.
     throughput.prefill_tokens_per_second = 1.0
     limits = SchedulerLimits(LONGEST, 8, CHUNK, True, 8192)
-    lengths, policy = OutputLengthEstimator(LONGEST, start=8), KvPolicy(host_slots=host_slots)
+    lengths = OutputLengthEstimator(LONGEST, start=8)
+    policy = KvPolicy(host_slots=host_slots)
     return EngineCore(Scheduler(profile, limits, throughput, lengths, policy), runner, throughput)
 
 

@@ -72,7 +72,8 @@ def put(node: dict[str, Any], steps: list[str], value: Any) -> None:
 
 
 LEVELS = "degrade.pressureLevels"
-MILD, STRICT = {"belowPercent": 50}, {"belowPercent": 10}
+MILD = {"belowPercent": 50}
+STRICT = {"belowPercent": 10}
 TENANTS = {"secretName": "keys"}
 STEP = {"service": "small"}
 

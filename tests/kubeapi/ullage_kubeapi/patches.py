@@ -32,7 +32,8 @@ def json_patch(target: Any, operations: list[dict[str, Any]]) -> Any:
 
 
 def _operate(document: Any, operation: dict[str, Any]) -> Any:
-    name, steps = operation["op"], _pointer(operation["path"])
+    name = operation["op"]
+    steps = _pointer(operation["path"])
     if name == "test":
         if _get(document, steps) != operation.get("value"):
             raise _failed(f"testing value {operation['path']} failed")
@@ -74,7 +75,8 @@ def _get(document: Any, steps: list[str]) -> Any:
 def _put(document: Any, steps: list[str], value: Any, insert: bool) -> Any:
     if not steps:
         return value
-    parent, last = _get(document, steps[:-1]), steps[-1]
+    parent = _get(document, steps[:-1])
+    last = steps[-1]
     if isinstance(parent, list):
         if last == "-":
             parent.append(value)

@@ -21,14 +21,19 @@ def target(path: str, objects: Objects) -> Target:
     """Parses /api/V/... and /apis/G/V/...; raises NotFound for anything unknown."""
     parts = [part for part in path.split("/") if part]
     if parts[:1] == ["api"]:
-        group, version, rest = "", parts[1], parts[2:]
+        group = ""
+        version = parts[1]
+        rest = parts[2:]
     elif parts[:1] == ["apis"] and len(parts) > 3:
-        group, version, rest = parts[1], parts[2], parts[3:]
+        group = parts[1]
+        version = parts[2]
+        rest = parts[3:]
     else:
         raise no_such_path()
     namespace = ""
     if rest[:1] == ["namespaces"] and len(rest) > 2 and rest[2] not in ("status", "finalize"):
-        namespace, rest = rest[1], rest[2:]
+        namespace = rest[1]
+        rest = rest[2:]
     if not rest or len(rest) > 3:
         raise no_such_path()
     resource = objects.resources.get((group, version, rest[0]))

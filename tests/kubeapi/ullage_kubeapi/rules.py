@@ -159,7 +159,8 @@ def _broken(rule: str, message: str, expression: str, texts: tuple[str, ...]) ->
 def _typed(value: Any, schema: Schema) -> Any:
     """`value` with whole numbers as floats where the schema says number: CEL tells them apart."""
     if isinstance(value, Mapping):
-        properties, extra = schema.get("properties", {}), schema.get("additionalProperties")
+        properties = schema.get("properties", {})
+        extra = schema.get("additionalProperties")
         other = extra if isinstance(extra, Mapping) else {}
         return {name: _typed(member, properties.get(name, other)) for name, member in value.items()}
     if isinstance(value, list):

@@ -34,7 +34,8 @@ def _prune(value: Any, schema: Schema, path: str, unknown: list[str]) -> Any:
 
 
 def _prune_map(value: Schema, schema: Schema, path: str, unknown: list[str]) -> dict[str, Any]:
-    properties, extra = schema.get("properties", {}), schema.get("additionalProperties")
+    properties = schema.get("properties", {})
+    extra = schema.get("additionalProperties")
     kept: dict[str, Any] = {}
     for name, member in value.items():
         at = f"{path}.{name}" if path else name
@@ -104,7 +105,8 @@ def _name_of(value: Any) -> str:
 
 def _wrong_type(value: Any, schema: Schema) -> str:
     if schema.get(_QUANTITY_OR_INT):
-        fits, wanted = _TYPES["integer"](value) or isinstance(value, str), "integer,string"
+        fits = _TYPES["integer"](value) or isinstance(value, str)
+        wanted = "integer,string"
     else:
         wanted = schema.get("type", "")
         fits = not wanted or _TYPES[wanted](value)
@@ -215,7 +217,8 @@ def _validate_map(value: Schema, schema: Schema, path: str) -> Iterator[Cause]:
         if name not in value:
             at = f"{path}.{name}" if path else name
             yield cause("FieldValueRequired", at, "Required value")
-    properties, extra = schema.get("properties", {}), schema.get("additionalProperties")
+    properties = schema.get("properties", {})
+    extra = schema.get("additionalProperties")
     for name, member in value.items():
         below = properties.get(name) or (extra if isinstance(extra, Mapping) else None)
         if below is not None:

@@ -268,13 +268,15 @@ class ApiServer:
         self, query: Mapping[str, str], objects: list[Object]
     ) -> tuple[list[Object], dict[str, Any]]:
         """One page; the continue token is "revision:offset" and dies with compaction."""
-        revision, offset = self.objects.revision, 0
+        revision = self.objects.revision
+        offset = 0
         if token := query.get("continue"):
             revision, offset = (int(part) for part in token.split(":"))
             if revision < self.objects.oldest:
                 raise expired(revision, self.objects.oldest)
         limit = int(query.get("limit") or 0) or len(objects)
-        page, remaining = objects[offset : offset + limit], len(objects) - offset - limit
+        page = objects[offset : offset + limit]
+        remaining = len(objects) - offset - limit
         meta: dict[str, Any] = {"resourceVersion": str(revision)}
         if remaining > 0:
             meta |= {"continue": f"{revision}:{offset + limit}", "remainingItemCount": remaining}
@@ -323,7 +325,8 @@ class ApiServer:
         return self._written(http, where, self._writer.create(self._request(http, where), body))
 
     async def _put(self, http: web.Request, where: Target) -> web.StreamResponse:
-        request, body = self._request(http, where), await self._body(http)
+        request = self._request(http, where)
+        body = await self._body(http)
         if where.subresource == "scale":
             return self._rescale(http, where, body)
         if where.resource.is_custom and not body.get("metadata", {}).get("resourceVersion"):
@@ -331,7 +334,8 @@ class ApiServer:
         return self._written(http, where, self._writer.update(request, body))
 
     async def _patch(self, http: web.Request, where: Target) -> web.StreamResponse:
-        request, body = self._request(http, where), await self._body(http)
+        request = self._request(http, where)
+        body = await self._body(http)
         if "apply-patch" in http.content_type:
             if not http.query.get("fieldManager"):
                 raise bad_request("fieldManager is required for apply patch")
@@ -389,7 +393,8 @@ def _patched(content_type: str, live: Object, body: Any, types: ListTypes) -> Ob
 
 
 def _scale(live: Object, where: Target) -> dict[str, Any]:
-    paths, meta = where.resource.scale_paths, live["metadata"]
+    paths = where.resource.scale_paths
+    meta = live["metadata"]
     status: dict[str, Any] = {"replicas": dig(live, paths["statusReplicasPath"]) or 0}
     if "labelSelectorPath" in paths:
         status["selector"] = dig(live, paths["labelSelectorPath"]) or ""
@@ -417,7 +422,9 @@ def running(
         tls: a folder with tls.crt and tls.key, to serve HTTPS.
     """
     server = ApiServer(bookmark_interval, collects, tls)
-    loop, started, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
+    stop = asyncio.Event()
     thread = threading.Thread(
         target=loop.run_until_complete, args=(server.serve(started.set, stop),), daemon=True
     )

@@ -56,7 +56,8 @@ def login() -> dict[str, Any]:
     async def read() -> dict[str, Any]:
         connection = Connection()
         try:
-            api, headers = await connection.api(), await connection.headers()
+            api = await connection.api()
+            headers = await connection.headers()
             verify = api.rest_client.ssl_context
             return {"base_url": api.configuration.host, "headers": headers, "verify": verify}
         finally:

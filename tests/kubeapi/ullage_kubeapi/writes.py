@@ -144,7 +144,8 @@ class Writer:
         return Written(self._store(resource, live, new), live is None, warnings)
 
     def _check_identity(self, request: Request, live: Object | None, body: Object) -> None:
-        resource, meta = request.resource, body.get("metadata", {})
+        resource = request.resource
+        meta = body.get("metadata", {})
         kind = body.get("kind", resource.kind)
         if (body.get("apiVersion", resource.api_version), kind) != (
             resource.api_version,
@@ -273,7 +274,8 @@ class Writer:
 
     def _gone(self, resource: Resource, doomed: Object) -> Object:
         if resource.kind == "CustomResourceDefinition":
-            group, plural = doomed["spec"]["group"], doomed["spec"]["names"]["plural"]
+            group = doomed["spec"]["group"]
+            plural = doomed["spec"]["names"]["plural"]
             for served, obj in list(self._objects.everything()):
                 if (served.group, served.plural) == (group, plural):
                     self._objects.drop(served, obj)

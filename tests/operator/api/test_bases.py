@@ -38,7 +38,8 @@ def test_a_base_says_what_the_service_leaves_out(manifest: Make) -> None:
 
 def test_a_later_base_wins_whatever_it_says(manifest: Make) -> None:
     """Bases have no defaults, so the last may bring a default back."""
-    four, two = {"router": {"replicas": 4}}, {"router": {"replicas": 2}}
+    four = {"router": {"replicas": 4}}
+    two = {"router": {"replicas": 2}}
     assert read(manifest(**REFS), a=four, b=two).spec.router.replicas == 2
     assert read(manifest(**REFS), a=two, b=four).spec.router.replicas == 4
     assert read(manifest(**REFS), a=four, b={}).spec.router.replicas == 4
@@ -213,6 +214,7 @@ def test_bases_are_no_part_of_a_release(manifest: Make) -> None:
     own = read(manifest(pools={"single": {"replicas": 3}}, router={"replicas": 4})).spec
     made = manifest(baseRefs=[{"name": "a"}])
     shared = read(made, a={"pools": {"single": {"replicas": 3}}, "router": {"replicas": 4}}).spec
-    before, after = to_api(own), to_api(shared)
+    before = to_api(own)
+    after = to_api(shared)
     assert before.pop("baseRefs") == [] and after.pop("baseRefs") == [{"name": "a"}]
     assert before == after

@@ -48,7 +48,8 @@ def test_defaults_are_those_of_the_requirements(manifest: Make) -> None:
     assert spec.batching.decode_window == 0.003
     assert spec.batching.decode_max_batch_tokens == 8192
     assert (spec.slo.ttft_p95, spec.slo.e2e_p95, spec.slo.error_rate) == (7.0, 20.0, 0.005)
-    single, large = spec.pools["single"], spec.pools["large"]
+    single = spec.pools["single"]
+    large = spec.pools["large"]
     assert (single.gpus, single.parallelism.tensor, single.parallelism.pipeline) == (1, 1, 1)
     assert (large.gpus, large.parallelism.tensor, large.parallelism.pipeline) == (4, 2, 2)
     assert large.micro_batches == 6

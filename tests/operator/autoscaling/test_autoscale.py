@@ -93,7 +93,9 @@ class Pool:
     """A pool under synthetic load: engines take a while to start, and what does not fit waits."""
 
     def __init__(self, policy: AutoscalingSpec, replicas: int = 1, start_s: float = 60.0) -> None:
-        self.policy, self.replicas, self.start_s = policy, replicas, start_s
+        self.policy = policy
+        self.replicas = replicas
+        self.start_s = start_s
         self.now = 0.0
         self.history = ScalingHistory()
         self.ready_at: list[float] = [0.0] * replicas
@@ -203,7 +205,8 @@ def test_bounds_steps_and_spares_hold_whatever_comes(bounds, demands, start, par
 
 
 def test_spares_are_kept_above_the_need():
-    bare, spared = Pool(POLICY), Pool(structs.replace(POLICY, warm_spares=2))
+    bare = Pool(POLICY)
+    spared = Pool(structs.replace(POLICY, warm_spares=2))
     for pool in (bare, spared):
         pool.run(3600, lambda now: 2000)
     assert spared.replicas == bare.replicas + 2
@@ -212,7 +215,8 @@ def test_spares_are_kept_above_the_need():
 def test_noise_and_short_dips_take_nothing_away():
     pool = Pool(POLICY)
     pool.run(1800, lambda now: 5000)
-    at, before = pool.now, pool.replicas
+    at = pool.now
+    before = pool.replicas
     pool.run(3 * 3600, lambda now: 0 if now % 240 < 120 else 5000)  # two quiet minutes of four
     assert pool.changes(at) == [] and pool.replicas == before
     pool.run(3600, lambda now: 700)
@@ -222,7 +226,9 @@ def test_noise_and_short_dips_take_nothing_away():
 def test_a_restarted_operator_takes_nothing_away_before_a_window():
     pool = Pool(POLICY)
     pool.run(1800, lambda now: 5000)
-    pool.history, at, before = ScalingHistory(), pool.now, pool.replicas
+    pool.history = ScalingHistory()
+    at = pool.now
+    before = pool.replicas
     pool.run(290, lambda now: 100)
     assert pool.changes(at) == [] and pool.replicas == before
     pool.run(1200, lambda now: 100)

@@ -36,7 +36,8 @@ class Routers:
     """All of them on one port. Each holds a long question until its service is wanted."""
 
     def __init__(self) -> None:
-        self.held, self.port = 0, 0
+        self.held = 0
+        self.port = 0
         self.wanted = {f"s{number}": asyncio.Event() for number in range(SERVICES)}
         self.all_ask = asyncio.Event()
         self._runner: web.AppRunner | None = None

@@ -72,7 +72,8 @@ async def routers(
 ) -> AsyncIterator[list[dict[str, Any]]]:
     """The pods of routers with these pages, all ready unless told otherwise."""
     started = datetime.now(UTC) - timedelta(seconds=runs_s)
-    runners, pods = list[web.AppRunner](), list[dict[str, Any]]()
+    runners = list[web.AppRunner]()
+    pods = list[dict[str, Any]]()
     for body, is_ready in zip(bodies, [*ready] or [True] * len(bodies), strict=True):
 
         async def answer(_: web.Request, body: str = body) -> web.Response:
@@ -219,7 +220,9 @@ def owner(pod: dict[str, Any]) -> dict[str, Any]:
 
 async def cured(manifest: dict[str, Any], ready: int) -> list[str]:
     """Pods that are made anew while the routers have so many ready engines of pool large."""
-    key, healer, cluster = ServiceKey("models", "demo"), Deaf(), cast(Cluster, Quiet())
+    key = ServiceKey("models", "demo")
+    healer = Deaf()
+    cluster = cast(Cluster, Quiet())
     async with routers([report(single=1, large=ready)]) as pods:
         pods += [engine("single"), engine("large")]
         for pod in pods:

@@ -293,7 +293,8 @@ class Router:
     """Answers /measures with what the test says."""
 
     def __init__(self) -> None:
-        self.report, self.status = report(idle_s=1), 200
+        self.report = report(idle_s=1)
+        self.status = 200
         self.asked: list[str] = []
         self.url = ""
 
@@ -316,7 +317,8 @@ class Router:
 
 
 async def scaled(make_policy: Callable[[], AutoscalingSpec]) -> None:
-    router, changed = Router(), asyncio.Event()
+    router = Router()
+    changed = asyncio.Event()
     runner = await router.start()
     scaler: Autoscaler[str] = Autoscaler(lambda _: changed.set(), interval_s=0.05)
     followed = ScaledService({"single": make_policy()}, (router.url,))
@@ -362,7 +364,8 @@ def test_the_scaler_wakes_puts_to_sleep_and_says_what_is_wrong(manifest):
 
 async def ending(make_policy: Callable[[], AutoscalingSpec]) -> None:
     """A service of one router that runs and one that ends."""
-    stays, ends = Router(), Router()
+    stays = Router()
+    ends = Router()
     runners = [await stays.start(), await ends.start()]
     ends.report = report(wanted=1, held=1)  # sent to it before its clients knew
     scaler: Autoscaler[str] = Autoscaler(lambda _: None, interval_s=0.05)
@@ -376,7 +379,8 @@ async def ending(make_policy: Callable[[], AutoscalingSpec]) -> None:
     try:
         await until(lambda decisions: sizes(decisions) == {"single": 1})
         loaded = report(ready=1, capacity_bytes=100, headroom_bytes=100, idle_s=1e6)
-        stays.report, ends.status = loaded, 500
+        stays.report = loaded
+        ends.status = 500
         await until(lambda decisions: sizes(decisions) == {"single": 0} and not decisions.problem)
     finally:
         await scaler.close()

@@ -274,7 +274,8 @@ def test_no_manifest_ends_in_a_traceback(
     pod = {"containers": [{"name": "engine", "env": [{"name": "A", "value": "b"}]}]}
     pool = {"podTemplate": {"metadata": {"labels": {"a": "b"}}, "spec": pod}, "shmSize": "1Gi"}
     made: Any = stored(pools={"single": pool, "large": {"memory": {"maxKV": "1Gi"}}})
-    section, last = made, "spec"
+    section = made
+    last = "spec"
     while isinstance(section[last], dict | list) and section[last] and data.draw(st.integers(0, 5)):
         section = section[last]
         last = data.draw(st.sampled_from(sorted(section) if isinstance(section, dict) else [0]))

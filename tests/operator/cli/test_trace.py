@@ -38,7 +38,8 @@ def routers(name: str) -> list[str]:
 
 
 def engines(name: str) -> list[str]:
-    server, worker = "ullage.engine.requests", "ullage.engine.worker.requests"
+    server = "ullage.engine.requests"
+    worker = "ullage.engine.worker.requests"
     return [
         line(2, server, request_id=name, event="received", prompt_tokens=9),
         line(3, worker, request_id=name, event="admitted"),

@@ -96,4 +96,5 @@ def test_a_time_changes_exactly_when_the_status_flips(course: list[tuple[bool, s
         else:
             assert made["lastTransitionTime"] == now.strftime("%Y-%m-%dT%H:%M:%SZ")
         assert (made["reason"], made["observedGeneration"]) == (reason, minute)
-        previous, before = [made], holds
+        previous = [made]
+        before = holds

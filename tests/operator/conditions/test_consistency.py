@@ -53,7 +53,8 @@ def test_the_message_names_pods_and_facts() -> None:
 
 
 def test_two_revisions_on_purpose_are_said_to_be_that() -> None:
-    old, new = engine(weights="1"), engine(revision="2", weights="2")
+    old = engine(weights="1")
+    new = engine(revision="2", weights="2")
     found = condition(s_0=new, s_1=old, s_2=old)
     assert (found.holds, found.reason) == (False, "TwoRevisions")
     assert "on purpose while a change is rolled out" in found.message
@@ -63,7 +64,8 @@ def test_two_revisions_on_purpose_are_said_to_be_that() -> None:
 
 
 def test_pools_may_differ_by_their_spec() -> None:
-    small, large = engine(ranks="tensor 1"), engine("large", ranks="tensor 2")
+    small = engine(ranks="tensor 1")
+    large = engine("large", ranks="tensor 2")
     found = condition(s_0=small, l_0=large)
     assert (found.holds, found.reason) == (False, "PoolsDiffer")
     assert "ranks differ: tensor 1 (s-0), tensor 2 (l-0)" in found.message

@@ -15,7 +15,8 @@ from ullage_operator.healing import (
     worker_restarts,
 )
 
-MILD, WILD = Headroom(pressure_level=0), Headroom(pressure_level=2, headroom_bytes=95)
+MILD = Headroom(pressure_level=0)
+WILD = Headroom(pressure_level=2, headroom_bytes=95)
 
 
 def test_a_pools_pressure_is_the_highest_of_its_engines() -> None:
@@ -43,7 +44,8 @@ def test_only_another_restart_is_an_event() -> None:
 
 
 def test_engines_without_boost_are_counted_and_each_more_of_them_is_an_event() -> None:
-    hot, cool = Headroom(throttle_reasons=["hw_thermal"]), Headroom()
+    hot = Headroom(throttle_reasons=["hw_thermal"])
+    cool = Headroom()
     engines = [EngineHealth(pool="single", report=report) for report in (hot, cool, None)]
     assert boost_off_engines(engines, before=2) == 2  # one has not reported yet
     assert boost_off_engines(engines[:2], before=7) == 1
@@ -70,7 +72,8 @@ def test_the_status_names_the_level_alone(make_plan: Callable[..., ServicePlan])
 def test_a_pool_that_sleeps_has_no_hot_engines_any_more(
     make_plan: Callable[..., ServicePlan],
 ) -> None:
-    now, hot = datetime(2026, 1, 2, tzinfo=UTC), {"pools": {"single": {"boostOff": 1}}}
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    hot = {"pools": {"single": {"boostOff": 1}}}
     asleep = make_plan(Observed(now=now, status=hot)).status["pools"]
     assert asleep["single"]["boostOff"] == 0
     unheard = {"single-0": EngineHealth(pool="single")}

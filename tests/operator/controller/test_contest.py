@@ -17,7 +17,8 @@ from ullage_operator.controller.contest import (
     turn_of,
 )
 
-OURS, THEIRS = "a/ullage", "b/ullage"
+OURS = "a/ullage"
+THEIRS = "b/ullage"
 LONG_S = 60
 
 
@@ -45,7 +46,8 @@ def test_what_nobody_serves_is_served_at_once() -> None:
 
 
 def test_an_operator_that_answers_is_left_its_service_and_asked_again() -> None:
-    ours, theirs = Played(OURS), Played(THEIRS)
+    ours = Played(OURS)
+    theirs = Played(THEIRS)
     status, _ = theirs.reconcile({"engines": "1/1"}, 0.0)
     status, serves = ours.reconcile(status, 1.0)
     assert not serves and status["operator"] == {"name": THEIRS, "challenger": OURS}
@@ -58,7 +60,8 @@ def test_an_operator_that_answers_is_left_its_service_and_asked_again() -> None:
 
 def test_who_does_not_answer_is_followed() -> None:
     """Such as a release that was uninstalled."""
-    ours, status = Played(OURS), {"operator": {"name": THEIRS}}
+    ours = Played(OURS)
+    status = {"operator": {"name": THEIRS}}
     status, _ = ours.reconcile(status, 0.0)
     assert ours.reconcile(status, ANSWER_S - 1) == (status, False)
     assert ours.reconcile(status, ANSWER_S + 1) == ({"operator": {"name": OURS}}, True)
@@ -72,7 +75,9 @@ def test_a_service_never_changes_hands_while_its_operator_lives(
     steps: list[tuple[int, float]],
 ) -> None:
     """Each looks whenever the status changes, so who serves answers at once."""
-    operators, status, now_s = [Played(OURS), Played(THEIRS)], {}, 0.0
+    operators = [Played(OURS), Played(THEIRS)]
+    status = {}
+    now_s = 0.0
     holders = set()
     for index, wait_s in steps:
         now_s += wait_s

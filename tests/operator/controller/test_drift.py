@@ -37,7 +37,9 @@ def test_defaults_and_status_are_no_drift():
 
 
 def test_a_changed_and_a_removed_field_and_an_added_argument_are_drift():
-    changed, removed, added = live(), live(), live()
+    changed = live()
+    removed = live()
+    added = live()
     changed["spec"]["replicas"] = 3
     del removed["metadata"]["labels"]["a"]
     added["spec"]["containers"][0]["args"].append("--more")

@@ -19,7 +19,8 @@ ANYTHING = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 def monitoring_kind(kind: str) -> dict[str, Any]:
     """The definition of one of the Prometheus operator's kinds, which takes any spec."""
-    singular, group = kind.lower(), "monitoring.coreos.com"
+    singular = kind.lower()
+    group = "monitoring.coreos.com"
     schema = ANYTHING | {"properties": {"spec": ANYTHING}}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",

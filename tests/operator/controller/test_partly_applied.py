@@ -284,7 +284,8 @@ def test_routers_wait_while_configurations_cannot_be_seen(stored) -> None:
     """Pods that were made before their configuration would read the old one for good."""
 
     async def scenario() -> None:
-        first, kept = stored(), Kept()
+        first = stored()
+        kept = Kept()
         cache = listed(first)
         cache.denied(CONFIG_MAPS, "list")
         async with reconciling(cast(Cluster, kept), cache) as made:
@@ -305,7 +306,8 @@ def test_routers_wait_while_configurations_cannot_be_seen(stored) -> None:
 
 def test_a_service_that_became_invalid_gives_its_place_in_the_rollouts_to_the_next(stored) -> None:
     async def scenario() -> list[str]:
-        first, woken = stored(), []
+        first = stored()
+        woken = []
         cache = listed(first)
         queue = RolloutQueue(1, lambda key: woken.append(key.name))
         async with reconciling(cast(Cluster, Kept()), cache, queue) as made:

@@ -206,7 +206,9 @@ def follow(make_plan: MakePlan, *steps: dict[str, Any]) -> ServicePlan:
 
     Controllers do at once what they are told; nobody asks routers.
     """
-    plan, spec, now = make_plan(image="one"), {"image": "one"}, NOW
+    plan = make_plan(image="one")
+    spec = {"image": "one"}
+    now = NOW
     for step in ({}, *steps):
         spec |= {name: value for name, value in step.items() if name != "after"}
         now += step.get("after", timedelta(minutes=1))

@@ -192,7 +192,8 @@ def test_an_image_that_is_taken_back_keeps_nobody_waiting(services: Services) ->
 def test_what_waits_for_people_keeps_nobody_waiting() -> None:
     woken: list[str] = []
     queue = RolloutQueue(1, lambda key: woken.append(key.name))
-    first, second = ServiceKey("models", "a"), ServiceKey("models", "b")
+    first = ServiceKey("models", "a")
+    second = ServiceKey("models", "b")
     assert queue.may_begin(first, lambda: ())
     rolling = RolloutProgress("one", NOW, RolloutStage.CANARY, "two")
     queue.on_planned(first, rolling)
@@ -221,7 +222,8 @@ def test_a_service_that_never_answers_its_turn_keeps_one_place_only() -> None:
     assert woken == ["d", "e"]
 
 
-OLD, NEW = "250m", "750m"
+OLD = "250m"
+NEW = "750m"
 
 
 @pytest.fixture

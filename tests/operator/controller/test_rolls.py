@@ -20,7 +20,8 @@ BASE: dict[str, Any] = {
 }
 NOBODY: set[str] = set()
 ROUTER = {"router"}
-SINGLE, LARGE = {"single"}, {"large"}
+SINGLE = {"single"}
+LARGE = {"large"}
 ENGINES = SINGLE | LARGE
 ALL = ROUTER | ENGINES
 KEYS = {"secretName": "keys"}

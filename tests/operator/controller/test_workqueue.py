@@ -34,7 +34,8 @@ def test_many_events_of_a_key_are_one_run():
 
 
 def test_a_change_during_a_run_leads_to_one_more():
-    runs, gate = [], asyncio.Event()
+    runs = []
+    gate = asyncio.Event()
 
     async def work(key):
         runs.append(key)
@@ -139,7 +140,8 @@ def test_what_was_dropped_runs_no_more_though_it_missed_its_cancellation():
 
 
 def test_not_more_than_a_few_keys_are_worked_on_at_once():
-    running, most = set(), []
+    running = set()
+    most = []
 
     async def work(key):
         running.add(key)

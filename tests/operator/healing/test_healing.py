@@ -124,7 +124,8 @@ def test_silence_of_the_only_engine_counts_when_the_routers_lost_it_too() -> Non
 
 
 def test_silence_of_one_pools_only_engine_counts_while_another_pool_works() -> None:
-    silent, well = replace(pod("c", silent_s=60), pool="large"), pod("a")
+    silent = replace(pod("c", silent_s=60), pool="large")
+    well = pod("a")
     both = decide_restarts(POLICY, [well, silent], (), NOW, frozenset({"large"}))
     assert [restart.pod.name for restart in both.restarts] == ["c"]
     assert deferred(decide_restarts(POLICY, [well, silent], (), NOW, frozenset())) == [
@@ -235,7 +236,8 @@ class Pool:
     """A StatefulSet that makes pods anew, whose pods fall ill."""
 
     def __init__(self, size: int, load_s: float) -> None:
-        self.load_s, self.uids = load_s, size
+        self.load_s = load_s
+        self.uids = size
         self.pods = [Simulated(f"p-{i}", i, 0.0) for i in range(size)]
         self.history: list[RestartEvent] = []
 
@@ -293,7 +295,8 @@ def test_three_hours_of_trouble_keep_the_budget_and_spare_the_well(
 
 @pytest.mark.parametrize("load_s", [0.0, 45.0, 400.0])
 def test_a_pod_that_is_stuck_at_every_start_is_tried_again_for_ever(load_s: float) -> None:
-    pool, restarts = Pool(1, load_s), 0
+    pool = Pool(1, load_s)
+    restarts = 0
     for step in range(1440):
         now = step * STEP_S
         [only] = pool.pods

@@ -63,7 +63,8 @@ class Engines:
 
     async def _add(self) -> str:
         ip = f"127.{random.randint(1, 254)}.{random.randint(0, 254)}.{random.randint(1, 254)}"
-        server, service = grpc.aio.server(), Headrooms()
+        server = grpc.aio.server()
+        service = Headrooms()
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(service, server)
         server.add_insecure_port(f"{ip}:{PROBE_PORT}")
         await server.start()
@@ -153,7 +154,8 @@ def events(world: "World") -> dict[str, str]:
 def test_the_engines_pressure_is_in_the_status(world, played, operator, engines) -> None:
     world.create(pools={"single": {"replicas": 2}})
     converged(world)
-    first, second = engines.add(), engines.add()
+    first = engines.add()
+    second = engines.add()
     make_pod(world, "s-single-0", first)
     make_pod(world, "s-single-1", second)
     heard = {"pressureLevel": 0, "restarts": 2}

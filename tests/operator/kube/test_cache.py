@@ -44,7 +44,8 @@ class Watched:
 
 def test_nothing_is_woken_before_all_has_been_listed():
     watched = Watched(listed=False)
-    cache, scopes = watched.cache, watched.scopes
+    cache = watched.cache
+    scopes = watched.scopes
     relist(cache, scopes[SERVICE], [made(SERVICE, "s")], 5)
     relist(cache, scopes[POD], [], 5)
     cache.denied(scopes[CONFIG_MAP], "list")
@@ -55,7 +56,8 @@ def test_nothing_is_woken_before_all_has_been_listed():
 
 def test_events_are_kept_by_service():
     watched = Watched()
-    cache, scopes = watched.cache, watched.scopes
+    cache = watched.cache
+    scopes = watched.scopes
     cache.changed(scopes[SERVICE], made(SERVICE, "s", 2))
     cache.changed(scopes[CONFIG_MAP], made(name="a", version=3))
     cache.changed(scopes[CONFIG_MAP], made(name="b", version=4, instance="t"))
@@ -130,7 +132,8 @@ def test_a_late_deletion_leaves_the_object_that_was_made_since():
 
 def test_what_is_denied_or_absent_is_told_until_it_is_listed():
     watched = Watched()
-    cache, scopes = watched.cache, watched.scopes
+    cache = watched.cache
+    scopes = watched.scopes
     cache.changed(scopes[SERVICE], made(SERVICE, "s", 2))
     watched.woken.clear()
     assert cache.denied(scopes[CONFIG_MAP], "watch") and not cache.denied(
@@ -198,7 +201,8 @@ STEPS = st.lists(
 def test_however_events_sweeps_and_writes_meet_the_cache_ends_as_the_server_is(steps):
     """A server whose events come late and, of different objects, in any order; so do answers."""
     watched = Watched()
-    scope, cache = watched.scopes[CONFIG_MAP], watched.cache
+    scope = watched.scopes[CONFIG_MAP]
+    cache = watched.cache
     server: dict[str, dict[str, Any]] = {}
     events: dict[str, list[tuple[Any, dict[str, Any]]]] = {name: [] for name in "abc"}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in "abc"}
@@ -240,7 +244,8 @@ def test_however_events_sweeps_and_writes_meet_the_cache_ends_as_the_server_is(s
 
 def test_nothing_is_seen_before_events_have_brought_what_a_sweep_names():
     watched = Watched(listed=False)
-    scope, cache = watched.scopes[CONFIG_MAP], watched.cache
+    scope = watched.scopes[CONFIG_MAP]
+    cache = watched.cache
     cache.changed(scope, made(name="a", version=3))
     cache.swept(scope, {("n", "a"): 3, ("n", "b"): 4, ("n", "c"): 5}, 6)
     assert not cache.sees(CONFIG_MAP, "n") and cache.is_behind(scope)
@@ -251,7 +256,8 @@ def test_nothing_is_seen_before_events_have_brought_what_a_sweep_names():
 
 def test_what_cannot_be_listed_is_told_but_what_was_seen_stays():
     watched = Watched()
-    cache, scopes = watched.cache, watched.scopes
+    cache = watched.cache
+    scopes = watched.scopes
     assert not cache.failing(scopes[CONFIG_MAP], "500") and cache.sees(CONFIG_MAP, "n")
     cache.absent(scopes[MONITOR])
     assert cache.failing(scopes[MONITOR], "500") and not cache.sees(MONITOR, "n")

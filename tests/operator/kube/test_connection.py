@@ -127,7 +127,8 @@ print(json.dumps({"apiVersion": "client.authentication.k8s.io/v1", "kind": "Exec
 
 
 def test_an_exec_plugin_gives_the_token(tmp_path, monkeypatch):
-    plugin, count = tmp_path / "plugin.py", tmp_path / "count"
+    plugin = tmp_path / "plugin.py"
+    count = tmp_path / "count"
     plugin.write_text(PLUGIN)
     count.write_text("")
     with running() as api:

@@ -50,7 +50,8 @@ class Watching:
 
     def __init__(self, scopes, times):
         self.woken = []
-        connection, self.stop = Connection(), asyncio.Event()
+        connection = Connection()
+        self.stop = asyncio.Event()
         self.cluster = Cluster(connection=connection)
         self.cache = Cache(scopes, self.woken.append)
         self.registry = CollectorRegistry()

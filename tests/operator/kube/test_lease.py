@@ -79,7 +79,8 @@ class Server:
     """One Lease with optimistic concurrency."""
 
     def __init__(self):
-        self.lease, self.version = None, 0
+        self.lease = None
+        self.version = 0
 
     def write(self, wanted):
         asked = wanted["metadata"].get("resourceVersion")
@@ -106,7 +107,9 @@ STEPS = st.lists(
 @settings(deadline=None)
 @given(STEPS, st.tuples(*[st.floats(0.85, 1.15)] * 3), st.tuples(*[st.floats(-1e6, 1e6)] * 3))
 def test_no_two_lead_at_once_with_any_clocks_delays_and_failures(steps, rates, offsets):
-    server, true_s, count = Server(), 0.0, 0
+    server = Server()
+    true_s = 0.0
+    count = 0
     everyone = [Candidacy(f"o{number}") for number in range(3)]
 
     def clock(who):
@@ -122,7 +125,8 @@ def test_no_two_lead_at_once_with_any_clocks_delays_and_failures(steps, rates, o
             everyone[who] = mine.resigned()
             server.write(release(server.lease, WHERE, NOW))
         elif what != "unreachable":
-            begun_s, read = clock(who), server.lease
+            begun_s = clock(who)
+            read = server.lease
             mine = mine.saw(read, begun_s)
             if mine.may_take(begun_s):
                 fresh = replace(mine, times=Times())

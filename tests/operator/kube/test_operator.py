@@ -42,7 +42,9 @@ def api(tmp_path, monkeypatch):
     ("host", "asked"), [(None, "127.0.0.1"), (None, "[::1]"), ("::1", "[::1]")]
 )
 def test_health_fails_once_a_watch_has_died_and_readiness_waits_for_the_cache(api, host, asked):
-    watching, probes, metrics = Watching(), free_port(), free_port()
+    watching = Watching()
+    probes = free_port()
+    metrics = free_port()
 
     async def status(client, port, path):
         for _ in range(200):

@@ -47,7 +47,8 @@ def test_claims_take_the_place_of_limits(make_plan: MakePlan) -> None:
 def test_every_pod_of_a_group_claims_devices_of_its_own(make_plan: MakePlan) -> None:
     wide = CLAIMED | {"gpus": 4, "nodes": 2, "parallelism": {"tensor": 2, "pipeline": 2}}
     made = stateful_sets(make_plan(engine="VLLM", pools={"large": wide, "single": {}}))
-    leader, follower = pod_of(made["demo-large"]), pod_of(made["demo-large-group"])
+    leader = pod_of(made["demo-large"])
+    follower = pod_of(made["demo-large-group"])
     assert leader["resourceClaims"] == follower["resourceClaims"] != []
     for pod in (leader, follower):
         assert [each["name"] for each in pod["containers"][0]["resources"]["claims"]] == [

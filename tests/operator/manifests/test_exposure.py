@@ -65,7 +65,8 @@ def test_the_service_is_as_it_is_asked_for(make_plan: MakePlan) -> None:
         "externalTrafficPolicy": "Local",
     }
     [service] = found(make_plan(router={"service": given}), "Service")
-    meta, spec = service["metadata"], service["spec"]
+    meta = service["metadata"]
+    spec = service["spec"]
     assert meta["annotations"] == given["annotations"]
     assert meta["labels"]["team"] == "search"
     assert meta["labels"]["app.kubernetes.io/component"] == "router"

@@ -47,7 +47,8 @@ def test_only_a_claim_that_asks_for_it_has_a_job(make_plan: MakePlan) -> None:
 
 def test_the_job_fetches_the_model_into_the_claim_and_ends(make_plan: MakePlan) -> None:
     made = job(make_plan(model=MODEL, pools={"single": WARM}))
-    pod, container = made["spec"]["template"]["spec"], container_of(made)
+    pod = made["spec"]["template"]["spec"]
+    container = container_of(made)
     assert container["command"] == ["ullage-engine"]
     assert container["args"][:3] == ["fetch", "--source", "hf://org/m-8B@v1"]
     claim = {"name": "cache", "persistentVolumeClaim": {"claimName": "weights"}}

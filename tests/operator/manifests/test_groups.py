@@ -34,7 +34,8 @@ SPEC: dict[str, Any] = {
     "pools": {"large": WIDE},
     "tls": {"engines": {"secretName": "tls"}},
 }
-GROUP, LEADERS = "demo-large-group", "demo-large"
+GROUP = "demo-large-group"
+LEADERS = "demo-large"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -151,7 +152,8 @@ def test_a_scheduler_that_places_groups_finds_all_their_pods(make_plan: MakePlan
 
 def test_followers_run_the_worker_that_follows(make_plan: MakePlan) -> None:
     made = make_plan(**SPEC)
-    follower, leader = container(made, GROUP), container(made, LEADERS)
+    follower = container(made, GROUP)
+    leader = container(made, LEADERS)
     assert follower["command"] == ["python", "-m", "ullage_engine.vllm_worker"]
     assert follower["args"] == [
         "--follow",
@@ -235,7 +237,8 @@ def revision(plan: ServicePlan, name: str) -> str:
 def test_leaders_and_followers_are_renewed_together(
     make_plan: MakePlan, pool: dict[str, Any]
 ) -> None:
-    before, after = make_plan(**SPEC), make_plan(**SPEC | {"pools": {"large": WIDE | pool}})
+    before = make_plan(**SPEC)
+    after = make_plan(**SPEC | {"pools": {"large": WIDE | pool}})
     assert revision(before, LEADERS) == revision(before, GROUP)
     assert revision(after, LEADERS) == revision(after, GROUP) != revision(before, GROUP)
     scaled = make_plan(**SPEC | {"pools": {"large": WIDE | {"replicas": 5}}})
@@ -286,13 +289,15 @@ def test_a_pod_that_only_has_a_followers_labels_is_left_alone(
     made = make_plan(**SPEC)
     copy = pod_of(made, GROUP, 0, old=True)
     copy["metadata"]["name"] = name
-    follower, leader = pod_of(made, GROUP, 0, old=True), pod_of(made, LEADERS, 0)
+    follower = pod_of(made, GROUP, 0, old=True)
+    leader = pod_of(made, LEADERS, 0)
     assert deleted(make_plan, [leader, follower, copy]) == [f"{GROUP}-0"]
 
 
 def test_what_ends_already_is_not_deleted_again(make_plan: MakePlan) -> None:
     made = make_plan(**SPEC)
-    follower, leader = pod_of(made, GROUP, 0, old=True), pod_of(made, LEADERS, 0)
+    follower = pod_of(made, GROUP, 0, old=True)
+    leader = pod_of(made, LEADERS, 0)
     assert deleted(make_plan, [leader, follower]) == [f"{GROUP}-0"]
     follower["metadata"]["deletionTimestamp"] = "2026-01-02T03:04:00Z"
     assert deleted(make_plan, [leader, follower]) == []

@@ -115,7 +115,8 @@ def test_engines_read_what_caches_and_sessions_may_take(make_plan: MakePlan) -> 
         memory={"sessionKVLimit": "64Mi", "sessionIdle": "1m30s", "hostKV": "1Gi"},
         pools={"large": {"memory": {"prefixCache": False, "hostKV": 0, "adapterPercent": 50}}},
     )
-    single, large = engine_config(plan).memory, engine_config(plan, "large").memory
+    single = engine_config(plan).memory
+    large = engine_config(plan, "large").memory
     assert (single.session_kv_limit, single.session_idle) == (64 << 20, 90.0)
     assert (single.prefix_cache, single.host_kv) == (True, 1 << 30)
     assert (large.prefix_cache, large.host_kv, large.session_idle) == (False, 0, 90.0)
@@ -201,7 +202,8 @@ def test_routers_read_their_configuration(make_plan: MakePlan) -> None:
     ("kind", "name"), [("StatefulSet", "demo-single"), ("Deployment", "demo-router")]
 )
 def test_pods_have_no_privileges(make_plan: MakePlan, kind: str, name: str) -> None:
-    pod, made = pod_spec(make_plan(), kind, name), container(make_plan(), kind, name)
+    pod = pod_spec(make_plan(), kind, name)
+    made = container(make_plan(), kind, name)
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["automountServiceAccountToken"] is False
@@ -217,7 +219,8 @@ def test_pods_have_no_privileges(make_plan: MakePlan, kind: str, name: str) -> N
     [("StatefulSet", "demo-single", 45), ("Deployment", "demo-router", 15)],
 )
 def test_pods_end_gently(make_plan: MakePlan, kind: str, name: str, waits: int) -> None:
-    pod, made = pod_spec(make_plan(), kind, name), container(make_plan(), kind, name)
+    pod = pod_spec(make_plan(), kind, name)
+    made = container(make_plan(), kind, name)
     # The Cluster Autoscaler kills what takes longer.
     assert pod["terminationGracePeriodSeconds"] == waits + 540 + 15 <= 600
     patient = pod_spec(make_plan(limits={"totalTimeout": "9m0.5s"}), kind, name)
@@ -286,8 +289,10 @@ def test_a_changed_configuration_rolls_the_pods(make_plan: MakePlan) -> None:
         annotations = find(plan, kind, name)["spec"]["template"]["metadata"]["annotations"]
         return str(annotations["serving.ullage.dev/config-hash"])
 
-    before, after = make_plan(), make_plan(batching={"maxSequences": 8})
-    engine, router = ("StatefulSet", "demo-single"), ("Deployment", "demo-router")
+    before = make_plan()
+    after = make_plan(batching={"maxSequences": 8})
+    engine = ("StatefulSet", "demo-single")
+    router = ("Deployment", "demo-router")
     assert digest(before, *engine) != digest(after, *engine)
     assert digest(before, *router) == digest(after, *router)
 

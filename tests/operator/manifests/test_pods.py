@@ -92,7 +92,8 @@ def test_a_pod_template_lies_under_what_the_operator_sets(
     made = templates(make_plan(**WHOLE))[component]
     assert made["metadata"]["labels"] == plain["metadata"]["labels"] | META["labels"]
     assert made["metadata"]["annotations"].items() >= META["annotations"].items()
-    pod, own = made["spec"], plain["spec"]
+    pod = made["spec"]
+    own = plain["spec"]
     for field in ("nodeSelector", "tolerations", "affinity", "priorityClassName", "hostAliases"):
         assert pod[field] == POD[field]
     assert pod["securityContext"] == own["securityContext"] | {"supplementalGroups": [7]}

@@ -349,7 +349,8 @@ async def test_engines_show_one_another_the_certificates_that_they_serve_with(
     own = make_authority().issue(tmp_path / "back", remote.server_name)
     certificates = Certificates(own, own)
     await certificates.start()
-    server, health = new_server(), Health()
+    server = new_server()
+    health = Health()
     try:
         await health.attach(server, ())
         port = bind(server, "127.0.0.1:0", certificates.server_credentials())

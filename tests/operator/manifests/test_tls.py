@@ -58,7 +58,8 @@ def test_configurations_name_what_pods_mount(make_plan: MakePlan) -> None:
     plan = make_plan(tls=FULL, tenants={"secretName": "keys"})
     for item in plan.apply:
         kubernetes_validate.validate(item, "1.35", strict=True)
-    tls, mounted = router_config(plan).tls, secrets(plan, "Deployment", "demo-router")
+    tls = router_config(plan).tls
+    mounted = secrets(plan, "Deployment", "demo-router")
     assert tls.router and tls.engines
     assert mounted[tls.router.dir] == "front"
     assert mounted[str(tls.router.client_ca_dir)] == "clients"

@@ -26,10 +26,19 @@ class Cluster:
     """Applies plans and plays the workload controllers; the operator remembers nothing."""
 
     def __init__(self, manifest, **spec):
-        self._make, self.spec = manifest, spec
-        self.now, self.objects, self.status = NOW, {}, {}
-        self.canary, self.annotation, self.unready, self.unseen = GOOD, "", "", ""
-        self.stages, self.pods, self.applied, self.is_rollout_readable = [], [], [], True
+        self._make = manifest
+        self.spec = spec
+        self.now = NOW
+        self.objects = {}
+        self.status = {}
+        self.canary = GOOD
+        self.annotation = ""
+        self.unready = ""
+        self.unseen = ""
+        self.stages = []
+        self.pods = []
+        self.applied = []
+        self.is_rollout_readable = True
 
     def edit(self, **spec):
         self.spec |= spec
@@ -339,7 +348,8 @@ def test_a_canary_of_another_revision_is_not_ready_for_this_one(cluster):
     cluster.edit(image="three")
     cluster.step()
     assert cluster.status["rollout"]["stage"] == "Starting"
-    cluster.unseen, cluster.pods = "", []
+    cluster.unseen = ""
+    cluster.pods = []
     cluster.step()
     cluster.step()
     assert cluster.stages[-1] == "Canary 20% (1/2)"
@@ -364,7 +374,9 @@ class Traffic(Cluster):
     """
 
     def __init__(self, manifest, per_s, **spec):
-        self.per_s, self.is_broken, self.taken_up = per_s, False, {}
+        self.per_s = per_s
+        self.is_broken = False
+        self.taken_up = {}
         super().__init__(manifest, **spec)
 
     def canary_samples(self):

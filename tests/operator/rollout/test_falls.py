@@ -56,19 +56,20 @@ class Attempt:
 
 class FakeEngine:
     def __init__(self, uid: str, pool: str, workers_lost: int = 0, restarts: int = 0) -> None:
-        self.uid, self.pool = uid, pool
-        self.epoch, self.workers_lost, self.restarts = (
-            hash(uid) & 0xFFFF or 1,
-            workers_lost,
-            restarts,
-        )
+        self.uid = uid
+        self.pool = pool
+        self.epoch = hash(uid) & 0xFFFF or 1
+        self.workers_lost = workers_lost
+        self.restarts = restarts
         self.revision = ""
 
     def fall(self, kind: str) -> None:
         if kind == "worker":
             self.workers_lost += 1
         else:
-            self.epoch, self.workers_lost, self.restarts = self.epoch + 1, 0, self.restarts + 1
+            self.epoch = self.epoch + 1
+            self.workers_lost = 0
+            self.restarts = self.restarts + 1
 
     def pod(self) -> dict[str, Any]:
         statuses = [{"name": "engine", "restartCount": self.restarts, "started": True}]
@@ -97,7 +98,8 @@ class FakeRouter:
 
     def read(self, text: str) -> None:
         self.file = yaml.safe_load(text)
-        canary, before = self.file.get("canary", {}), self.outcomes.trial
+        canary = self.file.get("canary", {})
+        before = self.outcomes.trial
         trial = f"{canary['revision']}/{canary['step']}" if canary.get("weight") else ""
         self.outcomes.follow(trial, canary.get("revision", ""))
         self.answers = self.answers if self.outcomes.trial == before else 0
@@ -126,7 +128,8 @@ class FakeRouter:
 
 class World:
     def __init__(self, manifest: Any, phase: int, old_falls: int) -> None:
-        self._manifest, self._phase = manifest, phase
+        self._manifest = manifest
+        self._phase = phase
         self._edit("image-0")
         self.objects: dict[Any, Any] = {}
         self.status: dict[str, Any] = {}
@@ -269,7 +272,8 @@ lives = st.lists(st.sampled_from(["worker", "container", "report", "kubelet"]), 
 
 @given(lives)
 def test_each_fall_counts_once_in_whatever_order_both_counts_arrive(life):
-    engine, seen = FakeEngine("a", "single-next"), REPORT
+    engine = FakeEngine("a", "single-next")
+    seen = REPORT
     falls: dict[str, FallCount] = {}
     expected = 0
     for event in [*life, "report", "kubelet"]:

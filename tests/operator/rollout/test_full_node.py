@@ -82,7 +82,9 @@ class Node:
     def __init__(
         self, manifest: Any, gpus: int, services: dict[str, dict[str, Any]], size: int | None = None
     ) -> None:
-        self._manifest, self._gpus, self.spec = manifest, gpus, services
+        self._manifest = manifest
+        self._gpus = gpus
+        self.spec = services
         self.settings = Settings(cuda_engine_image="one", router_image="router-one")
         self.now = NOW
         self.objects: dict[str, dict[Any, Any]] = {name: {} for name in services}
@@ -150,7 +152,8 @@ class Node:
         return self._parsed[name][1]
 
     def _reconcile(self, name: str) -> None:
-        key, objects = ServiceKey("models", name), self.objects[name]
+        key = ServiceKey("models", name)
+        objects = self.objects[name]
         observed = Observed(
             now=self.now,
             objects=objects,
@@ -247,7 +250,8 @@ class Node:
     def _roll_router(self, item: dict[str, Any]) -> None:
         """Plays the controller: routers of another template are all there after one step."""
         image = item["spec"]["template"]["spec"]["containers"][0]["image"]
-        count, status = item["spec"]["replicas"], item.setdefault("status", {})
+        count = item["spec"]["replicas"]
+        status = item.setdefault("status", {})
         updated = count if status.get("image") == image else 0
         item["status"] = {
             "observedGeneration": item["metadata"]["generation"],
@@ -380,7 +384,8 @@ def test_large_pools_roll_a_quarter_at_a_time(manifest):
     node.until(lambda: node.is_upgraded("two"), 15)
     assert node.least_ready == {"s": 15}
     node.spec["s"]["rollout"] = {"strategy": "Rolling", "maxUnavailable": 2}
-    node.settings, node.least_ready = Settings(cuda_engine_image="three"), {"s": 20}
+    node.settings = Settings(cuda_engine_image="three")
+    node.least_ready = {"s": 20}
     node.until(lambda: node.is_upgraded("three"), 40)
     assert node.least_ready == {"s": 18}
 

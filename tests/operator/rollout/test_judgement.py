@@ -117,7 +117,8 @@ def test_binomial_tail_and_interval():
 
 
 def test_routers_are_added_and_share_the_restarts_they_see():
-    one, two = side(3, 1, [0.1], restarts=2), side(4, 0, [0.1, 5.0], restarts=2, declined=1)
+    one = side(3, 1, [0.1], restarts=2)
+    two = side(4, 0, [0.1, 5.0], restarts=2, declined=1)
     total = sum_variants([one, two])
     assert (total.succeeded, total.failed, total.declined, total.restarts) == (7, 1, 1, 2)
     assert sum(total.ttft.values()) == 3

@@ -95,7 +95,8 @@ def test_an_empty_value_that_pods_lack_is_recalled(manifest):
         pool = {"podTemplate": {"spec": {"containers": [engine]}}}
         return release_of(parse(manifest(pools={"single": pool})), Settings())
 
-    stable, edited = release_with(""), release_with("1")
+    stable = release_with("")
+    edited = release_with("1")
     text = dump(initial(stable, NOW))
     live = {"spec": {"template": {"spec": {"containers": [{"env": [{"name": "B"}]}]}}}}
     assert load(text, edited, [live]).release == stable
@@ -110,7 +111,8 @@ def test_arguments_of_vllm_that_look_like_variables_are_recalled(manifest, key):
 
     items = [{"name": "yarn", "value": 2}, {"valueHash": "none"}]
     stable = release_with(hf_overrides={key: items})
-    text, edited = dump(initial(stable, NOW)), release_with()
+    text = dump(initial(stable, NOW))
+    edited = release_with()
     assert load(text, edited).release == stable
 
 
@@ -139,8 +141,10 @@ def test_what_was_sealed_outside_of_environments_is_recalled(manifest):
         pools = {"single": {"podTemplate": template}}
         return release_of(parse(manifest(pools=pools, **spec)), Settings())
 
-    stable, edited = release_with(), release_with(image="two")
-    other, failed = revision_of(stable), revision_of(edited)
+    stable = release_with()
+    edited = release_with(image="two")
+    other = revision_of(stable)
+    failed = revision_of(edited)
     progress = RolloutProgress(other, NOW, stage=RolloutStage.ROLLED_BACK, failed=failed)
     document = json.loads(dump(RolloutState(progress, stable, edited)))
     for release in (document["release"], document["tried"]):

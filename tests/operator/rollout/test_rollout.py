@@ -316,11 +316,13 @@ def test_what_nobody_judged_never_becomes_stable_while_it_is_tried(history, roll
     policy = msgspec.structs.replace(
         POLICY, auto_rollback=rolls, paused=paused, strategy="auto" if tries else "rolling"
     )
-    state, now = initial_progress("old", T0), T0
+    state = initial_progress("old", T0)
+    now = T0
     for seen, minutes in history:
         now += minutes * MINUTE
         seen = replace(seen, now=now)
-        before, state = state, advance(state, seen, policy)
+        before = state
+        state = advance(state, seen, policy)
         assert not state.replaces or state.stage in (*TRYING, RolloutStage.PROMOTING)
         if state.stable == before.stable:
             continue
@@ -349,7 +351,8 @@ def test_what_nobody_judged_never_becomes_stable_while_it_is_tried(history, roll
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_whatever_happened_it_ends(history, analysis, becomes_ready):
-    state, now = initial_progress("old", T0), T0
+    state = initial_progress("old", T0)
+    now = T0
     for target, seen, ready, serving, settled, command in history:
         now += MINUTE
         state = advance(state, facts(now, target, seen, is_canary_ready=ready,

@@ -70,8 +70,10 @@ class Fleet:
     """A service whose routers and engines are replaced one by one."""
 
     def __init__(self, **spec: Any) -> None:
-        self.spec, self.generation = spec, 1
-        self.now, self.annotation = NOW, ""
+        self.spec = spec
+        self.generation = 1
+        self.now = NOW
+        self.annotation = ""
         self.objects: dict[Any, Any] = {}
         self.status: dict[str, Any] = {}
         self.engines: list[Engine] = []
@@ -169,7 +171,8 @@ class Fleet:
         self._play_deployment(self.objects["Deployment", "demo-router"])
 
     def _play_stateful_set(self, name: str, item: dict[str, Any]) -> None:
-        template, count = item["spec"]["template"], item["spec"]["replicas"]
+        template = item["spec"]["template"]
+        count = item["spec"]["replicas"]
         own = {e.name: e for e in self.engines if e.name.rpartition("-")[0] == name}
         outdated = [each for each in own.values() if each.template != template]
         if outdated and all(each.is_ready for each in own.values()):
@@ -189,7 +192,8 @@ class Fleet:
     def _play_deployment(self, item: dict[str, Any]) -> None:
         """A new router is there before an old one ends, which takes a step more."""
         self.routers = [router for router in self.routers if not router.is_ending]
-        template, count = item["spec"]["template"], item["spec"]["replicas"]
+        template = item["spec"]["template"]
+        count = item["spec"]["replicas"]
         updated = [each for each in self.routers if each.template == template]
         outdated = [each for each in self.routers if each.template != template]
         if outdated and len(updated) > count - len(outdated) and updated[-1].age > 0:

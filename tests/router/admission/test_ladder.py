@@ -96,7 +96,8 @@ def said(decision: NextStep) -> str:
 
 
 # 20 blocks at home hold 320 tokens: 256 and the 64 expected, or 304 and the fewest 16.
-HOME, FULL = engine("single", 20), QueueState.FULL
+HOME = engine("single", 20)
+FULL = QueueState.FULL
 ELSEWHERE = [HOME, engine("large", 90), engine("spot", 90)]
 TRANSITIONS = {
     "accept": (facts(256, droppable=True), [HOME], "accept FITS single 64"),

@@ -81,7 +81,8 @@ def test_samples_are_priced_and_passed_on(start_service: "StartService") -> None
     async def scenario() -> None:
         async with start_service() as service:
             request = inference_pb2.GenerateRequest(text="x" * 30)
-            request.samples.n, request.samples.best_of = 2, 4
+            request.samples.n = 2
+            request.samples.best_of = 4
             events = [event async for event in service.grpc.Generate(request)]
             assert events[0].accepted.predicted_bytes == (1 + 4 * 3 + 1) * BLOCK
             assert service.engine.requests[0].samples == request.samples

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 POLICY = RoutingPolicy(("single",), 100_000, 1 << 40, DEFAULT_LADDER)
 PROFILE = MemoryProfile(16, (CacheGroup(1000),))
 BLOCK = PROFILE.block_bytes
-PROMPT, OUTPUT = 160, 160
+PROMPT = 160
+OUTPUT = 160
 SIZE = 20 * BLOCK
 """Of each request's KV."""
 
@@ -87,7 +88,8 @@ class Simulation:
             act()
 
     def arrive(self, client: Client) -> None:
-        client.arrived, client.state = self.now, QueueState.OPEN
+        client.arrived = self.now
+        client.state = QueueState.OPEN
         self._step(client)
 
     def _view(self) -> EngineView:

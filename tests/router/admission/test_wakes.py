@@ -222,7 +222,8 @@ async def test_an_adapter_that_came_or_went_while_its_pool_sleeps(asleep, tmp_pa
         await made.start("single")
         await made.until_awake("single")
         await made.engines["single"].stop()
-        engines, wake = made.router.service.engines, made.router.service.scale_to_zero
+        engines = made.router.service.engines
+        wake = made.router.service.scale_to_zero
         await made.until(lambda: wake.is_scaled_to_zero("single"))
         declare(file, "python")
         await made.until(lambda: engines.adapters == {"python"})
@@ -242,7 +243,8 @@ async def test_only_engines_say_their_adapters_where_the_file_does_not(asleep, t
     file = tmp_path / "rollout.yaml"
     file.write_text('{"revision": "one"}')
     async with asleep(rollout_file=str(file)) as made:
-        engine, service = made.engines["single"], made.router.service
+        engine = made.engines["single"]
+        service = made.router.service
         engine.adapters = ("sql",)
         await made.start("single")
         await made.until_awake("single")

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 WORDS = ("small", " says", " so", " now")
 TOKENS = {"confidence": {"tokens": 2, "threshold_percent": 60}}
-SURE, UNSURE = -0.1, -3.0
+SURE = -0.1
+UNSURE = -3.0
 BUSY = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "full", retry_after_s=1)
 NO_WAITING = {"ladder": ["reject"]}
 Outcomes = list[tuple[str, str]]
@@ -94,7 +95,8 @@ def test_a_step_over_tls_with_the_key_of_the_service(
         authority = make_authority()
         shown = authority.issue(tmp_path / "small", "small.test")
         own = authority.issue(tmp_path / "big", "big.test")
-        keys, secret = tmp_path / "keys", tmp_path / "secret"
+        keys = tmp_path / "keys"
+        secret = tmp_path / "secret"
         keys.mkdir()
         secret.mkdir()
         (keys / "big").write_text(entry("sk-big-0123456789"))

@@ -13,7 +13,8 @@ from ullage_router.cascade import Cascade
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.telemetry.record import RequestRecord
 
-SURE, UNSURE = -0.1, -9.0
+SURE = -0.1
+UNSURE = -9.0
 
 
 class Told:
@@ -22,7 +23,9 @@ class Told:
     def __init__(self, closed: list[str], name: str, logprob: float) -> None:
         self.accepted = inference_pb2.Accepted(model=name)
         self.output_tokens = 0
-        self._closed, self._name, self._logprob = closed, name, logprob
+        self._closed = closed
+        self._name = name
+        self._logprob = logprob
 
     async def events(self) -> AsyncGenerator[Event, None]:
         entry = inference_pb2.TokenLogprob(logprob=self._logprob)

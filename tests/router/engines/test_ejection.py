@@ -93,7 +93,8 @@ def test_an_engine_that_stalls_in_its_answers_is_left_alone(
     start_service: "StartService", ended_by: str
 ) -> None:
     async def scenario() -> None:
-        routing, limits = placement(breaker={"failures": 2}), {"request_timeout": 1.0}
+        routing = placement(breaker={"failures": 2})
+        limits = {"request_timeout": 1.0}
         async with start_service(routing=routing, limits=limits) as service:
             if ended_by == "router":
                 service.engine.script.pause = asyncio.Event()

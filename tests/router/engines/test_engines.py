@@ -174,7 +174,8 @@ def test_new_certificates_reach_an_engine_whose_stream_had_broken(
 ) -> None:
     async def scenario() -> None:
         async with start_service() as service:
-            engine, port = service.engine, int(service.engine.address.rpartition(":")[2])
+            engine = service.engine
+            port = int(service.engine.address.rpartition(":")[2])
             await engine.stop()
             await service.until(lambda: service.engine_state("single-0") != "ready")
             service.router.service.engines.reconnect(5.0)
@@ -197,7 +198,8 @@ def test_tokenizers_of_models_that_went_are_dropped(start_service: "StartService
                 other.chat_template = template
                 return await known.load(other)
 
-            first, second = await load("first"), await load("second")
+            first = await load("first")
+            second = await load("second")
             assert await load("first") is first  # one may come back
             for i in range(engines.MAX_IDLE_MODELS):
                 await load(f"{i}")

@@ -58,7 +58,8 @@ class Engine(rpc.InferenceServiceServicer):
 
 @contextlib.asynccontextmanager
 async def served() -> AsyncIterator[tuple[Engine, rpc.InferenceServiceStub]]:
-    engine, server = Engine(), new_server()
+    engine = Engine()
+    server = new_server()
     rpc.add_InferenceServiceServicer_to_server(engine, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -261,7 +262,8 @@ async def raw(stub: rpc.InferenceServiceStub, *calls: pb.MultiplexCall) -> list[
 def test_what_a_stream_refuses() -> None:
     async def scenario() -> None:
         async with served() as (_, stub):
-            good, huge = ask("a", 1), ask("b", 1, "x" * MAX_REQUEST_BYTES)
+            good = ask("a", 1)
+            huge = ask("b", 1, "x" * MAX_REQUEST_BYTES)
             calls = [
                 pb.MultiplexCall(tag=1, request=good, window=9),
                 pb.MultiplexCall(tag=1, request=good, window=9),
@@ -407,7 +409,8 @@ def test_only_silence_and_the_whole_time_end_a_call() -> None:
     """30 s may pass without a token and 600 s in all."""
 
     async def scenario() -> None:
-        stream, loop = NoStream(), jumping_clock.clock()
+        stream = NoStream()
+        loop = jumping_clock.clock()
         flow = FlowControl(coalesce_tokens=1, stall_s=30.0)
         call = StreamCall(stream, 1, 600.0, flow, 64)  # type: ignore[arg-type]
         for number in range(10):  # nearly 30 s before each token

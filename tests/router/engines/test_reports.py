@@ -42,7 +42,8 @@ def test_a_canary_that_fell_before_a_router_heard_of_it_fell() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1))
 def test_within_a_stream_only_what_is_newer_counts(sequences: list[int]) -> None:
-    order, taken = ReportSequence(), list[int]()
+    order = ReportSequence()
+    taken = list[int]()
     order.on_connect()
     for sequence in sequences:
         if order.take(1, sequence) != "old":

@@ -250,7 +250,8 @@ def test_small_ones_pass_one_that_waits_for_an_adapter(start_service: StartServi
         async with start_service(single=(100, 100), routing=routing) as service:
             await learn(service, ("sql",), ())
             having, lacking = service.engines
-            queue, engines = service.router.service.queue, service.router.service.engines.all()
+            queue = service.router.service.queue
+            engines = service.router.service.engines.all()
             block = having.headroom.kv_pool_bytes // 100
             releases = [headroom_pb2.Release(after_ms=3000, bytes=90 * block)]
             busy = {"releases": releases, "decode_tokens_per_second": 100.0}

@@ -157,7 +157,8 @@ async def test_events_tell_of_engines_answers_and_refusals(start_service: "Start
 async def test_protected_stats_protect_the_events_too(
     start_service: "StartService", tmp_path: Path
 ) -> None:
-    key, keys = new_key(), tmp_path / "keys"
+    key = new_key()
+    keys = tmp_path / "keys"
     keys.mkdir()
     (keys / "alice").write_text(entry(key))
     tenants = {"keys_dir": str(keys), "protect_stats": True, "anonymous": "allow"}

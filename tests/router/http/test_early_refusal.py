@@ -56,8 +56,10 @@ def test_refused_at_the_head(
     start_service: "StartService", tenants: dict[str, Any], run: Callable[[Any], None]
 ) -> None:
     """None of these waits for a body of 8 MiB, or takes room for it."""
-    large, chat = f"Content-Length: {LARGEST}", "POST /v1/chat/completions"
-    key, rogue = f"Authorization: Bearer {KEY}", "Authorization: Bearer sk-rogue-0123456789abcdef"
+    large = f"Content-Length: {LARGEST}"
+    chat = "POST /v1/chat/completions"
+    key = f"Authorization: Bearer {KEY}"
+    rogue = "Authorization: Bearer sk-rogue-0123456789abcdef"
     cases = {
         404: [("POST /nowhere", large, key), ("POST /v1/nowhere", large), ("PUT /", large)],
         401: [(chat, large), (chat, large, rogue), (chat, "Transfer-Encoding: chunked", rogue)],
@@ -183,7 +185,8 @@ def connect(port: int) -> socket.socket:
 
 def flood(client: socket.socket, data: bytes) -> None:
     client.setblocking(False)
-    until, many = time.monotonic() + FLOOD_S, data * (os.cpu_count() or 1) * 1000
+    until = time.monotonic() + FLOOD_S
+    many = data * (os.cpu_count() or 1) * 1000
     sent = 0
     while time.monotonic() < until:
         try:

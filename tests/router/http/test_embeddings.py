@@ -28,7 +28,8 @@ BUSY = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "full", r
 async def learn(service: Any, has_kv: bool = False) -> None:
     """Makes all engines' model one for embeddings, as after a restart."""
     for engine in service.engines:
-        engine.task, engine.has_kv = pb.TASK_EMBED, has_kv
+        engine.task = pb.TASK_EMBED
+        engine.has_kv = has_kv
         engine.push(epoch=engine.headroom.epoch + 1, **({} if has_kv else NO_KV))
     known = service.router.service.engines
     await service.until(
@@ -354,7 +355,8 @@ async def chunks_of(service: Any, body: Any) -> list[bytes]:
 def test_many_long_vectors_are_encoded_piece_by_piece(
     start_service: StartService, form: str
 ) -> None:
-    inputs, dims = [[n] for n in range(1, 65)], 4096
+    inputs = [[n] for n in range(1, 65)]
+    dims = 4096
 
     async def scenario() -> None:
         async with start_service() as service:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 << 20
 """Memory that bodies may take for a moment, with themselves."""
-CHAT, COMPLETIONS, EMBEDDINGS = "chat/completions", "completions", "embeddings"
+CHAT = "chat/completions"
+COMPLETIONS = "completions"
+EMBEDDINGS = "embeddings"
 
 
 def listed(element: bytes, size: int = 8_000_000) -> bytes:

@@ -84,7 +84,8 @@ class Client:
     """A raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -260,7 +261,8 @@ def test_no_message_holds_up_others(data: bytes) -> None:
     async def scenario() -> None:
         async with serving(Limits()) as (_, echo, connect), watched_loop() as watch:
             sending = asyncio.create_task(asyncio.to_thread(send_all, echo.port, data))
-            other, num_answers = await connect(), 0
+            other = await connect()
+            num_answers = 0
             while not sending.done() or num_answers < 3:
                 await other.send(b"GET /other HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert (await other.answer())[1] == b"GET /other "
@@ -429,7 +431,9 @@ def test_many_offers_to_upgrade_hold_up_nobody(run: Run) -> None:
     offer = b"GET /%d HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
 
     async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
-        loop, client, stalls = asyncio.get_running_loop(), await connect(), [0.0]
+        loop = asyncio.get_running_loop()
+        client = await connect()
+        stalls = [0.0]
         failures: list[Any] = []
         loop.set_exception_handler(lambda _, context: failures.append(context))
 
@@ -650,7 +654,9 @@ def test_bodies_that_arrive_have_a_bound_together(run: Run) -> None:
 
 def test_clients_that_take_their_time_are_ended(run: Run) -> None:
     async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
-        silent, head, body = await connect(), await connect(), await connect()
+        silent = await connect()
+        head = await connect()
+        body = await connect()
         await head.send(b"GET / HTTP/1.1\r\nHost: x\r\n")
         await body.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
         assert await silent.rest() == b""
@@ -770,7 +776,8 @@ def test_connections_have_a_bound(run: Run) -> None:
 
 def test_a_stop_waits_for_answers_and_not_for_idle_clients(run: Run) -> None:
     async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
-        idle, busy = await connect(), await connect()
+        idle = await connect()
+        busy = await connect()
         await busy.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
         await until(lambda: echo.begun == 1)
         stopping = asyncio.create_task(server.stop(WAIT_S))
@@ -800,7 +807,8 @@ def test_a_stop_ends_what_does_not_end(run: Run) -> None:
 
 def test_a_burst_is_begun_in_order_and_over_several_turns() -> None:
     async def scenario() -> None:
-        state, begun = ConnectionState(Limits()), []
+        state = ConnectionState(Limits())
+        begun = []
         for number in range(3 * STARTED_PER_TURN):
             state.start_soon(lambda n=number: begun.append(n))
         sizes = [0]

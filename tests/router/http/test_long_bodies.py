@@ -247,7 +247,8 @@ def test_a_body_whose_answer_another_request_gets_lets_others_come(
         routing = {"idempotency": {"enabled": True}}
         async with start_service(single=(10_000,), routing=routing) as service:
             service.engine.script.hold = asyncio.Event()
-            port, keys = service.router.http_port, service.router.service.idempotency
+            port = service.router.http_port
+            keys = service.router.service.idempotency
             rest = b"Idempotency-Key: k\r\n" + request(3 << 19)
             clients = [await post(port, "chat/completions", rest) for _ in range(COUNT)]
             await service.until(lambda: keys.repeated == COUNT - 1)

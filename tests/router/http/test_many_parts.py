@@ -34,7 +34,8 @@ def test_http_counts_before_anything_is_made_of_a_body(value: Any, field: str) -
 
 
 def test_grpc_counts_before_it_looks_at_each_message() -> None:
-    wrong, calls = pb.Message(role="wizard"), [pb.ToolCall(name="f")] * 128
+    wrong = pb.Message(role="wizard")
+    calls = [pb.ToolCall(name="f")] * 128
     for messages in ([wrong] * 8193, [pb.Message(role="user", tool_calls=calls)] * 65):
         request = pb.GenerateRequest(messages=pb.Messages(messages=messages))
         with pytest.raises(ServiceError) as caught:

@@ -86,7 +86,8 @@ def test_several_streamed_answers(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
             stream = await service.openai.chat.completions.create(**ASK, n=2, stream=True)
-            texts, reasons = {0: "", 1: ""}, {}
+            texts = {0: "", 1: ""}
+            reasons = {}
             async for chunk in stream:
                 for choice in chunk.choices:
                     texts[choice.index] += choice.delta.content or ""
@@ -174,7 +175,8 @@ def failing(code: grpc.StatusCode, reason: str) -> ServiceError:
 def test_exceptions(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service() as service:
-            chat, script = service.openai.chat.completions, service.engine.script
+            chat = service.openai.chat.completions
+            script = service.engine.script
             with pytest.raises(openai.BadRequestError) as bad:
                 await chat.create(**ASK, temperature=9)
             assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")

@@ -65,13 +65,15 @@ async def test_it_goes_on_when_the_router_comes_back_and_ends_by_ctrl_c(
         return "text/plain", text
 
     async def serve(port: int) -> tuple[HTTPServer, int]:
-        server, listener = HTTPServer(Pages({"/metrics": metrics}, lambda _: stats)), None
+        server = HTTPServer(Pages({"/metrics": metrics}, lambda _: stats))
+        listener = None
         listener = listen("127.0.0.1", port)
         await server.start(listener)
         return server, listener.getsockname()[1]
 
     server, port = await serve(0)
-    url, pipe = f"http://127.0.0.1:{port}", asyncio.subprocess.PIPE
+    url = f"http://127.0.0.1:{port}"
+    pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-m", "ullage_operator.cli.main", "top", "--url", url, *QUICK]
     process = await asyncio.create_subprocess_exec(
         *command, "-o", "json", stdout=pipe, stderr=pipe, limit=1 << 20
@@ -124,12 +126,14 @@ async def test_errors_name_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    key, keys = new_key(), tmp_path / "keys"
+    key = new_key()
+    keys = tmp_path / "keys"
     keys.mkdir()
     (keys / "alice").write_text(entry(key))
     tenants = {"keys_dir": str(keys), "protect_stats": True, "anonymous": "allow"}
     async with start_service(tenants=tenants) as service:
-        port, other = service.router.metrics_port, service.router.http_port
+        port = service.router.metrics_port
+        other = service.router.http_port
         url = f"http://127.0.0.1:{port}"
         for arguments, remedy in (
             (["--url", url], "--api-key or ULLAGE_API_KEY"),

@@ -143,7 +143,8 @@ def test_every_field_but_the_id_counts() -> None:
 
 def test_all_who_join_get_everything_in_their_own_name() -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         first = await shared.share(call("a"), source.start)
         source.feed.put_nowait(word("one "))
         reading = asyncio.ensure_future(texts(first))
@@ -164,7 +165,8 @@ def test_all_who_join_get_everything_in_their_own_name() -> None:
 @pytest.mark.parametrize("change", ["text", "tenant"])
 def test_strangers_do_not_share(change: str) -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         other = call("b", text="Ho" if change == "text" else "Hi", tenant=change)
         answers = [await shared.share(c, source.start) for c in (call("a"), other)]
         assert (len(source.begun), shared.joined) == (2, 0)
@@ -176,7 +178,8 @@ def test_strangers_do_not_share(change: str) -> None:
 
 def test_a_stream_and_a_whole_answer_do_not_share() -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         calls = [call(str(n), is_streamed=n < 2) for n in range(4)]
         answers = [await shared.share(c, source.start) for c in calls]
         assert [begun.is_streamed for begun in source.begun] == [True, False]
@@ -189,7 +192,8 @@ def test_a_stream_and_a_whole_answer_do_not_share() -> None:
 
 def test_tenants_share_where_that_is_allowed() -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer(across_tenants=True)
+        source = Source()
+        shared = coalescer(across_tenants=True)
         calls = (call("a", tenant="x"), call("b", tenant="y"))
         answers = [await shared.share(c, source.start) for c in calls]
         assert len(source.begun) == 1
@@ -201,7 +205,8 @@ def test_tenants_share_where_that_is_allowed() -> None:
 
 def test_it_ends_when_the_last_has_left() -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         first = await shared.share(call("a"), source.start)
         second = await shared.share(call("b"), source.start)
         first.close()
@@ -219,7 +224,8 @@ def test_it_ends_when_the_last_has_left() -> None:
 
 def test_a_failure_is_told_to_all() -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         answers = [await shared.share(call(name), source.start) for name in "ab"]
         lost = ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", "lost")
         source.feed.put_nowait(lost)
@@ -233,7 +239,8 @@ def test_a_failure_is_told_to_all() -> None:
 
 def test_each_has_its_own_time_limit() -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         patient = await shared.share(call("a"), source.start)
         hasty = await shared.share(call("b", timeout_s=0.05), source.start)
         events = hasty.events()
@@ -249,7 +256,8 @@ def test_each_has_its_own_time_limit() -> None:
 
 def test_a_slow_reader_is_told_and_holds_nobody_up() -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         fast = await shared.share(call("a"), source.start)
         slow = await shared.share(call("b"), source.start)
         for _ in range(40):
@@ -266,7 +274,8 @@ def test_a_slow_reader_is_told_and_holds_nobody_up() -> None:
 
 def test_the_engine_waits_for_the_fastest_reader() -> None:
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         only = await shared.share(call("a"), source.start)
         for _ in range(40):
             source.feed.put_nowait(word("w" * 40_000))
@@ -290,7 +299,8 @@ def test_state(actions: list[tuple[str, int]]) -> None:
     """Whatever the order: each reader gets all from the start, and nothing outlives its readers."""
 
     async def scenario() -> None:
-        source, shared = Source(), coalescer()
+        source = Source()
+        shared = coalescer()
         said: list[str] = []
         readers: list[tuple[Any, Any, list[str]]] = []
         for action, n in actions:
@@ -354,7 +364,8 @@ async def collect(service: "Service") -> tuple[str, str]:
     stream = await service.openai.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True, seed=4
     )
-    parts, name = [], ""
+    parts = []
+    name = ""
     async for chunk in stream:
         name = chunk.id
         parts.append(chunk.choices[0].delta.content or "")
@@ -442,7 +453,8 @@ def test_a_stream_that_is_replaced_says_so(start_service: "StartService") -> Non
     async def scenario() -> None:
         async with start_service(routing=REPLACING) as service:
             service.engine.script.pause = asyncio.Event()
-            headers, body = {"x-ullage-replace": "k"}, {"prompt": "x", "stream": True}
+            headers = {"x-ullage-replace": "k"}
+            body = {"prompt": "x", "stream": True}
             async with service.http.stream(
                 "POST", "/v1/completions", json=body, headers=headers
             ) as answer:
@@ -518,7 +530,9 @@ def test_an_answer_with_a_key_ends_when_no_process_reads_it(
 
     async def scenario() -> None:
         one, other = (AnswerFolder(tmp_path / "answers", n, 60.0, 1 << 20) for n in range(2))
-        keys, source, keyed = IdempotencyKeys(IdempotencySection(), folder=one), Source(), call("a")
+        keys = IdempotencyKeys(IdempotencySection(), folder=one)
+        source = Source()
+        keyed = call("a")
         keyed.idempotency_key = "k"
         answer = await keys.repeat(keyed, source.start)
         reader = other.claim("", "k", key_of(keyed.request, "True"))
@@ -547,7 +561,8 @@ def test_a_request_is_counted_out_though_its_answer_cannot_be_closed() -> None:
         async def start(_: Call) -> Told:
             return Unclosable(Source())
 
-        served, records = call("a"), list[RequestRecord]()
+        served = call("a")
+        records = list[RequestRecord]()
         pipeline = RequestPipeline(start, records.append)
         with pytest.raises(OSError, match="closing failed"):
             async with pipeline.serve(served):

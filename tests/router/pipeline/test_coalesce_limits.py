@@ -34,7 +34,8 @@ def test_nobody_joins_what_may_end_before_its_own_limit(
     first_s: float, second_s: float, joined: int
 ) -> None:
     async def scenario() -> None:
-        shared, begun = Coalescer(CoalesceSection()), asyncio.Event()
+        shared = Coalescer(CoalesceSection())
+        begun = asyncio.Event()
 
         async def start(call: Call) -> Told:
             await begun.wait()

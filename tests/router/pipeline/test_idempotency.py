@@ -106,7 +106,8 @@ def test_a_router_that_stops_waits_for_answers_that_only_others_read(
 ) -> None:
     async def scenario() -> None:
         async with start_service(routing=ON) as service:
-            engine, keys = service.engine, service.router.service.idempotency
+            engine = service.engine
+            keys = service.router.service.idempotency
             engine.script.hold = asyncio.Event()
             first = asyncio.ensure_future(ask(service, "k"))
             await service.until(lambda: len(engine.requests) == 1)

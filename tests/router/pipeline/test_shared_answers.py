@@ -39,7 +39,8 @@ class Processes:
 
     def __init__(self, path: Path, max_bytes: int = 1 << 20) -> None:
         self.clock = Clock()
-        self._path, self._max_bytes = path / "answers", max_bytes
+        self._path = path / "answers"
+        self._max_bytes = max_bytes
         self.one, self.other = self.open(0), self.open(1)
 
     def open(self, index: int) -> AnswerFolder:

@@ -176,7 +176,8 @@ def test_every_process_draws_the_same_two_engines(order: list[str], point: int) 
 
 
 def test_an_engine_that_goes_moves_only_its_own_requests() -> None:
-    before, after = HashRing(NAMES), HashRing(NAMES[1:])
+    before = HashRing(NAMES)
+    after = HashRing(NAMES[1:])
     for point in POINTS:
         first, second = before.nearest_two(point)
         now = after.nearest_two(point)[0]

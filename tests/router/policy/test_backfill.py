@@ -62,7 +62,8 @@ def _head_start_s(running: list[_Running], now: float) -> float:
     for each in sorted(running, key=lambda r: r.end_s):
         if free >= HEAD_BLOCKS:
             break
-        now, free = each.end_s, free + each.blocks
+        now = each.end_s
+        free = free + each.blocks
     return now
 
 
@@ -138,7 +139,8 @@ def test_what_ends_in_time_passes_a_head_that_only_some_engines_can_serve() -> N
 
 
 def test_no_head_is_passed_that_may_not_be() -> None:
-    views, head = [replace(BUSY, expected_output=10), FULL], HEAD_BLOCKS * BLOCK
+    views = [replace(BUSY, expected_output=10), FULL]
+    head = HEAD_BLOCKS * BLOCK
     late = {"single": 20 * BLOCK + 1}
     early = replace(BUSY, releases=(Release(0.5, BLOCK), Release(4.0, 79 * BLOCK)))
     for asked, engines in (

@@ -48,7 +48,8 @@ def test_a_pause_ends_with_one_probe() -> None:
 
 
 def test_failed_probes_double_the_pause_up_to_a_limit() -> None:
-    breaker, now = opened(), 0.0
+    breaker = opened()
+    now = 0.0
     for pause_s in (1.0, 2.0, 4.0, 4.0):
         now = breaker.until
         request = probe(breaker, now)
@@ -76,7 +77,8 @@ def test_a_probe_that_proves_nothing_makes_room_for_the_next() -> None:
 
 
 def test_requests_under_way_change_nothing_while_it_is_open() -> None:
-    breaker, old = opened(), object()
+    breaker = opened()
+    old = object()
     breaker.on_first_token(old)
     breaker.on_success(old)
     assert not breaker.on_failure(old, 0.5)
@@ -94,7 +96,9 @@ def test_part_of_a_pool_stays_in_use() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(("send", "begin", "succeed", "fail", "cancel", "wait"))))
 def test_any_order_of_events(events: list[str]) -> None:
-    breaker, now, live = Breaker(POLICY), 0.0, list[object]()
+    breaker = Breaker(POLICY)
+    now = 0.0
+    live = list[object]()
     for event in events:
         match event:
             case "send" if breaker.admits(now):

@@ -35,7 +35,9 @@ def test_retries_never_exceed_what_was_put_in(
     percent: float, per_second: float, burst: int, events: list[float | str | None]
 ) -> None:
     budget = RetryBudget(RetrySection(percent=percent, per_second=per_second, burst=burst), now=0.0)
-    now, requests, taken = 0.0, 0, 0
+    now = 0.0
+    requests = 0
+    taken = 0
     for event in events:
         match event:
             case None:

@@ -49,7 +49,9 @@ def test_the_end_of_the_request_gives_it_back() -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.sampled_from(("reserve", "accept", "report", "release")), max_size=60))
 def test_any_order_of_events(events: list[str]) -> None:
-    book, live, waiting = CreditBook(), [], []
+    book = CreditBook()
+    live = []
+    waiting = []
     for event in events:
         if event == "reserve":
             live.append(book.reserve(10, 1, step_limit_s=(7 * len(events) + len(live)) % 5 + 0.5))

@@ -48,7 +48,9 @@ def test_in_order_of_arrival_where_nothing_else_speaks() -> None:
 
 
 def test_priority_goes_first() -> None:
-    low, normal, high = entry(priority=-5), entry(), entry(priority=7)
+    low = entry(priority=-5)
+    normal = entry()
+    high = entry(priority=7)
     assert drain(line_of(low, normal, high)) == [high, normal, low]
 
 
@@ -59,7 +61,8 @@ def test_waiting_makes_up_for_priority() -> None:
 
 
 def test_the_earliest_deadline_of_a_tenant_goes_first() -> None:
-    late, soon = entry(deadline=0.9), entry(deadline=0.5)
+    late = entry(deadline=0.9)
+    soon = entry(deadline=0.5)
     assert drain(line_of(late, soon)) == [soon, late]
 
 
@@ -118,7 +121,8 @@ def test_leaving_and_coming_again_gives_no_second_share() -> None:
 
 
 def test_what_leaves_unserved_is_not_charged() -> None:
-    gone, kept = entry("a", 100), entry("a", 10)
+    gone = entry("a", 100)
+    kept = entry("a", 10)
     line = line_of(gone, kept, entry("b", 10))
     line.remove(gone)
     assert [e.tenant for e in drain(line)] == ["a", "b"]
@@ -143,7 +147,8 @@ def test_shares_of_two_backlogged_tenants_converge(
         line.add(entry("a", size, weight=weight_a))
     for size in drawn[200:]:
         line.add(entry("b", size, weight=weight_b))
-    left, served = Counter({"a": 200, "b": 200}), Counter[str]()
+    left = Counter({"a": 200, "b": 200})
+    served = Counter[str]()
     while min(left.values()):
         head = line.head
         assert head
@@ -162,7 +167,8 @@ def test_nobody_starves(priority: int, rate: int) -> None:
     line = FairLine(AGING_S)
     poor = entry("poor", priority=priority, arrival=0.0)
     line.add(poor)
-    now, most = 0.0, (100 - priority) * AGING_S
+    now = 0.0
+    most = (100 - priority) * AGING_S
     while line.head is not poor:
         now += 1 / rate
         line.add(entry("rich", priority=100, arrival=now, weight=100.0))

@@ -146,7 +146,8 @@ def test_those_ahead_take_the_first_places() -> None:
 
 def test_a_late_request_goes_elsewhere() -> None:
     late = tuple(Release(float(i), 10 * BLOCK) for i in (6, 7, 8, 9))
-    busy, free = engine(4, releases=late), engine(1, id="b", pool="large")
+    busy = engine(4, releases=late)
+    free = engine(1, id="b", pool="large")
     assert said(decide(ask(100), [busy, free], POLICY)) == "run b"
 
 
@@ -172,7 +173,8 @@ def test_nobody_is_made_late_by_others() -> None:
 
 def test_the_strictest_request_in_flight_counts() -> None:
     book = CreditBook()
-    strict, mild = book.reserve(1, 1, 0.1), book.reserve(1, 1, 0.3)
+    strict = book.reserve(1, 1, 0.1)
+    mild = book.reserve(1, 1, 0.3)
     assert book.step_limit_s == 0.1
     book.on_accepted(strict)
     book.on_report()

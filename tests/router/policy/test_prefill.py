@@ -124,7 +124,8 @@ def test_at_most_a_third_longer_than_the_best(tokens: list[int]) -> None:
 
 def test_credit_knows_what_is_left_to_compute() -> None:
     book = CreditBook()
-    first, second = book.reserve(1, 100), book.reserve(1, 200)
+    first = book.reserve(1, 100)
+    second = book.reserve(1, 200)
     assert book.prefill_pairs(0) == pairs(100) + pairs(200)
     book.on_accepted(first)
     book.on_report()
@@ -171,7 +172,8 @@ def runs(
 
 
 def test_an_idle_engine_is_taken_at_once() -> None:
-    busy, idle = view("a", [2000]), view("b", available=10 * BLOCK + 64_000)
+    busy = view("a", [2000])
+    idle = view("b", available=10 * BLOCK + 64_000)
     assert runs(busy, view("c", [10]), idle) == {("b", ())}
     assert runs(busy, view("b", health=0.1)) == {("a", ("a", "b"))}
 
@@ -253,7 +255,8 @@ def test_what_waits_is_balanced(start_service: "StartService", order: tuple[int,
 
     async def scenario() -> None:
         async with start(start_service, window=2.0) as service:
-            held, room = hold(service), service.router.service.queue
+            held = hold(service)
+            room = service.router.service.queue
             await free(service, 2)
             tasks = []
             for i, tokens in enumerate(order, 1):
@@ -289,7 +292,8 @@ def test_nobody_waits_for_an_idle_engine(start_service: "StartService") -> None:
 def test_who_leaves_the_window_leaves_no_memory_behind(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start(start_service, window=10.0) as service:
-            held, window = hold(service), service.router.service.admission.window
+            held = hold(service)
+            window = service.router.service.admission.window
             await free(service, 1999, speed=5.0)
             first = [asyncio.ensure_future(service.complete(prompt(i, 100))) for i in range(2)]
             await service.until(lambda: sorted(map(len, sent(service))) == [1, 1], PATIENCE_S)

@@ -16,7 +16,9 @@ def test_no_stretch_of_time_lets_more_through(
     capacity: float, steps: list[tuple[float, float]]
 ) -> None:
     """In t seconds at most capacity * (1 + t / 60), whichever request they begin with."""
-    bucket, now, passed = Bucket.full(capacity, 0.0), 0.0, []
+    bucket = Bucket.full(capacity, 0.0)
+    now = 0.0
+    passed = []
     for pause, amount in steps:
         now += pause
         wanted = min(amount, capacity)
@@ -42,7 +44,8 @@ def test_after_the_wait_there_is_room(capacity: float, spent: float, amount: flo
 def test_a_bucket_never_holds_more_than_it_can(
     capacity: float, takes: list[tuple[float, float]]
 ) -> None:
-    bucket, now = Bucket.full(capacity, 0.0), 0.0
+    bucket = Bucket.full(capacity, 0.0)
+    now = 0.0
     for pause, amount in takes:
         now += pause
         bucket = bucket.take(amount, now)
@@ -105,7 +108,8 @@ def test_more_than_a_bucket_holds_needs_a_full_one() -> None:
 def test_there_is_room_for_as_many_as_enter_one_after_another(
     tokens: int, levels: tuple[int, int], most: int | None, wanted: int
 ) -> None:
-    requests, budget = Bucket(20, levels[0], 0.0), Bucket(100, levels[1], 0.0)
+    requests = Bucket(20, levels[0], 0.0)
+    budget = Bucket(100, levels[1], 0.0)
     before = quota = Quota(requests, budget, most)
     count = 0
     for _ in range(wanted):
@@ -113,7 +117,8 @@ def test_there_is_room_for_as_many_as_enter_one_after_another(
         charged = inside.charge(tokens, 0.0) if isinstance(inside, Quota) else inside
         if isinstance(charged, Shortage):
             break
-        quota, count = charged, count + 1
+        quota = charged
+        count = count + 1
     room = before.room(wanted, tokens, 0.0)
     assert room == count
     if room:
@@ -129,7 +134,8 @@ def test_there_is_room_for_as_many_as_enter_one_after_another(
     st.integers(1, 5),
 )
 def test_no_more_at_once_than_allowed(steps: list[tuple[str, float]], most: int) -> None:
-    quota, now = Quota(requests=Bucket.full(20, 0.0), concurrency=most), 0.0
+    quota = Quota(requests=Bucket.full(20, 0.0), concurrency=most)
+    now = 0.0
     for step, pause in steps:
         now += pause
         if step == "leave" and quota.active:

@@ -109,7 +109,8 @@ def built(
     drops_turns: bool = False,
     rules: CleanseSection | None = None,
 ) -> Prompt:
-    threads, intake = TokenizerThreads(), IntakeThread()
+    threads = TokenizerThreads()
+    intake = IntakeThread()
     builder = PromptBuilder(
         rules or CleanseSection(),
         None,

@@ -214,7 +214,8 @@ DATA = {
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("kind", ["gpt-2", "smollm", "qwen"])
 def test_long_data_and_texts_without_blanks_are_cut(kind: str, name: str) -> None:
-    tokenizer, text = KINDS[kind](), DATA[name] * 4000
+    tokenizer = KINDS[kind]()
+    text = DATA[name] * 4000
     pieces = list(TextCutter(tokenizer, usual=1000, longest=2000).pieces(text))
     assert len(pieces) > len(text) / 1300
     assert [token for piece in pieces for token in encode(tokenizer, piece)] == encode(
@@ -237,7 +238,8 @@ def test_where_nothing_is_known_nothing_is_counted(kind: str) -> None:
 
 def test_the_real_tokenizer_keeps_its_tokens_and_its_bound() -> None:
     tokenizer = load_tokenizer(smollm2_path()).tokenizer
-    cutter, bound = TextCutter(tokenizer, usual=50), token_bound(tokenizer)
+    cutter = TextCutter(tokenizer, usual=50)
+    bound = token_bound(tokenizer)
     text = Path(__file__).read_text() + (Path(__file__).parent / "test_cleanse.py").read_text()
     pieces = list(cutter.pieces(text))
     assert len(pieces) > len(text) / 200

@@ -58,7 +58,8 @@ async def test_a_short_text_stays_on_the_loop(threads: TokenizerThreads) -> None
 
 
 async def test_tenants_have_their_turns_one_after_another(threads: TokenizerThreads) -> None:
-    gate, free = Gate(), Gate()
+    gate = Gate()
+    free = Gate()
     running = [asyncio.create_task(threads.run(SHORT, gate.work("x"), "x")) for _ in range(2)]
     await until(lambda: len(gate.begun) == 2)
     order = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
@@ -86,7 +87,8 @@ async def test_one_thread_is_kept_from_long_texts(threads: TokenizerThreads) -> 
 
 
 async def test_too_many_waiting_texts_are_refused(threads: TokenizerThreads) -> None:
-    gate, half = Gate(), MAX_WAITING_CHARACTERS // 2
+    gate = Gate()
+    half = MAX_WAITING_CHARACTERS // 2
     tasks = [asyncio.create_task(threads.run(half, gate.work("a"), "a"))]
     await until(lambda: gate.begun == ["a"])
     tasks.append(asyncio.create_task(threads.run(half, gate.work("a"), "a")))
@@ -150,7 +152,8 @@ class Name(str):
 
 
 async def test_a_job_costs_no_look_at_all_others(threads: TokenizerThreads) -> None:
-    gate, count = Gate(), 2000
+    gate = Gate()
+    count = 2000
     running = [asyncio.create_task(threads.run(SHORT, gate.work("x"), "x")) for _ in range(2)]
     await until(lambda: len(gate.begun) == 2)
     Name.num_looks = 0

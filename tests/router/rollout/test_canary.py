@@ -41,7 +41,8 @@ def test_nothing_and_all(weight, side):
 
 
 def test_sessions_stick_and_never_leave_a_growing_canary():
-    split, sessions = SideDraw(0.5), [f"session-{n}" for n in range(5000)]
+    split = SideDraw(0.5)
+    sessions = [f"session-{n}" for n in range(5000)]
 
     def canaries(weight: int, salt: str = "r") -> set[str]:
         return {s for s in sessions if split.draw(weight, s, salt) is Side.CANARY}

@@ -52,7 +52,8 @@ def play_cluster(world: World, file: Path, canary: str) -> None:
     """Workloads become ready, and the router's file is as its ConfigMap says."""
     for plural in ("statefulsets", "deployments"):
         for item in world.get(world.path(plural)).get("items", ()):
-            count, name = item["spec"]["replicas"], item["metadata"]["name"]
+            count = item["spec"]["replicas"]
+            name = item["metadata"]["name"]
             status = {
                 "observedGeneration": item["metadata"]["generation"],
                 "replicas": count,
@@ -92,7 +93,8 @@ def rollout(world: World) -> dict[str, Any]:
 
 async def go(world: World, service: Any, file: Path, canary: Any, end: str) -> set[str]:
     """Plays and sends requests until the rollout ends; answers the revisions that served."""
-    revisions, deadline = set(), time.monotonic() + 120
+    revisions = set()
+    deadline = time.monotonic() + 120
     while rollout(world).get("stage") != end:
         assert time.monotonic() < deadline, rollout(world)
         await asyncio.to_thread(play_cluster, world, file, canary.address)

@@ -24,7 +24,8 @@ def test_little_work_stays_on_the_loop() -> None:
 def test_tenants_take_turns() -> None:
     async def scenario() -> None:
         intake = IntakeThread()
-        begun, go_on = threading.Event(), threading.Event()
+        begun = threading.Event()
+        go_on = threading.Event()
         order: list[str] = []
 
         def block() -> None:
@@ -48,7 +49,8 @@ def test_tenants_take_turns() -> None:
 def test_an_error_is_its_own_and_a_client_that_went_is_skipped() -> None:
     async def scenario() -> None:
         intake = IntakeThread()
-        begun, go_on = threading.Event(), threading.Event()
+        begun = threading.Event()
+        go_on = threading.Event()
         done: list[str] = []
 
         def block() -> None:

@@ -139,7 +139,8 @@ def test_clients_need_a_certificate_of_the_right_authority(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
-        clients, strangers = make_authority(), make_authority()
+        clients = make_authority()
+        strangers = make_authority()
         folder = str(authority.issue(tmp_path / "tls", NAME))
         client = clients.issue(tmp_path / "client", "client.test")
         stranger = strangers.issue(tmp_path / "stranger", "client.test")

@@ -159,7 +159,8 @@ def test_a_router_that_speaks_both_verifies_engines_with_tls(tmp_path: Path) -> 
     """An engine of another authority is not called in plaintext instead."""
 
     async def scenario() -> None:
-        authority, stranger = Authority(), Authority()
+        authority = Authority()
+        stranger = Authority()
         folder = stranger.issue(tmp_path / "engine", ENGINES)
         (folder / "ca.crt").write_bytes(authority.pem)
         own = str(authority.issue(tmp_path / "router", "router.test"))

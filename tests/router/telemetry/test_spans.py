@@ -49,7 +49,8 @@ def test_a_request_is_one_trace_from_the_client_to_the_engine(
         spans = receiver.wait(lambda spans: len(roots(spans)) == 2)
         own = {span.name: span for span in spans if span.trace_id == TRACE}
         assert set(own) == {f"chat {MODEL}", "tokenise", "decide", "engine"}
-        root, engine = own[f"chat {MODEL}"], own["engine"]
+        root = own[f"chat {MODEL}"]
+        engine = own["engine"]
         assert (root.service, root.parent_id) == ("ullage-router", "b7ad6b7169203331")
         assert root.attributes["gen_ai.operation.name"] == "chat"
         assert root.attributes["gen_ai.request.max_tokens"] == 9

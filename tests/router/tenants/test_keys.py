@@ -40,7 +40,9 @@ def test_a_broken_line_is_named_and_not_shown(tmp_path: Path, line: str, problem
 
 
 def test_files_are_tenants(tmp_path: Path) -> None:
-    first, second, third = new_key(), new_key(), new_key()
+    first = new_key()
+    second = new_key()
+    third = new_key()
     (tmp_path / "alice").write_text(f"{entry(first)}\n  {second}  \n")
     (tmp_path / "bob.test").write_text(f"# {third}\n{third}")
     (tmp_path / "empty").write_text("")
@@ -58,7 +60,9 @@ def test_files_are_tenants(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_keeps_its_tenants_keys_and_no_others(tmp_path: Path) -> None:
-    alice, bob, carol = new_key(), new_key(), new_key()
+    alice = new_key()
+    bob = new_key()
+    carol = new_key()
     for name, key in (("alice", alice), ("bob", bob), ("carol", carol)):
         (tmp_path / name).write_text(key)
     before = load(tmp_path, {})

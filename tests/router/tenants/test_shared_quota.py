@@ -40,7 +40,8 @@ def _stepped(quota: Quota, what: str, now: float, amount: int) -> Quota | Shorta
 def test_several_views_are_one_quota(steps: list[tuple[int, str, float, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         views = [QuotaFolder(Path(folder), index).open("alice", FULL) for index in range(3)]
-        alone, now = FULL, 0.0
+        alone = FULL
+        now = 0.0
         active = [0, 0, 0]
         for place, what, pause, amount in steps:
             now += pause

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     Service = Any
     StartService = Any
 
-ALICE, BOB, ROGUE = "sk-alice-0123456789", "sk-bob-0123456789", "sk-rogue-0123456789"
+ALICE = "sk-alice-0123456789"
+BOB = "sk-bob-0123456789"
+ROGUE = "sk-rogue-0123456789"
 GONE_S = 30.0
 
 

@@ -256,8 +256,10 @@ def test_who_finds_no_engine_was_not_heard(start_service: "StartService", keys: 
     async def scenario() -> None:
         async with start_service(**tickets(keys)) as service:
             (placed,) = (await service.grpc.Pick(pb.PickRequest(requests=[ask()]))).placed
-            engine, picker = service.router.service.engines.all()[0], service.router.service.issuer
-            known, engine.model = engine.model, None
+            engine = service.router.service.engines.all()[0]
+            picker = service.router.service.issuer
+            known = engine.model
+            engine.model = None
             service.router.service.engines.on_state_change(engine)
             told = pb.PickRequest(requests=[ask()], ended=[placed.id])
             error = await error_of(service, told)
@@ -275,7 +277,8 @@ def test_what_is_never_reported_expires(start_service: "StartService", keys: Pat
     async def scenario() -> None:
         async with start_service(**tickets(keys, ttl=0.1)) as service:
             await service.grpc.Pick(pb.PickRequest(requests=[ask()]))
-            engine, picker = service.router.service.engines.all()[0], service.router.service.issuer
+            engine = service.router.service.engines.all()[0]
+            picker = service.router.service.issuer
             assert engine.inflight == 1
             await service.until(lambda: engine.inflight == 0, ENOUGH_S)
             assert (picker.open, picker.counts["expired"]) == (0, 1)

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 KEY = b"k" * 32
 BLOCK_BYTES = 16_000
-SIZE, PROMPT, OUTPUT = 100, 10, 20
-TICKET_S, REQUEST_S = 16.0, 30.0
+SIZE = 100
+PROMPT = 10
+OUTPUT = 20
+TICKET_S = 16.0
+REQUEST_S = 30.0
 
 
 class Memory:
@@ -168,9 +171,12 @@ def test_like_requests_never_take_more_than_there_is(
 ) -> None:
     views = [view(i, size, prefill_speed=speed) for i, size in enumerate(blocks)]
     batch = Batch(views, POLICY, {}, 400, TimeLimits(first_token_s=10.0))
-    used, prompts = Counter[str](), Counter[str]()
+    used = Counter[str]()
+    prompts = Counter[str]()
     for prompt, wanted in asked:
-        ask, left, share = Ask(prompt, 32), wanted, batch.share(wanted)
+        ask = Ask(prompt, 32)
+        left = wanted
+        share = batch.share(wanted)
         while left:
             run, count = batch.place(ask, chance.getrandbits(30), min(left, share))
             assert 0 < count <= min(left, share)
@@ -192,7 +198,8 @@ def test_like_requests_are_spread() -> None:
     batch = Batch(
         [view(i, 1000) for i in range(4)], POLICY, {}, 400, TimeLimits(first_token_s=10.0)
     )
-    share, found = batch.share(64), Counter[str]()
+    share = batch.share(64)
+    found = Counter[str]()
     for draw in (1, 5, 6, 4):
         run, count = batch.place(Ask(10, 16), draw, share)
         assert isinstance(run, Run)
@@ -207,7 +214,8 @@ def test_like_requests_are_spread() -> None:
 @pytest.mark.parametrize("num_engines", [3, 4])
 def test_one_by_one_every_engine_gets_its_share(num_engines: int) -> None:
     views = [view(i, 10_000) for i in range(num_engines)]
-    batch, chance = Batch(views, POLICY, {}, 400, TimeLimits()), random.Random(1)
+    batch = Batch(views, POLICY, {}, 400, TimeLimits())
+    chance = random.Random(1)
     placed = Counter[str]()
     for _ in range(400):
         run, _count = batch.place(Ask(10, 16), chance.getrandbits(64))

@@ -84,7 +84,8 @@ def test_token_ids_go_straight_to_an_engine(start_service: "StartService", tmp_p
 def test_many_at_once_share_picks(start_service: "StartService", tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(start_service, tmp_path, single=(400, 400)) as (service, client):
-            picker, calls = service.router.service.issuer, []
+            picker = service.router.service.issuer
+            calls = []
             pick = picker.pick
             picker.pick = lambda asked, *caller: calls.append(asked) or pick(asked, *caller)
             answers = await asyncio.gather(*(ask(client) for _ in range(60)))
@@ -210,7 +211,8 @@ def test_the_routers_refusal_is_the_clients(start_service: "StartService", tmp_p
 def test_what_must_wait_waits_in_the_router(start_service: "StartService", tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(start_service, tmp_path) as (service, client):
-            engine, known = service.engine, service.router.service.engines.all()[0]
+            engine = service.engine
+            known = service.router.service.engines.all()[0]
             full = engine.headroom.headroom_bytes
             engine.push(headroom_bytes=0)
             await service.until(lambda: known.headroom.headroom_bytes == 0, ENOUGH_S)
@@ -353,7 +355,8 @@ def test_the_router_is_told_which_answers_come_at_their_end(
 ) -> None:
     async def scenario() -> None:
         async with connected(start_service, tmp_path) as (service, client):
-            issuer, priced = service.router.service.issuer, []
+            issuer = service.router.service.issuer
+            priced = []
             pick = issuer.pick
 
             def note(asked: pb.PickRequest, *caller: object) -> pb.PickResponse:

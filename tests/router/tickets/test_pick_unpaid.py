@@ -170,7 +170,8 @@ def test_another_caller_gets_what_the_first_may_not(
         async with start_service(tickets=tickets) as service:
             await grab(service)
             known = service.router.service.engines.all()[0]
-            held, issuer = known.credit_bytes, service.router.service.issuer
+            held = known.credit_bytes
+            issuer = service.router.service.issuer
             priced = pb.PricedRequest(prompt_tokens=16, max_tokens=16, count=1024)
             for other in range(50):
                 peer = f"ipv4:10.0.0.{other}:4000"

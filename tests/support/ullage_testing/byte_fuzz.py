@@ -224,7 +224,9 @@ def check_rounds(
         with loop.watching() as watch:
             for seed in itertools.islice(seeds, 1):
                 send_round(seed)
-            files, tasks, size = _open_files(), loop.num_tasks, _resident_bytes()
+            files = _open_files()
+            tasks = loop.num_tasks
+            size = _resident_bytes()
             gc.collect()
             littered = 0  # rounds in a row: a process leaves some now and then, without messages
             for seed in seeds:

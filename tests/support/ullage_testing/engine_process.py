@@ -25,7 +25,8 @@ async def serve(config: EngineConfig, options: str, times: MonitorTimes) -> None
     command = [sys.executable, fake_worker.__file__, options, "--endpoint"]
     launch = WorkerLaunch(lambda endpoint: [*command, endpoint], {})
     app = EngineApp(config, lambda _: launch, RestartPolicy(), times)
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
     hurry.set()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     running = asyncio.create_task(app.run(stop, hurry))

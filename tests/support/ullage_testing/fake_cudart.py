@@ -37,7 +37,8 @@ class FakeCudart:
 
     def launch(self, size: int, *, device: str) -> torch.Tensor:
         """Run a kernel as torch does: an error of any earlier call is raised here, and cleared."""
-        error, self.last_error = self.last_error, 0
+        error = self.last_error
+        self.last_error = 0
         if error:
             raise RuntimeError(f"CUDA error: {_MESSAGES[error]}")
         return torch.empty(size, device="meta")

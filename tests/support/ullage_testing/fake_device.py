@@ -234,13 +234,15 @@ class SingleRank:
             hidden = convolve(hidden, window)
             context.append(key_value(layer, hidden))
             hidden = attend(hidden, context)
-        self.hidden, self.num_tokens = hidden, self.num_tokens + 1
+        self.hidden = hidden
+        self.num_tokens = self.num_tokens + 1
 
 
 def told(chunk: Chunk, token: int, step: float) -> SampledToken:
     """The next token and, as a search wants them, others from the likeliest on."""
     assert chunk.sampling is not None
-    count, first = chunk.sampling.top_logprobs or 0, VOCAB.index(token)
+    count = chunk.sampling.top_logprobs or 0
+    first = VOCAB.index(token)
     likeliest = [VOCAB[(first + number) % len(VOCAB)] for number in range(count)]
     logprobs = [-step * (number + 1) for number in range(count)]
     return SampledToken(chunk.request_id, token, -step, likeliest, logprobs)
@@ -298,7 +300,8 @@ class ConvDevice(Device):
 
     def _convolve(self, layer: int, hidden: list[int], plan: ConvPlan) -> list[int]:
         states = self.states[layer]
-        slots, next_slots = plan.slots.tolist(), plan.next_slots.tolist()
+        slots = plan.slots.tolist()
+        next_slots = plan.next_slots.tolist()
         assert not set(slots) & set(next_slots), "a state that is read is overwritten"
         assert len(set(next_slots)) == len(next_slots), "two states in one slot"
         source = [column(layer, each) for each in hidden]
@@ -315,7 +318,8 @@ class ConvDevice(Device):
     def _attend(self, layer: int, hidden: list[int], batch: StepBatch) -> list[int]:
         rows = batch.rows
         for each, slot in zip(hidden, rows.slots.tolist(), strict=True):
-            block, offset = self.blocks[slot // BLOCK_TOKENS], slot % BLOCK_TOKENS
+            block = self.blocks[slot // BLOCK_TOKENS]
+            offset = slot % BLOCK_TOKENS
             stored = block[offset]
             block[offset] = (*stored[:layer], key_value(layer, each), *stored[layer + 1 :])
         out = [0] * len(hidden)

@@ -138,7 +138,8 @@ class FakeEngine(
 
     async def stop(self) -> None:
         if self._server:
-            server, self._server = self._server, None
+            server = self._server
+            self._server = None
             await server.stop(None)
 
     async def restart(self) -> None:
@@ -162,7 +163,8 @@ class FakeEngine(
                 getattr(self.headroom, name).extend(value)
             else:
                 setattr(self.headroom, name, value)
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        self._changed = asyncio.Event()
         changed.set()
 
     async def WatchHeadroom(
@@ -303,7 +305,8 @@ class FakeEngine(
             async for response in self._embed(request, context):
                 yield response
             return
-        words, received = script.words[: request.stop.max_tokens], self._received(request)
+        words = script.words[: request.stop.max_tokens]
+        received = self._received(request)
         for i, word in enumerate(words):
             if script.fail_after == i >= min(received):
                 await abort(context, script.failure)

@@ -161,7 +161,8 @@ class FakeVllm:
         return prefix
 
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
-        lasting, of_windows = Counter[Block](), Counter[Block]()
+        lasting = Counter[Block]()
+        of_windows = Counter[Block]()
         for prefix in prefixes:
             assert isinstance(prefix, FakePrefix)
             lasting.update(prefix.lasting)
@@ -274,7 +275,8 @@ class FakeVllm:
                 if block is not None and block.content is None:
                     self._cache(block, self._content(running, group, index))
         running.num_computed = end
-        held, request_id = _count(running.tables), running.request.request_id
+        held = _count(running.tables)
+        request_id = running.request.request_id
         self.most_held[request_id] = max(held, self.most_held.get(request_id, 0))
 
     def _produce(self, running: Running) -> CoreOutput:
@@ -343,7 +345,8 @@ class FakeVllm:
             del alike[block]
             if not alike:
                 del self._cached[block.content]
-        block.content, block.ref_count = None, 1
+        block.content = None
+        block.ref_count = 1
         return block
 
     def _cache(self, block: Block, content: object) -> None:

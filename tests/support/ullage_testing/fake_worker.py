@@ -302,7 +302,8 @@ class FakeWorker:
         return True
 
     def _embed(self) -> list[Embedding]:
-        requests, self._embeds = self._embeds, []
+        requests = self._embeds
+        self._embeds = []
         return [
             Embedding(
                 each.request_id, struct.pack("<3f", *vector_of(each.token_ids, _name_of(each)))
@@ -382,7 +383,8 @@ class FakeWorker:
         return 160_000 if self._options.has_kv else 0
 
     def _state(self) -> WorkerState:
-        used, pool = 1600 * len(self._sequences), self._pool_bytes
+        used = 1600 * len(self._sequences)
+        pool = self._pool_bytes
         state = WorkerState(
             total_bytes=1_000_000,
             threshold=0.85,

@@ -8,7 +8,11 @@ from ullage_testing.byte_fuzz import Mutator
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
 CONTINUATION = 9
-END_STREAM, ACK, END_HEADERS, PADDED, HAS_PRIORITY = 1, 1, 4, 8, 32
+END_STREAM = 1
+ACK = 1
+END_HEADERS = 4
+PADDED = 8
+HAS_PRIORITY = 32
 
 
 @dataclass(frozen=True, slots=True)

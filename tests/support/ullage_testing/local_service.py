@@ -45,7 +45,8 @@ def services(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Ite
         def start(manifest: Path) -> Service:
             folder = tmp_path_factory.mktemp("service")
             state_file = folder / "state.json"
-            http_port, grpc_port = free_port(), free_port()
+            http_port = free_port()
+            grpc_port = free_port()
             command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
             command += ["-f", str(manifest), "--state-file", str(state_file)]
             command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]

@@ -16,7 +16,9 @@ from ullage_engine.quantization.formats import Encoding, Format, pack, quantise
 from ullage_engine.runner.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
-VOCAB, CONTEXT, BLOCKS = 208, 1100, 600
+VOCAB = 208
+CONTEXT = 1100
+BLOCKS = 600
 LIMITS = StepLimits(
     max_tokens=CONTEXT, max_rows=16, max_model_len=CONTEXT, gather_tokens=2048, itemsize=4
 )
@@ -38,7 +40,8 @@ class Shape:
     experts: ExpertsSpec | None = None
 
 
-DENSE_CONV, DENSE_ATTENTION = LayerSpec(mixer="conv"), LayerSpec()
+DENSE_CONV = LayerSpec(mixer="conv")
+DENSE_ATTENTION = LayerSpec()
 CONV = LayerSpec(mixer="conv", feed_forward="experts")
 ATTENTION = LayerSpec(feed_forward="experts")
 SIGMOID = ExpertsSpec(

@@ -97,7 +97,8 @@ def s3_store(log: Path) -> Iterator[str]:
         )
     try:
         with log.open(encoding="utf-8") as file:
-            text, waiting = "", threading.Event()
+            text = ""
+            waiting = threading.Event()
             while not (found := re.search(r"Running on http://(\S+)", text)):
                 assert server.poll() is None, text
                 waiting.wait(0.05)

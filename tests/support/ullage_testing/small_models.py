@@ -250,7 +250,8 @@ def save_packed(model: Any, folder: Path, seed: int) -> Mxfp4:
     experts' blocks and scales by name."""
     print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
-    state, packed = dict(model.state_dict()), {}
+    state = dict(model.state_dict())
+    packed = {}
     for name in [each for each in state if each.endswith(("gate_up_proj", "down_proj"))]:
         experts, inside, out = state[name].shape
         codes = torch.randint(0, 16, (experts, out, inside // 32, 32), generator=generator)
@@ -276,7 +277,8 @@ def write_adapter(folder: Path, model: Any, rank: int, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     merged = type(model)(model.config).eval()
     merged.load_state_dict(model.state_dict())
-    tensors, targets = {}, ("q_proj", "v_proj", "down_proj")
+    tensors = {}
+    targets = ("q_proj", "v_proj", "down_proj")
     for name, weight in merged.named_parameters():
         if name.endswith(tuple(f"{target}.weight" for target in targets)):
             outputs, inputs = weight.shape

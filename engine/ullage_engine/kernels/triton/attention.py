@@ -197,7 +197,8 @@ def attend_split(
     query = tl.load(queries + places, mask=exists[:, None], other=0)
     first = seen + tl.zeros([ROWS], tl.int32)
     last = length - 1 + tl.zeros([ROWS], tl.int32)
-    key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
+    key = keys + kv_head * cache_stride
+    value = values + kv_head * cache_stride
     middle = begin
     if WINDOW == 0:
         middle = tl.maximum(begin, end // SPAN * SPAN)
@@ -234,7 +235,8 @@ def merge_splits(
     """Merges one head of one row."""
     head = tl.program_id(1)
     place = tl.program_id(0).to(tl.int64) * num_heads + head
-    split, dims = tl.arange(0, MOST), tl.arange(0, HEAD_DIM)
+    split = tl.arange(0, MOST)
+    dims = tl.arange(0, HEAD_DIM)
     exists = split < splits
     levels = tl.load(sums + place * splits + split, mask=exists, other=float("-inf"))
     peak = tl.max(levels, 0)
@@ -270,16 +272,20 @@ def attend_decodes(
     `window` tokens are seen, 0 for all. Neither reads anything on the host nor allocates.
     """
     heads, rows, head_dim = queries.shape
-    kv_heads, num_blocks = cache.keys.shape[0], cache.blocks.shape[1]
-    block_tokens, width = cache.keys.shape[1] // num_blocks, tables.shape[1]
+    kv_heads = cache.keys.shape[0]
+    num_blocks = cache.blocks.shape[1]
+    block_tokens = cache.keys.shape[1] // num_blocks
+    width = tables.shape[1]
     span = span_tokens(head_dim, queries.element_size())
     room = width * block_tokens
     splits = num_splits(rows, kv_heads, min(window + span, room) if window else room)
-    pieces, sums = out, out
+    pieces = out
+    sums = out
     if splits > 1:
         pieces = shaped(partials, rows, heads, splits, head_dim)
         sums = shaped(partials[pieces.numel() :], rows, heads, splits)
-    group, has_sinks = heads // kv_heads, sinks is not None
+    group = heads // kv_heads
+    has_sinks = sinks is not None
     # Float8 is unpacked in registers, for which those of four warps are too few.
     warps = 4 if cache.scales is None or head_dim <= 64 else 8
     launch(
@@ -313,7 +319,8 @@ class PagedDecode:
     ) -> None:
         decodes = len(rows.lengths)
         self._queries = rotated[: workspace.model_config.num_heads, :decodes]
-        self._out, self._window = attended[:decodes], window
+        self._out = attended[:decodes]
+        self._window = window
         self._partials = workspace.partials
         self._tables, self._lengths = put(rows.decode_tables), put(rows.lengths)
 
@@ -370,7 +377,8 @@ def attend_tile(
     if begun >= count:
         return
     row = tl.arange(0, TOKENS * PADDED_GROUP)
-    token, member = begun + row // PADDED_GROUP, row % PADDED_GROUP
+    token = begun + row // PADDED_GROUP
+    member = row % PADDED_GROUP
     exists = (token < count) & (member < GROUP)
     heads = kv_head * GROUP + member
     tokens = (tl.load(starts + tile) + token).to(tl.int64)
@@ -387,7 +395,8 @@ def attend_tile(
     if WINDOW > 0:
         middle = tl.maximum(before + begun - WINDOW + 1, 0) // SPAN * SPAN
         first = last - WINDOW + 1
-    key, value = keys + kv_head * cache_stride, values + kv_head * cache_stride
+    key = keys + kv_head * cache_stride
+    value = values + kv_head * cache_stride
     table = tables + tl.load(prompts + tile).to(tl.int64) * width
     peak, total, summed = attend_range(
         query, key, value, table, first, last, 0,
@@ -421,7 +430,8 @@ def attend_tiles(
     is read on the host nor allocated.
     """
     heads, _, head_dim = queries.shape
-    kv_heads, num_blocks = cache.keys.shape[0], cache.blocks.shape[1]
+    kv_heads = cache.keys.shape[0]
+    num_blocks = cache.blocks.shape[1]
     group = heads // kv_heads
     padded = power_of_two(group)
     is_plain = cache.scales is None and sinks is None
@@ -453,7 +463,8 @@ class PagedPrefill:
         window: int = 0,
     ) -> None:
         self._queries = rotated[: workspace.model_config.num_heads]
-        self._out, self._window = attended, window
+        self._out = attended
+        self._window = window
         self._tables, self._prompts = put(rows.prompt_tables), put(rows.tiles.prompts)
         self._starts, self._counts = put(rows.tiles.first_rows), put(rows.tiles.counts)
         self._earlier = put(rows.tiles.earlier)

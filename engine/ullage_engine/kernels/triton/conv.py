@@ -87,7 +87,8 @@ class FusedConvolution:
         self, plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
     ) -> None:
         """projected [tokens, 3 * channels] of B, C and u, into out [tokens, channels]."""
-        self._projected, self._out = projected, out
+        self._projected = projected
+        self._out = out
         self._taps, self._tails = put(plan.taps), put(plan.tails)
         self._slots, self._next_slots = put(plan.slots), put(plan.next_slots)
 

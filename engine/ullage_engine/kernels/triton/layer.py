@@ -182,12 +182,14 @@ def rotate_heads(
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, HALF)
     exists = head < HEADS + 2 * KV_HEADS
-    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    is_query = head < HEADS
+    is_value = head >= HEADS + KV_HEADS
 
     place = (row * (HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF) + dim[None, :]
     first = tl.load(qkv + place, mask=exists[:, None], other=0).to(tl.float32)
     second = tl.load(qkv + place + HALF, mask=exists[:, None], other=0).to(tl.float32)
-    turned_first, turned_second = first, second
+    turned_first = first
+    turned_second = second
     if NORMS:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]

@@ -78,7 +78,8 @@ def multiply_packed(
         inside = pairs < depth // 2
         mask = has_column[:, None] & inside[None, :]
         code = tl.load(values[:, None] + pairs[None, :], mask=mask, other=0)
-        low, high = decoded(code, FORMAT), decoded(code >> 4, FORMAT)
+        low = decoded(code, FORMAT)
+        high = decoded(code >> 4, FORMAT)
         ks = start + tl.arange(0, STEP)
         given = has_row[:, None] & (ks < depth)[None, :]
         row = tl.load(x[:, None] + ks[None, :], mask=given, other=0)
@@ -89,7 +90,8 @@ def multiply_packed(
             scale = e8m0(tl.load(scales[:, None] + groups[None, :], mask=there, other=0))
             shape: tl.constexpr = [code.shape[0], STEP // GROUP, GROUP // 2]
             wide = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), code.shape)
-            low, high = low * wide, high * wide
+            low = low * wide
+            high = high * wide
             summed = tl.dot(even, tl.trans(low.to(even.dtype)), summed, input_precision="ieee")
             summed = tl.dot(odd, tl.trans(high.to(even.dtype)), summed, input_precision="ieee")
         else:
@@ -236,7 +238,8 @@ def multiply_tile(
     # Neighbouring programs have the same columns, so that weights are read from memory once.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    has_row, has_column = row < rows, column < columns
+    has_row = row < rows
+    has_column = column < columns
     at = row.to(tl.int64)
     summed = multiply_weights(
         x + at * depth, values, scales, zeros, column, has_row, has_column, depth,
@@ -352,7 +355,8 @@ def multiply_expert(
         return
     row = first + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    has_row, has_column = row < end, column < columns
+    has_row = row < end
+    has_column = column < columns
     at = expert.to(tl.int64) * columns
     width = depth
     if FORMAT == "int4" or FORMAT == "mxfp4":
@@ -384,7 +388,8 @@ def grouped_matmul(
     are left alone; out [rows, columns]. Weights are those of `quantized_matmul`, one matrix behind
     the other: packed [experts, columns, ...].
     """
-    rows, experts = x.shape[0], ends.shape[0]
+    rows = x.shape[0]
+    experts = ends.shape[0]
     tile = min(128, max(16, power_of_two(-(-rows // experts))))
     # Every expert may end in a tile that is not full.
     tiles = min(rows, rows // tile + experts)
@@ -421,7 +426,9 @@ def _multiply(
     format: Format,
     share: int,  # 0: rows are sorted
 ) -> None:
-    experts, columns, depth = packed.shape[0], out.shape[1], x.shape[1]
+    experts = packed.shape[0]
+    columns = out.shape[1]
+    depth = x.shape[1]
     group = group_of(format, depth, experts * columns, scales, zeros is not None)
     count, rows = tiles
     block_columns = 64 if rows > 16 else 32
@@ -457,7 +464,8 @@ class TritonExperts:
         zeros: torch.Tensor | None,
         format: Format,
     ) -> None:
-        self._weights, self._format = (packed, scales, zeros), format
+        self._weights = (packed, scales, zeros)
+        self._format = format
         groups = 0 if scales is None else scales.numel()
         self.encoding = (format, packed.shape, groups, zeros is not None)
 

@@ -104,7 +104,8 @@ class VllmBlocks:
     def num_reclaimable(self, prefixes: Iterable[Prefix]) -> float:
         # vLLM's blocks have no hash.
         blocks: dict[int, KVCacheBlock] = {}
-        lasting, windows = Counter[int](), Counter[int]()
+        lasting = Counter[int]()
+        windows = Counter[int]()
         for prefix in prefixes:
             assert isinstance(prefix, _Prefix)
             blocks |= {each.block_id: each for each in prefix.blocks}

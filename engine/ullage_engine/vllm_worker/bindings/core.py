@@ -296,10 +296,8 @@ class VllmCore:
     @property
     def max_model_len(self) -> int:
         """Longest sequence that vLLM takes, tokens: at most what its pool or a step holds."""
-        longest, limits = (
-            int(self._config.model_config.max_model_len),
-            self._config.scheduler_config,
-        )
+        longest = int(self._config.model_config.max_model_len)
+        limits = self._config.scheduler_config
         if limits.enable_chunked_prefill:
             return longest
         return min(longest, int(limits.max_num_batched_tokens))
@@ -378,9 +376,11 @@ class VllmCore:
     @property
     def ranks(self) -> list[RankPlace]:
         """The device map."""
-        model, parallel = self._config.model_config, self._config.parallel_config
+        model = self._config.model_config
+        parallel = self._config.parallel_config
         layers = model.get_total_num_hidden_layers()
-        tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        tensor = parallel.tensor_parallel_size
+        pipeline = parallel.pipeline_parallel_size
         places = []
         for rank in range(tensor * pipeline):
             stage = rank // tensor
@@ -470,7 +470,8 @@ class VllmCore:
 
     def add(self, request: EngineRequest, max_tokens: int) -> None:
         num_prompt = request.num_prompt_tokens
-        prompt, sent = request.token_ids[:num_prompt], request.token_ids[num_prompt:]
+        prompt = request.token_ids[:num_prompt]
+        sent = request.token_ids[num_prompt:]
         self._check(request)
         try:
             params: SamplingParams | PoolingParams = PoolingParams(task="embed")
@@ -560,7 +561,8 @@ class VllmCore:
 
     def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
         """Gives up the requests whose grammars have failed in this step."""
-        broken, self._broken = self._broken, {}
+        broken = self._broken
+        self._broken = {}
         failed = [
             CoreOutput(request_id, [], "error", error=unmatched(reason), field="grammar")
             for request_id, request in self._requests.items()

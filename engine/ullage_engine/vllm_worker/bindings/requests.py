@@ -64,7 +64,8 @@ class GrammarMasks:
 
 def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
     """Returns the arguments of vLLM's `SamplingParams`; `max_tokens` counts what was sent."""
-    sampling, extra = request.sampling, dict[str, Any]()
+    sampling = request.sampling
+    extra = dict[str, Any]()
     if sent := request.token_ids[request.num_prompt_tokens :]:
         extra[RESUMED] = sent
     if request.grammar:

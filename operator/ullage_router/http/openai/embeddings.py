@@ -95,7 +95,8 @@ class EmbeddingsEndpoint:
         self._room = BodyRoom(MAX_ALL_VECTOR_BYTES)
 
     async def __call__(self, request: Request, reply: Reply) -> None:
-        service, record = self._service, RequestRecord(request_id(request.headers))
+        service = self._service
+        record = RequestRecord(request_id(request.headers))
         tenant: TenantSession | None = None
         try:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
@@ -113,7 +114,8 @@ class EmbeddingsEndpoint:
             return
         is_base64 = body.encoding_format == "base64"
         del body
-        trace, room = trace_context(request.headers), self._room
+        trace = trace_context(request.headers)
+        room = self._room
         run = _Run(service, record.request_id, tenant, trace, asked, room, request.end_turn)
         try:
             try:
@@ -290,7 +292,8 @@ class _Run:
         Raises:
             ServiceError: they are too large together, or there is no room now.
         """
-        count, most = len(self._asked), max(1, MAX_VECTOR_BYTES // size)
+        count = len(self._asked)
+        most = max(1, MAX_VECTOR_BYTES // size)
         if self._taken_bytes:
             return
         if count > most:
@@ -308,8 +311,10 @@ class _Run:
         record = RequestRecord(self._name[: MAX_REQUEST_ID_BYTES - len(suffix)] + suffix)
         if not index:
             self.record = record
-        total_s, stall_s = self._limits.total_timeout, self._limits.request_timeout
-        request, tenant = self._asked[index], self._tenant.new_session()
+        total_s = self._limits.total_timeout
+        stall_s = self._limits.request_timeout
+        request = self._asked[index]
+        tenant = self._tenant.new_session()
         return Call(
             request,
             record,

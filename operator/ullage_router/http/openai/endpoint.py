@@ -302,7 +302,8 @@ async def _stream(stream: ResponseStream, chunks: Chunks, writer: Writer) -> Non
 
 
 async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -> None:
-    parts, finished = [Collected() for _ in range(n)], inference_pb2.Finished()
+    parts = [Collected() for _ in range(n)]
+    finished = inference_pb2.Finished()
     async for event in stream.events():
         match event.WhichOneof("event"):
             case "finished":

@@ -51,7 +51,8 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
         is_event: it ends a stream, whose headers have left: it also has `retry_after`, the seconds
             of a response's Retry-After, where that would have one.
     """
-    field, message = error.metadata.get("field"), error.message
+    field = error.metadata.get("field")
+    message = error.message
     for wire, name in _FIELDS.items():
         if field and field.startswith(wire):
             message = message.replace(wire, name, 1)

@@ -74,14 +74,16 @@ def grammar(common: Common) -> Grammar | None:
         "structured_outputs.choice": lambda: _from_choice(asked.choice),
         "structured_outputs.grammar": lambda: _from_lark(asked.grammar),
     }
-    first, chosen = "", None
+    first = ""
+    chosen = None
     for field, make in forms.items():
         option = make()
         if option is None:
             continue
         if chosen is not None:
             raise invalid_value(field, "set", f"only one of {first} and {field}")
-        first, chosen = field, option
+        first = field
+        chosen = option
     return chosen
 
 
@@ -92,7 +94,8 @@ def _from_format(asked: ResponseFormat | None) -> Grammar | None:
         return _object()
     if asked.type != "json_schema":
         raise invalid_value("response_format.type", asked.type, _TYPES)
-    field, form = "response_format.json_schema", asked.json_schema
+    field = "response_format.json_schema"
+    form = asked.json_schema
     if form is None:
         raise invalid_value(field, "missing", "an object with name and schema")
     if not _NAME.fullmatch(form.name):

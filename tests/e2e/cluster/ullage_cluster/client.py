@@ -79,7 +79,8 @@ class Streams:
     """Requests under way."""
 
     def __init__(self, process: "subprocess.Popen[str]", stop: Callable[[], object]) -> None:
-        self._process, self._stop = process, stop
+        self._process = process
+        self._stop = stop
         self._started: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ended: list[dict[str, Any]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

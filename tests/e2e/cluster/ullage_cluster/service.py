@@ -98,7 +98,8 @@ def _is_of_job(pod: Object) -> bool:
 
 
 def _is_rolled(workload: Object) -> bool:
-    status, wanted = workload["status"], workload["spec"]["replicas"]
+    status = workload["status"]
+    wanted = workload["spec"]["replicas"]
     if status.get("observedGeneration") != workload["metadata"]["generation"]:
         return False
     return bool(status.get("updatedReplicas", 0) == status.get("readyReplicas", 0) == wanted)

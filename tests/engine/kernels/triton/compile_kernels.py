@@ -38,8 +38,12 @@ from ullage_engine.kernels.triton.matmul import grouped_matmul, picked_matmul, q
 Variant = tuple[str, Callable[[], None]]
 """What it is, and what launches its kernels."""
 
-BYTES, INTS, HALVES = torch.uint8, torch.int32, torch.bfloat16
-HEADS, BLOCK_TOKENS, DEPTH = 32, 16, 256
+BYTES = torch.uint8
+INTS = torch.int32
+HALVES = torch.bfloat16
+HEADS = 32
+BLOCK_TOKENS = 16
+DEPTH = 256
 
 
 class Absent:
@@ -88,27 +92,33 @@ class Pages:
 
 def decodes(pages: Pages, *, whole: bool) -> None:
     """`whole`: each sequence is attended by one program a head; else by several, and merged."""
-    queries, out = pages.zeros(HEADS, 4, pages.head_dim), pages.zeros(4, HEADS * pages.head_dim)
+    queries = pages.zeros(HEADS, 4, pages.head_dim)
+    out = pages.zeros(4, HEADS * pages.head_dim)
     tables = torch.zeros(4, 1 if whole else 1024, dtype=INTS)
-    lengths, partials = torch.zeros(4, dtype=INTS), torch.zeros(1 << 22)
+    lengths = torch.zeros(4, dtype=INTS)
+    partials = torch.zeros(1 << 22)
     cache = pages.cache()
     attend_decodes(queries, cache, tables, lengths, out, partials, pages.window, pages.sinks)
 
 
 def tiles(pages: Pages) -> None:
-    queries, out = pages.zeros(HEADS, 4, pages.head_dim), pages.zeros(4, HEADS * pages.head_dim)
-    tables, rows = torch.zeros(4, 64, dtype=INTS), torch.zeros(4, dtype=INTS)
+    queries = pages.zeros(HEADS, 4, pages.head_dim)
+    out = pages.zeros(4, HEADS * pages.head_dim)
+    tables = torch.zeros(4, 64, dtype=INTS)
+    rows = torch.zeros(4, dtype=INTS)
     cache = pages.cache()
     attend_tiles(queries, cache, tables, rows, rows, rows, rows, out, pages.window, pages.sinks)
 
 
 def rotation(pages: Pages, *, has_norms: bool) -> None:
     """Rows of queries, keys and values on their way into pages."""
-    head_dim, rows = pages.head_dim, 4
+    head_dim = pages.head_dim
+    rows = 4
     qkv = pages.zeros(rows, (HEADS + 2 * pages.kv_heads) * head_dim)
     tables = (pages.zeros(8, head_dim), pages.zeros(8, head_dim))
     norms = (pages.zeros(head_dim), pages.zeros(head_dim)) if has_norms else None
-    positions, slots = torch.zeros(rows, dtype=INTS), torch.zeros(rows, dtype=torch.int64)
+    positions = torch.zeros(rows, dtype=INTS)
+    slots = torch.zeros(rows, dtype=torch.int64)
     queries = pages.zeros(HEADS, rows, head_dim)
     rotate_and_store(qkv, norms, 1e-5, tables, positions, slots, queries, pages.cache())
 
@@ -119,7 +129,8 @@ def norm(columns: int, dtype: torch.dtype = HALVES) -> None:
 
 
 def gates(width: int, dtype: torch.dtype = HALVES, *, clamped: bool = False) -> None:
-    gate_up, out = torch.zeros(3, 2 * width, dtype=dtype), torch.zeros(3, width, dtype=dtype)
+    gate_up = torch.zeros(3, 2 * width, dtype=dtype)
+    out = torch.zeros(3, width, dtype=dtype)
     (clamped_gate if clamped else gate)(gate_up, out)
 
 
@@ -172,8 +183,10 @@ def convolution(taps: int) -> None:
         taps=one.repeat(taps, 0), tails=one.repeat(taps - 1, 1), slots=one[0],
         next_slots=np.ones(1, np.int64),
     )  # fmt: skip
-    projected, kernel = torch.zeros(1, 192, dtype=HALVES), torch.zeros(taps, 64, dtype=HALVES)
-    state, out = torch.zeros(2, taps - 1, 64, dtype=HALVES), torch.zeros(1, 64, dtype=HALVES)
+    projected = torch.zeros(1, 192, dtype=HALVES)
+    kernel = torch.zeros(taps, 64, dtype=HALVES)
+    state = torch.zeros(2, taps - 1, 64, dtype=HALVES)
+    out = torch.zeros(1, 64, dtype=HALVES)
     FusedConvolution(plan, torch.from_numpy, projected, out).run(kernel, state)
 
 

@@ -68,7 +68,8 @@ def random_weights(e2m1: torch.Tensor, device: torch.device) -> Callable[[str, i
             exponents = torch.randint(120, 130, (columns, depth // 32), dtype=torch.uint8)
             steps = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)
             return packed, exponents.to(device), None, e2m1[codes].double() * steps
-        scales, zeros = torch.rand(columns, depth // 64), torch.randn(columns, depth // 64)
+        scales = torch.rand(columns, depth // 64)
+        zeros = torch.randn(columns, depth // 64)
         wide = [part.double().repeat_interleave(64, 1) for part in (scales, zeros)]
         return packed, scales.to(device), zeros.to(device), (codes - 8) * wide[0] + wide[1]
 

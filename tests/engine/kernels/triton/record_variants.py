@@ -48,7 +48,11 @@ MODEL = ModelConfig(
     conv_channels=64,
     experts=ExpertsSpec(num_experts=4, experts_per_token=2, intermediate=32, scoring="sigmoid"),
 )
-MAX_TOKENS, MAX_ROWS, MAX_LEN, NUM_BLOCKS, STEPS = 200, 24, 1024, 64, 60
+MAX_TOKENS = 200
+MAX_ROWS = 24
+MAX_LEN = 1024
+NUM_BLOCKS = 64
+STEPS = 60
 
 Key = tuple[str, str, str]
 """A kernel's name, what Triton makes of its operands, and its options."""

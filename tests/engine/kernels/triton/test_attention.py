@@ -34,10 +34,12 @@ class Case:
 
     def dense(self, sequence: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, length, head_dim] of one sequence."""
-        positions, heads = torch.arange(length), self.model.num_kv_heads
+        positions = torch.arange(length)
+        heads = self.model.num_kv_heads
         blocks = torch.tensor(self.tables[sequence])[positions // BLOCK_TOKENS]
         slots = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        numbers, scales = self.cache.blocks.cpu(), self.cache.scales
+        numbers = self.cache.blocks.cpu()
+        scales = self.cache.scales
         if scales is not None:
             numbers = numbers.view(torch.float8_e4m3fn).float() * scales.values.float().cpu()
         keys, values = numbers.double().view(2, heads, -1, self.model.head_dim)
@@ -78,7 +80,8 @@ def in_type(cache: LayerCache, dtype: torch.dtype) -> LayerCache:
     """The same numbers, as float8 with another scale for each head."""
     heads, _, head_dim = cache.keys.shape
     if dtype != torch.float8_e4m3fn:
-        blocks, scales = cache.blocks.to(dtype), None
+        blocks = cache.blocks.to(dtype)
+        scales = None
     else:
         bounds = [448 * 2.0 ** (head % 5 - 4) for head in range(2 * heads)]
         scales = head_scales(bounds, torch.float16, cache.blocks.device)
@@ -98,7 +101,8 @@ def attend(
     """One token's result [heads * head_dim], by the definition; query [heads, head_dim]."""
     keys, values = case.dense(sequence, length)
     size = case.model.group_size
-    keys, values = keys.repeat_interleave(size, 0), values.repeat_interleave(size, 0)
+    keys = keys.repeat_interleave(size, 0)
+    values = values.repeat_interleave(size, 0)
     scores = (keys @ query.double().cpu()[:, :, None])[..., 0] * case.model.head_dim**-0.5
     if window:
         scores[:, : max(0, length - window)] = -torch.inf
@@ -180,7 +184,8 @@ def _padded(table: list[int], width: int) -> list[int]:
 
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
 def test_halves_and_float8_pages(kv_dtype: torch.dtype, device: torch.device, put: Put) -> None:
-    lengths, model = [40, 33], model_config(4, 2, 16)
+    lengths = [40, 33]
+    model = model_config(4, 2, 16)
     case = make_case(model, lengths, device, kv_dtype)
     rotated = torch.randn(6, 34, 16, device=device).half()
     attended = torch.empty(34, 64, device=device, dtype=torch.float16)
@@ -200,7 +205,8 @@ def test_float8_pages_are_attended_as_their_numbers(device: torch.device, put: P
     The interpreter computes both alike. Compiled they are two kernels, which may fuse or order a
     sum's terms in two ways: each of 300 terms can differ by a rounding, 6e-8 of sums near 1.
     """
-    lengths, model = [300, 60], model_config(4, 2, 16)
+    lengths = [300, 60]
+    model = model_config(4, 2, 16)
     case = make_case(model, lengths, device, torch.float8_e4m3fn)
     assert case.cache.scales is not None
     stored = case.cache.blocks.view(torch.float8_e4m3fn).float()
@@ -247,7 +253,8 @@ def test_a_graph_serves_other_lengths(device: torch.device) -> None:
     case = make_case(model, [300], device)
     tables = torch.tensor([_padded(case.tables[0], 32)], dtype=torch.int32, device=device)
     length = torch.tensor([7], dtype=torch.int32, device=device)
-    queries, out = torch.randn(8, 1, 64, device=device), torch.empty(1, 512, device=device)
+    queries = torch.randn(8, 1, 64, device=device)
+    out = torch.empty(1, 512, device=device)
     partials = torch.empty(partial_elements(model), device=device)
     attend_decodes(queries, case.cache, tables, length, out, partials)
     graph = torch.cuda.CUDAGraph()

@@ -6,7 +6,9 @@ from ullage_engine.kernels.batch import build_batch
 from ullage_engine.kernels.triton import Put
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
-CHANNELS, KERNEL, SLOTS = 40, 3, 8
+CHANNELS = 40
+KERNEL = 3
+SLOTS = 8
 CHUNKS = [(5, 1, 3), (0, 1, None), (0, 7, None), (9, 4, 0), (30, 2, 5)]
 """(earlier tokens, tokens, slot of the state before) of each sequence."""
 

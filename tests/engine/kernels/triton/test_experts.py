@@ -11,7 +11,9 @@ from ullage_engine.kernels.triton import Format
 Weights = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]
 RandomWeights = Callable[[Format, int, int], Weights]
 
-COLUMNS, DEPTH, EXPERTS = 40, 128, 5
+COLUMNS = 40
+DEPTH = 128
+EXPERTS = 5
 
 
 def of_all(parts: Weights) -> Weights:

@@ -127,8 +127,10 @@ class Case:
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [heads, rows, head_dim] in float64."""
-        heads, kv_heads = self.model.num_heads, self.model.num_kv_heads
-        rows, head_dim = self.qkv.shape[0], self.model.head_dim
+        heads = self.model.num_heads
+        kv_heads = self.model.num_kv_heads
+        rows = self.qkv.shape[0]
+        head_dim = self.model.head_dim
         parts = self.qkv.cpu().double().view(rows, -1, head_dim).transpose(0, 1)
         queries, keys, values = parts.split([heads, kv_heads, kv_heads])
         if self.norms is not None:
@@ -174,7 +176,8 @@ def make_case(
 
 def empty_cache(case: Case, is_fp8: bool) -> LayerCache:
     """Pages of what is no number."""
-    kv_heads, head_dim = case.model.num_kv_heads, case.model.head_dim
+    kv_heads = case.model.num_kv_heads
+    head_dim = case.model.head_dim
     shape = (2 * kv_heads, SLOTS // 16, 16 * head_dim)
     device = case.qkv.device
     if is_fp8:
@@ -209,7 +212,8 @@ def test_queries_keys_and_values_reach_their_places(
     queries = torch.full((heads + 1, rows, head_dim), torch.nan, dtype=dtype, device=device)
     places = (case.positions, case.slots, queries[:heads])
     exact_queries, keys, values = case.exact()
-    plain, small = empty_cache(case, is_fp8=False), empty_cache(case, is_fp8=True)
+    plain = empty_cache(case, is_fp8=False)
+    small = empty_cache(case, is_fp8=True)
     for cache in (plain, small):
         rotate_and_store(case.qkv, case.norms, EPS, case.tables, *places, cache)
     assert_rounded(queries[:heads], exact_queries)

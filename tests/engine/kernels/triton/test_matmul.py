@@ -17,7 +17,8 @@ RandomWeights = Callable[[Format, int, int], Weights]
 def test_product(
     format: Format, rows: int, random_weights: RandomWeights, device: torch.device
 ) -> None:
-    columns, depth = 50, 192
+    columns = 50
+    depth = 192
     packed, scales, zeros, wanted = random_weights(format, columns, depth)
     x = torch.randn(rows, depth, device=device)
     product = x.double().cpu() @ wanted.t()
@@ -30,7 +31,8 @@ def test_product(
 
 def test_depth_that_no_step_divides(random_weights: RandomWeights, device: torch.device) -> None:
     packed, scales, zeros, wanted = random_weights("int8", 20, 90)
-    x, out = torch.randn(3, 90, device=device), torch.empty(3, 20, device=device)
+    x = torch.randn(3, 90, device=device)
+    out = torch.empty(3, 20, device=device)
     quantized_matmul(x, packed, scales, zeros, out, "int8")
     product = x.double().cpu() @ wanted.t()
     torch.testing.assert_close(out.cpu().double(), product, rtol=1e-5, atol=1e-3)
@@ -69,9 +71,11 @@ def test_halves(random_weights: RandomWeights, device: torch.device) -> None:
 def test_bytes_with_zeros(groups: int, device: torch.device) -> None:
     """What 8-bit checkpoints of GPTQ hold."""
     values = torch.randint(-128, 128, (20, 96), dtype=torch.int8)
-    scales, zeros = torch.rand(20, groups) + 0.5, torch.randn(20, groups)
+    scales = torch.rand(20, groups) + 0.5
+    zeros = torch.randn(20, groups)
     wide = [part.double().repeat_interleave(96 // groups, 1) for part in (scales, zeros)]
-    x, out = torch.randn(3, 96, device=device), torch.empty(3, 20, device=device)
+    x = torch.randn(3, 96, device=device)
+    out = torch.empty(3, 20, device=device)
     stored = [part.to(device) for part in (values, scales, zeros)]
     quantized_matmul(x, *stored, out, "int8")
     product = x.double().cpu() @ (values * wide[0] + wide[1]).t()
@@ -79,7 +83,8 @@ def test_bytes_with_zeros(groups: int, device: torch.device) -> None:
 
 
 def test_what_no_kernel_multiplies_is_refused(device: torch.device) -> None:
-    x, out = torch.ones(1, 96), torch.empty(1, 4)
+    x = torch.ones(1, 96)
+    out = torch.empty(1, 4)
     packed = torch.zeros(4, 48, dtype=torch.uint8)
     with pytest.raises(ValueError, match="2 groups of scales for 96 int4 weights"):
         quantized_matmul(x, packed, torch.ones(4, 2), None, out, "int4")

@@ -52,7 +52,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
 
     def chunk(self, tokens: int, windowed: bool) -> Chunk:
-        start, self.length = self.length, self.length + tokens
+        start = self.length
+        self.length = self.length + tokens
         history = [(31 * at * (self.number + 3) + 7) % 199 for at in range(self.length)]
         # Blocks are dealt like cards, the windows' from the other end.
         count = -(-self.length // 16)

@@ -13,8 +13,10 @@ from ullage_engine.native.library import instruction_set
 from ullage_engine.protocol.messages import EngineRequest
 
 MAX_SEQUENCES = 8
-CONV_LAYERS, COLUMNS = 4, 2
-HEADS, KV_HEADS = 6, 2
+CONV_LAYERS = 4
+COLUMNS = 2
+HEADS = 6
+KV_HEADS = 2
 
 
 def save_lfm2(folder: Path, seed: int, head_dim: int, vocab: int) -> str:

@@ -13,7 +13,8 @@ from ullage_engine.native.library import instruction_set
 from ullage_engine.protocol.messages import EngineRequest
 
 BLOCK_BYTES = 16 * 23_040 // 2
-NUM_BLOCKS, NUM_SLOTS = 64, 16
+NUM_BLOCKS = 64
+NUM_SLOTS = 16
 FRANCE = [504, 3575, 282, 4649, 314]
 
 

@@ -9,7 +9,9 @@ from ullage_engine.protocol.messages import EngineRequest
 
 LAYER_BYTES = 2 * 2 * 16 * 4
 """Keys and values of a token in one layer: 2 KV heads of 16 float32 numbers."""
-LONGEST, CHUNK, WINDOW = 256, 32, 20
+LONGEST = 256
+CHUNK = 32
+WINDOW = 20
 
 
 def test_the_pool_of_one_longest_sequence_is_smaller_by_its_windows(
@@ -24,7 +26,8 @@ def test_the_pool_of_one_longest_sequence_is_smaller_by_its_windows(
     """
     seed = 20_261
     random_model("gpt_oss", seed).save_pretrained(tmp_path)
-    block, most = 16 * 2 * LAYER_BYTES, -(-(WINDOW - 1 + CHUNK) // 16) + 1
+    block = 16 * 2 * LAYER_BYTES
+    most = -(-(WINDOW - 1 + CHUNK) // 16) + 1
     worker = start_worker(
         model={"source": f"file://{tmp_path}", "dtype": "float32", "max_model_len": LONGEST},
         memory={"max_kv": (16 + most) * block},

@@ -58,8 +58,11 @@ def penalised(name: str, history: list[int]) -> Chunk:
 
 
 def test_a_history_crosses_once_and_is_counted_once_where_it_is_sampled() -> None:
-    sent, at_rank, counts = SentHistories(4), ReceivedHistories(4), PenaltyCounts(4)
-    history, counted = list(TEXT), []
+    sent = SentHistories(4)
+    at_rank = ReceivedHistories(4)
+    counts = PenaltyCounts(4)
+    history = list(TEXT)
+    counted = []
     for token in range(40):
         crossing = received(StepPlan([penalised("r", history)]), sent)
         assert len(crossing.chunks[0].history) == (1 if token else len(TEXT))
@@ -71,7 +74,8 @@ def test_a_history_crosses_once_and_is_counted_once_where_it_is_sampled() -> Non
 
 
 def test_histories_beyond_the_bound_and_of_reused_names_cross_whole() -> None:
-    sent, at_rank = SentHistories(2), ReceivedHistories(2)
+    sent = SentHistories(2)
+    at_rank = ReceivedHistories(2)
     histories = {name: [number] * 3 for number, name in enumerate("abc")}
     for step, name in enumerate("abcabccab"):
         if step == 6:
@@ -84,7 +88,8 @@ def test_histories_beyond_the_bound_and_of_reused_names_cross_whole() -> None:
 
 
 def test_histories_of_requests_that_ended_are_forgotten_on_both_ranks() -> None:
-    sent, at_rank = SentHistories(4), ReceivedHistories(4)
+    sent = SentHistories(4)
+    at_rank = ReceivedHistories(4)
 
     def cross(name: str) -> int:
         crossing = received(StepPlan([penalised(name, TEXT)]), sent)

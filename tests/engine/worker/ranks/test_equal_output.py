@@ -26,7 +26,9 @@ from ullage_engine.server.worker_process import worker_env
 RANK_PROCESS = Path(__file__).with_name("rank_process.py")
 DEADLINE_S = 300.0
 GREEDY = SamplingParams(temperature=0.0)
-CHUNK, SEQUENCES, LENGTH = 32, 8, 128
+CHUNK = 32
+SEQUENCES = 8
+LENGTH = 128
 
 LFM2_LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention", "conv"]
 MODELS: dict[str, dict[str, Any]] = {
@@ -126,7 +128,8 @@ class Recorded:
 
     def run(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Prompts join one by one, a chunk a step, beside every decode."""
-        texts, computed = [list(prompt) for prompt in prompts], [0] * len(prompts)
+        texts = [list(prompt) for prompt in prompts]
+        computed = [0] * len(prompts)
         while any(len(t) < len(p) + num_tokens for t, p in zip(texts, prompts, strict=True)):
             decoding = [i for i in range(len(texts)) if 0 < computed[i] == len(texts[i]) - 1]
             waiting = [i for i in range(len(texts)) if i not in decoding][:1]

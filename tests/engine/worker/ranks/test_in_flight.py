@@ -120,7 +120,8 @@ def test_the_first_stage_begins_a_batch_while_the_second_has_the_one_before(
     while alone.has_work:
         step(alone, expected)
     engine = start_engine(2)
-    execute, begun = ModelRunner.execute, tmp_path / "begun"
+    execute = ModelRunner.execute
+    begun = tmp_path / "begun"
 
     def note(runner: ModelRunner, plan: StepPlan) -> list[SampledToken]:
         new = begun.with_suffix(".new")

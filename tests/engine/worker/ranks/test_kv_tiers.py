@@ -71,7 +71,8 @@ class Group:
         self.answers: list[KvGranted | KvFound] = []
 
     def run(self, broker: KvBroker, request: EngineRequest) -> list[int]:
-        engine, tokens = self.started.engine, list[int]()
+        engine = self.started.engine
+        tokens = list[int]()
         assert engine.tiers is not None
         num_blocks = broker.arrived(request)
         engine.submit(msgspec.structs.replace(request, num_stored_blocks=num_blocks))
