@@ -62,7 +62,7 @@ _EXPLAINED = set[tuple[str, int]]()
 
 
 async def ask(session: aiohttp.ClientSession, server: Server, number: int, output: int) -> Answer:
-    """Sends one streamed request and reads it to its end."""
+    """Send one streamed request and read it to its end."""
     answer = await load.ask(session, server.url, MODEL, messages(number, INPUT_WORDS), output)
     if answer.error and (server.name, answer.status) not in _EXPLAINED:
         _EXPLAINED.add((server.name, answer.status))
@@ -212,7 +212,7 @@ async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -
 async def closed_loop(
     server: Server, concurrency: int, requests: int, seed: int
 ) -> dict[str, float]:
-    """Returns the figures of load.py for one server."""
+    """Return the figures of load.py for one server."""
     return await load.level(server.url, MODEL, concurrency, requests, seed=seed, server=server.name)
 
 

@@ -151,7 +151,7 @@ def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Rat
 
 
 def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> None:
-    """Raises ServerError where servers did not compute the same prompts."""
+    """Raise ServerError where servers did not compute the same prompts."""
     for concurrency in next(iter(figures.values())):
         tokens = {name: each[concurrency]["prompt_tokens"] for name, each in figures.items()}
         if len(set(tokens.values())) > 1:
@@ -305,7 +305,7 @@ class CpuTimes:
 
 
 def measure(server: Server, levels: Sequence[int], log: Path) -> Round:
-    """Starts a server, loads it, ends it."""
+    """Start a server, loads it, ends it."""
     with running(server, log) as run:
         print(f"{server.name}: ready after {run.ready_s:.1f} s", file=sys.stderr, flush=True)
         load = partial(level, run.url, server.model, server=f"{server.name} (its log: {log})")
@@ -336,7 +336,7 @@ def _row(figures: Mapping[str, float]) -> str:
 
 
 def report(result: Mapping[str, Any]) -> None:
-    """Prints everything that was measured."""
+    """Print everything that was measured."""
     for name, value in result["machine"].items():
         print(f"{name:18}{', '.join(value) if isinstance(value, list) else value}")
     print()
@@ -379,7 +379,7 @@ def run(options: argparse.Namespace, makers: Makers, sitting: Sitting) -> None:
 
 
 def measure_quality(command: Sequence[str]) -> Quality:
-    """Compares the perplexity of what is served with the file's own; prints both."""
+    """Compare the perplexity of what is served with the file's own; prints both."""
     with progress("measuring perplexity"):
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="")

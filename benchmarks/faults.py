@@ -97,7 +97,7 @@ async def generate(
 
 
 async def stream(engine: Engine, run: Run, number: int, seed: int) -> None:
-    """Asks one prompt after the other until the run is over."""
+    """Ask one prompt after the other until the run is over."""
     chooser = random.Random(f"{seed} {number}")
     longest = len(run.reference[0])
     while not run.is_over:

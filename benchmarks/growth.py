@@ -137,7 +137,7 @@ def schedule_costs(seconds: float) -> list[Cost]:
 
 
 def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Scheduler, int]:
-    """Returns a scheduler whose next step decodes all its sequences, and its blocks."""
+    """Return a scheduler whose next step decodes all its sequences, and its blocks."""
     num_blocks = sequences * (-(-(context + num_output) // BLOCK) + 1)
     profile = MemoryProfile(
         block_tokens=BLOCK,
@@ -265,7 +265,7 @@ AXES = ("scheduling", "sequences", "context", "long context", "KV pool")
 
 
 def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> list[str]:
-    """Says where a cost that should not grow does, against the least of those before."""
+    """Say where a cost that should not grow does, against the least of those before."""
     for index, each in enumerate(costs[1:], 1):
         least = min(value(before) for before in costs[:index])
         if value(each) > TOLERANCE * least:
@@ -275,7 +275,7 @@ def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> l
 
 
 def superlinear(costs: Sequence[Cost]) -> list[str]:
-    """Says where the last tokens of the longest context cost more than any before, which
+    """Say where the last tokens of the longest context cost more than any before, which
     attention's do not: caches that KV no longer fits make a step or two of the line steeper, but a
     cost that grows with the context makes each as much steeper as it is longer."""
     slopes = [

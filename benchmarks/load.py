@@ -59,7 +59,7 @@ def messages(number: int, words: int) -> list[dict[str, str]]:
 async def ask(
     session: aiohttp.ClientSession, url: str, model: str, prompt: list[dict[str, str]], tokens: int
 ) -> Answer:
-    """Sends one request and reads its stream to the end, whatever that is."""
+    """Send one request and read its stream to the end, whatever that is."""
     body = {
         "model": model,
         "messages": prompt,

@@ -20,7 +20,7 @@ READY_S = 60.0
 
 
 def find() -> str | None:
-    """Returns its program: ULLAGE_PROMETHEUS, else beside python, else on PATH."""
+    """Return its program: ULLAGE_PROMETHEUS, else beside python, else on PATH."""
     beside = Path(sys.prefix, "bin", "prometheus")
     binary = os.environ.get("ULLAGE_PROMETHEUS") or (str(beside) if beside.exists() else None)
     return binary or shutil.which("prometheus")
@@ -37,7 +37,7 @@ class Prometheus:
         self.url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        """Returns what the API says, and raises ValueError with its message where that is an
+        """Return what the API says, and raises ValueError with its message where that is an
         error."""
         query = urllib.parse.urlencode(parameters)
         try:
@@ -47,7 +47,7 @@ class Prometheus:
             raise ValueError(error.read().decode()) from None
 
     def query(self, text: str) -> list[dict[str, Any]]:
-        """Returns the series of a query at this moment."""
+        """Return the series of a query at this moment."""
         samples: list[dict[str, Any]] = self.get("query", query=text)["result"]
         return samples
 

@@ -70,7 +70,7 @@ REPEATS = 20_000
 
 
 def made(action: str, queued_s: float = 0.0) -> Decision:
-    """Returns a decision as most have it."""
+    """Return a decision as most have it."""
     reason = "QUEUE_FULL" if action == "reject" else "FITS"
     return Decision(action, "single", "single", reason, "engine-0", queued_s=queued_s)
 
@@ -84,7 +84,7 @@ class Router:
     record: RequestRecord
 
     def on_end(self) -> None:
-        """Counts what ends with every request."""
+        """Count what ends with every request."""
         record = self.record
         self.metrics.on_end(record)
         self.tenants.on_end(record.tenant, record.status, 100, record.output_tokens)
@@ -151,7 +151,7 @@ def busy_figures() -> Figures:
 
 
 def entry() -> Any:
-    """Returns what the engine's metrics read of a request in the middle of its answer."""
+    """Return what the engine's metrics read of a request in the middle of its answer."""
     now = time.monotonic()
     request = SimpleNamespace(num_prompt_tokens=100)
     job = SimpleNamespace(request=request, degraded=())
@@ -206,7 +206,7 @@ def busy_operator() -> CollectorRegistry:
 
 
 def scrape(registry: CollectorRegistry) -> dict[str, float]:
-    """Returns the processor time of one exposition, and its size."""
+    """Return the processor time of one exposition, and its size."""
     text = exposition(registry)
     times = []
     for _ in range(30):
@@ -218,7 +218,7 @@ def scrape(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def cost_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Returns the least processor time of a call among several rounds, in microseconds."""
+    """Return the least processor time of a call among several rounds, in microseconds."""
     rounds = []
     for _ in range(5):
         started = time.thread_time()
@@ -289,7 +289,7 @@ class Service:
 
 
 def read(*urls: str) -> dict[str, float]:
-    """Returns the sums of all samples by name."""
+    """Return the sums of all samples by name."""
     sums: dict[str, float] = {}
     for url in urls:
         with urllib.request.urlopen(url, timeout=10) as response:
@@ -301,7 +301,7 @@ def read(*urls: str) -> dict[str, float]:
 
 
 def under_load(options: argparse.Namespace) -> dict[str, float]:
-    """Returns what a service did for the requests, and how long that took."""
+    """Return what a service did for the requests, and how long that took."""
     with tempfile.TemporaryDirectory() as folder:
         state_file = Path(folder) / "state.json"
         process, _ = start(MANIFEST, state_file)
@@ -320,7 +320,7 @@ def under_load(options: argparse.Namespace) -> dict[str, float]:
 
 
 def shares(costs: Costs, did: dict[str, float]) -> dict[str, float]:
-    """Returns metrics' shares of what the service took."""
+    """Return metrics' shares of what the service took."""
     router_s = 1e-6 * costs.request * did["requests"]
     server_s = 1e-6 * costs.token * did["tokens"]
     reports = min(did["steps"], REPORTS_A_SECOND * did["steps_s"])

@@ -140,7 +140,7 @@ async def create(api: httpx.AsyncClient, count: int) -> None:
 
 
 async def all_reported(api: httpx.AsyncClient, count: int) -> None:
-    """Waits until every service has a status."""
+    """Wait until every service has a status."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         listed = (await api.get(SERVICE.path(NAMESPACE))).json()["items"]
@@ -151,7 +151,7 @@ async def all_reported(api: httpx.AsyncClient, count: int) -> None:
 
 
 async def all_reconciled(api: httpx.AsyncClient, metrics: str, count: int) -> None:
-    """Waits until the operator has reconciled as often as there are services."""
+    """Wait until the operator has reconciled as often as there are services."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         with contextlib.suppress(httpx.ConnectError):  # it is still starting

@@ -286,7 +286,7 @@ def _answers(url: str, model: str) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a server, in order if it does so in time, and what it leaves behind."""
+    """End a server, in order if it does so in time, and what it leaves behind."""
     family = list[psutil.Process]()
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -308,7 +308,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Waits for processes that have no parent here; where nobody asks for its status, one that has
+    """Wait for processes that have no parent here; where nobody asks for its status, one that has
     ended stays as a zombie."""
     end = time.monotonic() + seconds
     while any(map(lives, processes)) and time.monotonic() < end:

@@ -104,7 +104,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Case]]:
 
 
 def table(name: str, case: Case, lines: list[Line]) -> float:
-    """Prints the lines of one configuration; the largest error among them."""
+    """Print the lines of one configuration; the largest error among them."""
     format = "" if case.format == "none" else f", {case.format}"
     print(f"{name}, {case.dtype}{format}\n  {'':<18}{'predicted':>14}{'measured':>14}{'error':>9}")
     for line in lines:
@@ -161,7 +161,7 @@ def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
 
 
 def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelConfig:
-    """Does everything once on a small scale, and lets go of it.
+    """Do everything once on a small scale, and lets go of it.
 
     Code that the first use of a function reads in is no weight and no arena: a worker's ledger has
     it under `workspace`, which is measured.

@@ -122,7 +122,7 @@ def load(source: str, quantization: str, folder: Path) -> LoadedModel:
 
 
 def write_shuffled(source: str, folder: Path) -> None:
-    """Writes a Llama in bfloat16 that computes the same, with its channels in another order."""
+    """Write a Llama in bfloat16 that computes the same, with its channels in another order."""
     files = resolve_source(source)
     reader = open_checkpoint(files)
     assert isinstance(reader, GgufReader)
@@ -136,7 +136,7 @@ def write_shuffled(source: str, folder: Path) -> None:
 
 
 def shuffled(name: str, tensor: torch.Tensor, model_config: ModelConfig) -> torch.Tensor:
-    """Puts a checkpoint tensor's channels in another order: those of hidden states, of a layer's
+    """Put a checkpoint tensor's channels in another order: those of hidden states, of a layer's
     feed-forward, and of each head's values."""
     hidden = order(model_config.hidden, 0)
     if tensor.dim() == 1:

@@ -113,7 +113,7 @@ class Machine:
         return psutil.Process(process.pid)
 
     def start_listening(self, name: str, command: Sequence[str]) -> tuple[list[int], int]:
-        """Starts a process that prints its ports; returns them and its id."""
+        """Start a process that prints its ports; return them and its id."""
         path = self._folder / f"{name}.log"
         log = self._stack.enter_context(path.open("wb"))
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
@@ -125,13 +125,13 @@ class Machine:
         return json.loads(line), process.pid
 
     def engines(self, name: str, count: int, *more: str) -> tuple[list[int], psutil.Process]:
-        """Starts engines in one process, each on a port of its own; returns when all listen."""
+        """Start engines in one process, each on a port of its own; returns when all listen."""
         command = [sys.executable, str(HERE / "router_engine.py"), *["0"] * count, *more]
         ports, pid = self.start_listening(name, command)
         return ports, psutil.Process(pid)
 
     def collector(self) -> str:
-        """Starts a thread that takes spans as an OpenTelemetry collector does; returns its URL."""
+        """Start a thread that takes spans as an OpenTelemetry collector does; return its URL."""
         method = "opentelemetry.proto.collector.trace.v1.TraceService"
         export = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
         server = grpc.server(ThreadPoolExecutor(2))
@@ -146,7 +146,7 @@ class Machine:
     def router(
         self, name: str, engine_ports: Sequence[int], processes: int = 1, **more: Any
     ) -> Target:
-        """Starts ours; `more` are further parts of its configuration."""
+        """Start ours; `more` are further parts of its configuration."""
         [port] = free_ports(1)
         host = {"host": "127.0.0.1", "port": 0}
         config = {

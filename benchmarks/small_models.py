@@ -80,7 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(name: str, folder: Path, changes: dict[str, Any] | None = None) -> str:
-    """Writes the model, with other settings where `changes` has them; its source."""
+    """Write the model, with other settings where `changes` has them; its source."""
     config = MODELS[name] | (changes or {})
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -173,7 +173,7 @@ def _count(soak: Soak, session: Session, answer: Answer) -> None:
 
 
 async def sample(soak: Soak, service: Service, files: Path, started: float) -> None:
-    """Reads a row of figures every second; ends with the soak, or when there are no figures."""
+    """Read a row of figures every second; ends with the soak, or when there are no figures."""
     while not soak.is_over:
         try:
             row = await asyncio.to_thread(_row, service, files)
@@ -243,7 +243,7 @@ async def kill_worker(soak: Soak, service: Service, started: float, after_s: flo
 
 
 async def run(options: argparse.Namespace, folder: Path) -> Soak:
-    """Raises whatever a client or the sampler did not foresee; SIGTERM ends the service, too."""
+    """Raise whatever a client or the sampler did not foresee; SIGTERM ends the service, too."""
     if task := asyncio.current_task():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     files = folder / "kv"
@@ -314,7 +314,7 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
 
 
 def growth(soak: Soak, name: str) -> float | None:
-    """Returns MiB that a process's resident memory has grown; None where it lived too briefly.
+    """Return MiB that a process's resident memory has grown; None where it lived too briefly.
 
     The worker is another one after it was killed: of both lives the larger. A life is judged from
     its first answers on, as loading and first steps allocate what is kept.

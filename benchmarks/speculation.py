@@ -113,7 +113,7 @@ def serve(
     num_speculative_tokens: int,
     num_output: int,
 ) -> Run:
-    """Serves all prompts at once; the time is that of the steps after their prompts."""
+    """Serve all prompts at once; the time is that of the steps after their prompts."""
     engine = new_engine(runner, num_speculative_tokens)
     for number, prompt in enumerate(prompts):
         request = EngineRequest(

@@ -96,7 +96,7 @@ class Comparison:
 
 
 def pad(num_bytes: int) -> int:
-    """Rounds up to whole pages."""
+    """Round up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -132,7 +132,7 @@ class Blocks:
 
 
 def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparison]:
-    """Puts all blocks and gets them again, by a new store each round."""
+    """Put all blocks and get them again, by a new store each round."""
     put = Comparison(f"host put, threads {num_threads}", "memcpy", FLOOR)
     get = Comparison(f"host get, threads {num_threads}", "memcpy", FLOOR)
     arena = Arena.create((blocks.num_blocks + 1) * (blocks.block_bytes + 4096))
@@ -154,7 +154,7 @@ def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparis
 
 
 def bandwidth(blocks: Blocks, move: Callable[[range], None], num_threads: int) -> float:
-    """Returns the bytes a second at which some threads move all blocks, a batch at a time."""
+    """Return the bytes a second at which some threads move all blocks, a batch at a time."""
 
     def work(part: int) -> None:
         for batch in blocks.batches(part, num_threads):
@@ -188,7 +188,7 @@ def get_blocks(store: Store, blocks: Blocks, batch: range) -> None:
 
 
 def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
-    """Saves all blocks and loads them again, each round after fio did the same beside them.
+    """Save all blocks and load them again, each round after fio did the same beside them.
 
     Both overwrite files that were written before, as a tier does from when it is full.
     """
@@ -217,7 +217,7 @@ def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
 
 
 def save_all(tier: FileTier, blocks: Blocks) -> float:
-    """Returns bytes a second; two batches wait at a time, so that no thread waits for the next."""
+    """Return bytes a second; two batches wait at a time, so that no thread waits for the next."""
     pending = []
     started = time.perf_counter()
     for batch in blocks.batches():
@@ -231,7 +231,7 @@ def save_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def load_all(tier: FileTier, blocks: Blocks) -> float:
-    """Returns bytes a second."""
+    """Return bytes a second."""
     for into in blocks.into:
         into[:64] = 0
     started = time.perf_counter()
@@ -247,7 +247,7 @@ def load_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def fio(blocks: Blocks, path: Path, mode: str, num_threads: int, *, is_direct: bool) -> float:
-    """Returns the bytes a second that fio moves: each block once, in any order."""
+    """Return the bytes a second that fio moves: each block once, in any order."""
     slot_bytes = pad(blocks.block_bytes)
     size = blocks.num_blocks * slot_bytes
     options = {
@@ -311,7 +311,7 @@ def machine() -> str:
 
 
 def print_store(comparisons: Sequence[Comparison]) -> bool:
-    """Prints the figures; returns whether all are above their floors."""
+    """Print the figures; return whether all are above their floors."""
     print(f"{'GiB/s, median of rounds':28} {'ours':>7} {'theirs':>7} {'ratio':>7}")
     for comparison in comparisons:
         print(comparison.row())

@@ -112,7 +112,7 @@ class Pass:
         self.token_ids.setdefault(number, []).append(answer.token_ids)
 
     def equal_texts(self) -> tuple[int, int]:
-        """Returns the answers that have the tokens of their prompt's first one, and all others."""
+        """Return the answers that have the tokens of their prompt's first one, and all others."""
         others = [(ids[0], each) for ids in self.token_ids.values() for each in ids[1:]]
         return sum(first == each for first, each in others), len(others)
 
@@ -120,7 +120,7 @@ class Pass:
 async def measure_pass(
     folder: Path, num_tokens: int, rounds: int, *, is_deterministic: bool
 ) -> Pass:
-    """Asks all services the same prompts in turn, once cold and then so many rounds.
+    """Ask all services the same prompts in turn, once cold and then so many rounds.
 
     Raises:
         SystemExit: an answer did not come from where its row claims.
@@ -192,7 +192,7 @@ def _check(answer: Answer, where: str, num_tokens: int) -> None:
 
 
 async def _quiet(service: Service) -> None:
-    """Returns when nothing is copied between tiers any more.
+    """Return when nothing is copied between tiers any more.
 
     Raises:
         SystemExit: it is not so within a minute.
@@ -256,7 +256,7 @@ ENGINE_LIMITS = {
 
 
 def print_engine(result: dict[str, Any]) -> bool:
-    """Prints the figures; returns whether all are within their limits."""
+    """Print the figures; return whether all are within their limits."""
     names = ("ttft_p50_ms", "ttft_p99_ms", "inter_token_p50_ms", "inter_token_p99_ms", "hit_ratio")
     titles = ("ttft p50", "ttft p99", "token p50", "token p99", "hits")
     print(f"{'prefix of ' + str(result['prompt_tokens']) + ' tokens, ms':28}", end="")
@@ -306,7 +306,7 @@ ERROR = re.compile(r"(?:^|\s)([A-Z]\w*(?:Error|Exception)|Exception): (.+)$", re
 
 
 def measure_vllm(python: Path) -> dict[str, str]:
-    """Starts vLLM with its own offloading to host memory, and says what it says."""
+    """Start vLLM with its own offloading to host memory, and say what it says."""
     if not python.exists():
         return {"outcome": "not installed", "detail": f"no {python}: make install-vllm"}
     with tempfile.TemporaryDirectory(prefix="ullage-vllm-") as name:

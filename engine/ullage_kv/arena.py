@@ -47,7 +47,7 @@ class Arena:
         available_bytes: int | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> "Arena":
-        """Makes new memory and touches every page of it.
+        """Make new memory and touches every page of it.
 
         Args:
             available_bytes: that may be taken; None: what the container and the machine have free.
@@ -79,7 +79,7 @@ class Arena:
 
     @classmethod
     def attach(cls, path: str, num_bytes: int) -> "Arena":
-        """Maps the memory that another process of this host has made.
+        """Map the memory that another process of this host has made.
 
         Raises:
             ArenaError: its owner has ended, or it is not of this size.
@@ -104,7 +104,7 @@ class Arena:
         self.num_slots = self.num_bytes // self.slot_bytes
 
     def slot(self, index: int, num_bytes: int | None = None) -> memoryview:
-        """Returns a slot's memory, or its first `num_bytes`."""
+        """Return a slot's memory, or its first `num_bytes`."""
         start = index * self.slot_bytes
         return self.memory[start : start + (self.slot_bytes if num_bytes is None else num_bytes)]
 
@@ -116,13 +116,13 @@ class Arena:
         return int(granted.split(maxsplit=1)[0]) << 10 if granted else 0
 
     def drop_pages(self) -> None:
-        """Gives the memory back, of all processes that have attached, and keeps its path. What is
+        """Give the memory back, of all processes that have attached, and keep its path. What is
         read later is 0, and what is written takes memory again."""
         with contextlib.suppress(OSError):  # a kernel that cannot
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Gives the memory back. Views of slots must be gone, or the last of them does."""
+        """Give the memory back. Views of slots must be gone, or the last of them does."""
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._mapping.close()

@@ -93,7 +93,7 @@ class SlotFile:
     def __init__(
         self, path: Path, space: bytes, block_bytes: int, max_bytes: int, calls: Calls
     ) -> None:
-        """Takes a folder below `path` that no process has, one with blocks of before if possible.
+        """Take a folder below `path` that no process has, one with blocks of before if possible.
 
         Raises:
             FileTierError: it cannot be made, written or locked, or `max_bytes` hold no block.
@@ -142,7 +142,7 @@ class SlotFile:
         return key in self._slots
 
     def read(self, slot: int, buffer: memoryview) -> bool:
-        """Reads a slot to memory of its size; False: it is not what was written.
+        """Read a slot to memory of its size; False: it is not what was written.
 
         Raises:
             OSError: of the file system.
@@ -154,7 +154,7 @@ class SlotFile:
         return xxhash.xxh3_128_digest(payload) == self._digests.get(slot)
 
     def write(self, slot: int, memory: memoryview, buffer: memoryview) -> bytes:
-        """Writes a block's bytes; `enter`, with what this returns, makes them found.
+        """Write a block's bytes; `enter`, with what this returns, makes them found.
 
         `buffer`: memory of a slot's size, at the beginning of a page, for what is not where the
         file system can take it.
@@ -172,7 +172,7 @@ class SlotFile:
         return digest
 
     def enter(self, entries: Sequence[Entry]) -> None:
-        """Writes entries, by which blocks are read here and found by later processes.
+        """Write entries, by which blocks are read here and found by later processes.
 
         Raises:
             OSError: of the file system.
@@ -187,7 +187,7 @@ class SlotFile:
                 self._digests[slot] = digest
 
     def _pages(self, memory: memoryview, buffer: memoryview) -> list[memoryview]:
-        """Returns a slot's bytes as whole pages, as far as possible of the memory itself."""
+        """Return a slot's bytes as whole pages, as far as possible of the memory itself."""
         source = np.frombuffer(memory, np.uint8)
         whole = source.nbytes // PAGE_BYTES * PAGE_BYTES
         if source.ctypes.data % PAGE_BYTES:
@@ -205,7 +205,7 @@ class SlotFile:
                     self._clear(slot)
 
     def grow(self) -> int:
-        """Takes more room on the device, up to the quota; returns how many slots came.
+        """Take more room on the device, up to the quota; return how many slots came.
 
         Raises:
             OSError: of the file system, such as a device that is full.
@@ -238,7 +238,7 @@ class SlotFile:
     # opening -------------------------------------------------------------------------------------
 
     def _open(self, fds: list[int]) -> list[StoredBlock]:
-        """Opens the slots and reads the table; returns its blocks, the oldest first."""
+        """Open the slots and read the table; return its blocks, the oldest first."""
         table_bytes = PAGE_BYTES + self.max_slots * _ENTRY_BYTES
         table = _read_all(self._table, table_bytes)
         header = _HEADER.pack(_MAGIC, _VERSION, self._space, self._block_bytes)
@@ -264,7 +264,7 @@ class SlotFile:
         return str(self.folder)
 
     def _write_header(self, header: bytes) -> bool:
-        """Writes the header past the page cache, if the file system can; True: it can."""
+        """Write the header past the page cache, if the file system can; True: it can."""
         page = mmap.mmap(-1, PAGE_BYTES)
         page.write(header)
         try:
@@ -336,8 +336,8 @@ class Leftovers:
         """When each was first seen without an engine."""
 
     def trim(self, own_bytes: int, max_bytes: int, needed_bytes: int = 0) -> int:
-        """Removes what does not fit beside an engine's own files in its size, what was written
-        longest ago first; returns how many bytes that has freed.
+        """Remove what does not fit beside an engine's own files in its size, what was written
+        longest ago first; return how many bytes that has freed.
 
         `needed_bytes`: that a full device lacks.
         """
@@ -354,7 +354,7 @@ class Leftovers:
 
 
 def _take_folder(base: Path) -> tuple[Path, int]:
-    """Finds the first folder that no process has, or makes one; returns it and its locked table."""
+    """Find the first folder that no process has, or make one; return it and its locked table."""
     for number in itertools.count():
         folder = base / str(number)
         for _ in range(_LOCK_TRIES):
@@ -407,7 +407,7 @@ def _is_unheld(table: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Removes a folder's files, unless a process has it; nothing but what is ours."""
+    """Remove a folder's files, unless a process has it; nothing but what is ours."""
     table = _lock_table(folder, make=False)
     if table is None:
         return False
@@ -432,7 +432,7 @@ def _written_at(table: Path) -> float:
 
 
 def _check(data: bytes, slot: int) -> bytes:
-    """Returns the check of a header or an entry, which holds in its own place only."""
+    """Return the check of a header or an entry, which holds in its own place only."""
     return xxhash.xxh3_64_digest(data, seed=slot)
 
 

@@ -61,7 +61,7 @@ class Batch:
         return expired is None
 
     def finish(self, place: int, result: Result) -> None:
-        """Sets the result of one transfer, unless it has one."""
+        """Set the result of one transfer, unless it has one."""
         with self._lock:
             if self._results[place] is not None:
                 return
@@ -109,7 +109,7 @@ class Deadlines:
                 self._condition.notify()
 
     def close(self) -> None:
-        """Ends all batches."""
+        """End all batches."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
@@ -214,14 +214,14 @@ class Lane:
         return refused
 
     def drop(self, job: Job) -> None:
-        """Takes what waits of a job out of the queue."""
+        """Take what waits of a job out of the queue."""
         with self._condition:
             if job in self._queue:
                 self._queue.remove(job)
                 self._num_waiting -= len(job.places)
 
     def close(self, ends_at: float, *, drop: bool = False) -> bool:
-        """Ends the threads when all is done; False: some are not ready at `ends_at`.
+        """End the threads when all is done; False: some are not ready at `ends_at`.
 
         `drop`: what waits is not done any more.
         """

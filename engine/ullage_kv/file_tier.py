@@ -75,7 +75,7 @@ class FileTier:
         clock: Callable[[], float] = time.monotonic,
         save_deadline_s: float = SAVE_DEADLINE_S,
     ) -> None:
-        """Opens the files of a namespace, or makes them.
+        """Open the files of a namespace, or make them.
 
         Args:
             path: folder; engines may share it, each has its own files in it.
@@ -204,7 +204,7 @@ class FileTier:
         )
 
     def close(self) -> None:
-        """Writes what waits to be saved, for 5 seconds at most; later calls are UNAVAILABLE."""
+        """Write what waits to be saved, for 5 seconds at most; later calls are UNAVAILABLE."""
         with self._lock:
             if self._is_closed:
                 return
@@ -292,7 +292,7 @@ class FileTier:
         places: Sequence[int],
         results: dict[int, Result],
     ) -> dict[int, SlotRef]:
-        """Takes a slot for each transfer, or sets its result."""
+        """Take a slot for each transfer, or set its result."""
         refs = dict[int, SlotRef]()
         for place in places:
             if not batch.is_open(place):
@@ -314,7 +314,7 @@ class FileTier:
         buffer: memoryview,
         results: dict[int, Result],
     ) -> None:
-        """Writes blocks to their slots, then their entries, and sets their results."""
+        """Write blocks to their slots, then their entries, and set their results."""
         entries = dict[int, Entry]()
         try:
             for place, ref in refs.items():
@@ -361,7 +361,7 @@ class FileTier:
             self._on_failure(self._save_breaker, str(error))
 
     def _writable_volume(self, num_slots: int) -> _Volume:
-        """Returns the files, new ones if somebody has removed them, with so many free slots if
+        """Return the files, new ones if somebody has removed them, with so many free slots if
         there can be.
 
         Only the one whose turn it is among the saves calls this.
@@ -387,7 +387,7 @@ class FileTier:
             self._num_evicted_before += evicted
 
     def _grow(self, volume: _Volume, now: float) -> int:
-        """Returns how many slots have come."""
+        """Return how many slots have come."""
         try:
             num_more = volume.file.grow()
             volume.index.add_slots(num_more)

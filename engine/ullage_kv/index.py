@@ -93,13 +93,13 @@ class SlotIndex:
         """Blocks that had to make room for others."""
 
     def __len__(self) -> int:
-        """Counts the blocks that can be read."""
+        """Count the blocks that can be read."""
         return sum(shard.num_ready for shard in self._shards)
 
     def add_slots(
         self, num_slots: int, blocks: Sequence[tuple[int, bytes, bytes | None]] = ()
     ) -> None:
-        """Adds slots behind those that there are.
+        """Add slots behind those that there are.
 
         `blocks`: slot, key and parent of those that lie in new slots already, the least recently
         used first. They are read from now on.
@@ -118,7 +118,7 @@ class SlotIndex:
         self._free.extend(slot for slot in range(first, self.num_slots) if slot not in held)
 
     def parent(self, key: bytes) -> bytes | None:
-        """Returns the key of the block that one continues, as far as that was here when it came."""
+        """Return the key of the block that one continues, as far as that was here when it came."""
         entry = self._shard(key).by_key.get(key)
         return entry.parent.key if entry and entry.parent else None
 
@@ -137,7 +137,7 @@ class SlotIndex:
         return [entry is not None and entry.state is ready for entry in self._find(keys)]
 
     def uses_of_each(self, keys: Sequence[bytes]) -> list[int]:
-        """Counts how often each block was stored or read since it came; 0: it is not here."""
+        """Count how often each block was stored or read since it came; 0: it is not here."""
         return [0 if entry is None else entry.num_uses for entry in self._find(keys)]
 
     def is_readable(self, ref: SlotRef) -> bool:
@@ -147,7 +147,7 @@ class SlotIndex:
         return entry is not None and entry.state is SlotState.READY
 
     def readable_keys(self) -> list[bytes]:
-        """Lists the blocks that can be read, in no order."""
+        """List the blocks that can be read, in no order."""
         return [
             entry.key
             for shard in self._shards
@@ -165,7 +165,7 @@ class SlotIndex:
                     self._use(entry)
 
     def remove(self, key: bytes) -> bool:
-        """Drops a block, so that nobody finds it any more; False: it was not readable.
+        """Drop a block, so that nobody finds it any more; False: it was not readable.
 
         Its slot is free when all that have pinned it are done. What is being written under the key
         is not found by anybody either.
@@ -175,7 +175,7 @@ class SlotIndex:
             return self._remove(shard, key)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drops all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: of all."""
+        """Drop all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: of all."""
         for shard in self._shards:
             with shard.lock:
                 for key in list(shard.by_key):
@@ -198,7 +198,7 @@ class SlotIndex:
     def lease(
         self, ttl_s: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> "Lease":
-        """Opens a lease, which holds what one reader and writer reserves and pins.
+        """Open a lease, which holds what one reader and writer reserves and pins.
 
         `ttl_s`: seconds after which it may be ended by whoever looks after leases; None: never.
         """
@@ -250,7 +250,7 @@ class SlotIndex:
             return Reserved(Status.STORED, self._place(slot, key, above, shard).ref)
 
     def _hold_parent(self, shard: _Shard, parent: bytes | None) -> _Entry | None:
-        """Counts a child of a block, so that it is not what makes room for it."""
+        """Count a child of a block, so that it is not what makes room for it."""
         above = None if parent is None else shard.by_key.get(parent)
         if above is not None:
             above.num_children += 1
@@ -343,7 +343,7 @@ class SlotIndex:
             self._evict_first(oldest)
 
     def _oldest(self) -> _Shard | None:
-        """Returns the shard with the block that is to be evicted next."""
+        """Return the shard with the block that is to be evicted next."""
         oldest = None
         last_used = 0
         for shard in self._shards:
@@ -431,7 +431,7 @@ class Lease:
         return Counter(self._pinned)
 
     def reserve(self, key: bytes, parent: bytes | None = None) -> Reserved:
-        """Takes a slot to write a block to. `parent`: the key of the block that it continues, which
+        """Take a slot to write a block to. `parent`: the key of the block that it continues, which
         is then not evicted before it."""
         with self._lock:
             if self.is_over:
@@ -442,15 +442,15 @@ class Lease:
             return reserved
 
     def commit(self, ref: SlotRef) -> Status:
-        """Makes a written block one that can be read: STORED, or STALE and nobody sees it."""
+        """Make a written block one that can be read: STORED, or STALE and nobody sees it."""
         return Status.STORED if self._end(ref, is_stored=True) else Status.STALE
 
     def abort(self, ref: SlotRef) -> None:
-        """Gives back a slot that was not written; one that is not reserved is no error."""
+        """Give back a slot that was not written; one that is not reserved is no error."""
         self._end(ref, is_stored=False)
 
     def pin(self, key: bytes) -> SlotRef | None:
-        """Finds a block and keeps its slot from being used for others; None: it is not here."""
+        """Find a block and keep its slot from being used for others; None: it is not here."""
         with self._lock:
             ref = None if self.is_over else self._index._pin(key)
             if ref is not None:
@@ -469,7 +469,7 @@ class Lease:
         self._index._unpin(ref)
 
     def close(self) -> None:
-        """Gives everything back: what was reserved is aborted, what was pinned is not any more."""
+        """Give everything back: what was reserved is aborted, what was pinned is not any more."""
         with self._lock:
             self._is_closed = True
             reserved = self._reserved

@@ -20,7 +20,7 @@ _FORMAT = 1
 
 
 def namespace(facts: Mapping[str, object]) -> bytes:
-    """Returns the 32 bytes that stand for everything that KV depends on beside its tokens.
+    """Return the 32 bytes that stand for everything that KV depends on beside its tokens.
 
     Args:
         facts: model, revision, dtype, geometry and whatever else changes the bytes of a block;
@@ -33,7 +33,7 @@ def namespace(facts: Mapping[str, object]) -> bytes:
 def block_keys(
     space: bytes, token_ids: Sequence[int], block_tokens: int, salt: str = ""
 ) -> list[bytes]:
-    """Returns the keys of all whole blocks of `block_tokens` tokens.
+    """Return the keys of all whole blocks of `block_tokens` tokens.
 
     Only blocks of one namespace and one salt ever have the same key.
     """
@@ -47,7 +47,7 @@ def extend_keys(
     block_tokens: int,
     salt: str = "",
 ) -> Iterator[bytes]:
-    """Yields the keys of the whole blocks behind the first `len(keys)`, whose keys are given."""
+    """Yield the keys of the whole blocks behind the first `len(keys)`, whose keys are given."""
     parent = keys[-1] if keys else hashlib.sha256(space + salt.encode()).digest()
     chain = parent[:CHAIN_BYTES] if keys else b""
     start = len(keys) * block_tokens
@@ -64,5 +64,5 @@ def extend_keys(
 
 
 def part_key(key: bytes, part: str) -> bytes:
-    """Returns the key of another part of the same block, such as that of layers with windows."""
+    """Return the key of another part of the same block, such as that of layers with windows."""
     return key[:CHAIN_BYTES] + hashlib.sha256(key + part.encode()).digest()[CHAIN_BYTES:]

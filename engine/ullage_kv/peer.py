@@ -131,7 +131,7 @@ class Peer:
         call.add_done_callback(finish)
 
     def read(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
-        """Copies blocks from the peer: HIT, or anything else.
+        """Copy blocks from the peer: HIT, or anything else.
 
         Every result is there at `ends_at` on the monotonic clock, and nobody writes to the memory
         afterwards.
@@ -154,7 +154,7 @@ class Peer:
         return results
 
     def _read(self, transfers: Sequence[Transfer], arriving: "_Arriving", ends_at: float) -> None:
-        """Reads what the peer has, in as many parts as it lets one peer pin at a time."""
+        """Read what the peer has, in as many parts as it lets one peer pin at a time."""
         stub = self._connect()
         places = list(range(len(transfers)))
         while places:
@@ -184,7 +184,7 @@ class Peer:
                 released.result()
 
     def write(self, transfers: Sequence[Transfer], ends_at: float) -> list[Result]:
-        """Copies blocks to the peer, until `ends_at` on the monotonic clock: STORED, EXISTS where
+        """Copy blocks to the peer, until `ends_at` on the monotonic clock: STORED, EXISTS where
         it had the block, or anything else."""
         results = [Result(Status.ERROR, REMOTE)] * len(transfers)
         try:
@@ -232,7 +232,7 @@ class Peer:
                 _end_lease(stub.Abort, pb.AbortRequest(lease=answer.lease))
 
     def close_retired(self, after_s: float) -> None:
-        """Closes channels with certificates of before that were replaced so long ago."""
+        """Close channels with certificates of before that were replaced so long ago."""
         with self._lock:
             due = [each for each in self._retired if time.monotonic() >= each[0] + after_s]
             self._retired = [each for each in self._retired if each not in due]
@@ -240,7 +240,7 @@ class Peer:
             channel.close()
 
     def close(self) -> None:
-        """Ends all calls; what is asked later fails at once."""
+        """End all calls; what is asked later fails at once."""
         with self._lock:
             self._is_closed = True
             channels = [channel for _, channel in self._retired]
@@ -251,7 +251,7 @@ class Peer:
             channel.close()
 
     def _connect(self) -> "kv_pb2_grpc.KVStoreServiceStub":
-        """Returns the stub of a channel with the newest certificate; ValueError: it is closed."""
+        """Return the stub of a channel with the newest certificate; ValueError: it is closed."""
         material = self._own.material()
         with self._lock:
             if self._is_closed:
@@ -277,7 +277,7 @@ class Peer:
         self.problem = ""
 
     def _fail(self, error: Exception) -> Result:
-        """Counts a failure against the peer, and returns it as the result of a block."""
+        """Count a failure against the peer, and return it as the result of a block."""
         if isinstance(error, grpc.Call):
             refusal = from_rpc_error(error)
             status = _STATUSES.get(refusal.code, Status.ERROR)
@@ -303,7 +303,7 @@ class _Arriving:
         self._results: list[Result | None] = [None] * len(transfers)
 
     def results(self, otherwise: Result) -> list[Result]:
-        """Returns the results of all blocks; `otherwise` is that of those that did not come."""
+        """Return the results of all blocks; `otherwise` is that of those that did not come."""
         return [result or otherwise for result in self._results]
 
     def refuse(self, places: Sequence[int]) -> None:
@@ -312,7 +312,7 @@ class _Arriving:
             self._results[place] = Result(Status.BUSY, REMOTE)
 
     def take(self, places: Sequence[int], chunks: Any) -> None:
-        """Takes the blocks at these places from the responses of a call.
+        """Take the blocks at these places from the responses of a call.
 
         Raises:
             _WrongAnswer: a chunk is not of them or not the next one, or one is missing.
@@ -366,7 +366,7 @@ def _remaining_s(ends_at: float) -> float:
 
 
 def _end_lease(method: Any, request: pb.ReleaseRequest | pb.AbortRequest) -> Any:
-    """Sends what ends a lease, and does not wait for the answer; None: there is no lease, or the
+    """Send what ends a lease, and does not wait for the answer; None: there is no lease, or the
     channel is closed."""
     if not request.lease:
         return None

@@ -67,7 +67,7 @@ class Hints:
         return len(self._until)
 
     def learn(self, peer: str, keys: Iterable[bytes], held: Iterable[bool]) -> None:
-        """Takes up what a peer said of blocks."""
+        """Take up what a peer said of blocks."""
         until = self._clock() + self._ttl_s
         with self._lock:
             for key, is_held in zip(keys, held, strict=True):
@@ -88,7 +88,7 @@ class Hints:
             return [peer for peer, until in self._until.get(key, {}).items() if now < until]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drops all that is known of blocks."""
+        """Drop all that is known of blocks."""
         with self._lock:
             for key in keys:
                 self._until.pop(key, None)
@@ -175,7 +175,7 @@ class RemoteTier:
             thread.start()
 
     def peers(self) -> list[PeerState]:
-        """Describes all peers."""
+        """Describe all peers."""
         return [
             PeerState(
                 address=peer.address,
@@ -211,7 +211,7 @@ class RemoteTier:
         return finished
 
     def _ask(self, peer: Peer, keys: Sequence[bytes], on_end: Callable[[], None]) -> None:
-        """Asks a peer for blocks, unless it is left alone."""
+        """Ask a peer for blocks, unless it is left alone."""
 
         def learn(held: list[bool]) -> None:
             if held:
@@ -227,7 +227,7 @@ class RemoteTier:
         return [bool(self._holders(key)) for key in keys]
 
     def _holders(self, key: bytes) -> list[Peer]:
-        """Lists the peers that are said to have a block, those that are left alone excepted."""
+        """List the peers that are said to have a block, those that are left alone excepted."""
         if self._is_removed(key):
             return []
         peers = [self._peers.get(address) for address in self._hints.peers(key)]
@@ -376,7 +376,7 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Waits for blocks to copy; empty: the tier is closed, and nothing waits any more."""
+        """Wait for blocks to copy; empty: the tier is closed, and nothing waits any more."""
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:
@@ -423,7 +423,7 @@ class RemoteTier:
         return max(usable, key=rank, default=None)
 
     def _usable(self) -> list[Peer]:
-        """Lists the peers that are known to be others, and are not left alone."""
+        """List the peers that are known to be others, and are not left alone."""
         return [
             peer
             for peer in list(self._peers.values())
@@ -459,7 +459,7 @@ class RemoteTier:
         return peers
 
     def _use(self, resolved: dict[str, set[str]]) -> None:
-        """Takes up new addresses and drops those that are gone."""
+        """Take up new addresses and drop those that are gone."""
         peers = dict[str, Peer]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]
@@ -500,7 +500,7 @@ _NOT_THERE = {Status.MISS, Status.CORRUPT}
 
 
 def _resolve(target: str) -> set[str] | None:
-    """Returns the addresses of a target; None: the name server does not answer. Waits for it."""
+    """Return the addresses of a target; None: the name server does not answer. Waits for it."""
     host, _, port = target.rpartition(":")
     if is_address(host):
         return {target}

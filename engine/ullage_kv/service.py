@@ -116,7 +116,7 @@ class PeerLeases:
         return sum(each.num_slots for each in list(self._open.values()))
 
     def open(self, store: Store, peer: str, ttl_s: float) -> PeerLease:
-        """Opens an empty lease.
+        """Open an empty lease.
 
         Raises:
             ServiceError: the peer has as many as one may have.
@@ -137,13 +137,13 @@ class PeerLeases:
         return opened
 
     def room(self, index: SlotIndex, peer: str) -> int:
-        """Returns the number of slots that the peer may take beside those that it holds."""
+        """Return the number of slots that the peer may take beside those that it holds."""
         share = max(1, index.num_slots // PEER_SHARE)
         own = sum(each.num_slots for each in self._open.values() if each.peer == peer)
         return max(0, min(share - own, 2 * share - self.num_slots))
 
     def find(self, number: int) -> PeerLease:
-        """Returns an open lease.
+        """Return an open lease.
 
         Raises:
             ServiceError: it has ended, or never was.
@@ -154,18 +154,18 @@ class PeerLeases:
         return held
 
     def end(self, number: int) -> None:
-        """Gives back what is held under a lease; one that has ended is no error."""
+        """Give back what is held under a lease; one that has ended is no error."""
         if held := self._open.pop(number, None):
             held.lease.close()
 
     def end_expired(self) -> None:
-        """Ends the leases whose time is over."""
+        """End the leases whose time is over."""
         for number in [each.number for each in self._open.values() if each.lease.is_over]:
             self.num_expired += 1
             self.end(number)
 
     def close(self) -> None:
-        """Ends all leases."""
+        """End all leases."""
         for number in list(self._open):
             self.end(number)
 
@@ -173,7 +173,7 @@ class PeerLeases:
 def _aborts(
     method: Callable[[Any, Any, Context], Awaitable[Any]],
 ) -> Callable[[Any, Any, Context], Awaitable[Any]]:
-    """Turns the ServiceErrors of a method with one response into the call's status."""
+    """Turn the ServiceErrors of a method with one response into the call's status."""
 
     @functools.wraps(method)
     async def respond(self: Any, request: Any, context: Context) -> Any:
@@ -197,7 +197,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         self._read_blocks = self._read_bytes = self._written_blocks = self._written_bytes = 0
 
     def stats(self) -> PeerTraffic:
-        """Returns the figures since the start."""
+        """Return the figures since the start."""
         return PeerTraffic(
             read_blocks=self._read_blocks,
             read_bytes=self._read_bytes,
@@ -366,7 +366,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
     # both ----------------------------------------------------------------------------------------
 
     def _store(self, geometry: pb.Geometry) -> Store:
-        """Returns the store, if its blocks are those that the peer means."""
+        """Return the store, if its blocks are those that the peer means."""
         served = self._served()
         if served is None:
             raise ServiceError(
@@ -395,7 +395,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return served.store
 
     def _find(self, number: int) -> PeerLease:
-        """Returns an open lease of the present store: another one may use the same memory.
+        """Return an open lease of the present store: another one may use the same memory.
 
         Raises:
             ServiceError: there is none.
@@ -412,7 +412,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         return self.leases.open(store, address, _ttl_s(lease_ms))
 
     def _grant(self, held: PeerLease, lease_ms: int) -> tuple[int, int]:
-        """Returns a lease's number and its milliseconds; one with nothing in it is ended."""
+        """Return a lease's number and its milliseconds; one with nothing in it is ended."""
         if not held.num_slots:
             self.leases.end(held.number)
             return 0, 0

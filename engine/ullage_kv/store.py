@@ -110,7 +110,7 @@ class Store:
     # whole blocks --------------------------------------------------------------------------------
 
     def put_batch(self, blocks: Sequence[Block | bytes], buffers: Sequence[Any]) -> list[Result]:
-        """Stores copies of buffers, each `block_bytes` long.
+        """Store copies of buffers, each `block_bytes` long.
 
         Args:
             blocks: keys, or blocks that say more.
@@ -141,7 +141,7 @@ class Store:
     def get_batch(
         self, keys: Sequence[bytes], into: Sequence[Any], deadline_s: float = DEADLINE_S
     ) -> list[Result]:
-        """Copies blocks to writable buffers, each `block_bytes` long; HIT names the tier that had
+        """Copy blocks to writable buffers, each `block_bytes` long; HIT names the tier that had
         the block. Waits for lower tiers, at most `deadline_s` seconds.
 
         Raises:
@@ -208,7 +208,7 @@ class Store:
                     np.copyto(slot, view) if is_put else np.copyto(view, slot)
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Finds out which lower tiers have blocks, where that must be asked for: afterwards
+        """Find out which lower tiers have blocks, where that must be asked for: afterwards
         `contains`, `lookup_prefix` and `fetch` go by it. It takes a part of a deadline at most."""
         if not self._tiers:
             return done(None)
@@ -236,7 +236,7 @@ class Store:
 
     @contextlib.contextmanager
     def pin(self, keys: Sequence[bytes]) -> Iterator[list[memoryview | None]]:
-        """Keeps blocks in host memory while the body of a with statement runs, which may read them
+        """Keep blocks in host memory while the body of a with statement runs, which may read them
         where they are: yields the memory of each, None for those that are not there."""
         lease = self.index.lease()
         try:
@@ -249,7 +249,7 @@ class Store:
             lease.close()
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drops all blocks of chains from all tiers, by the first `CHAIN_BYTES` of their keys.
+        """Drop all blocks of chains from all tiers, by the first `CHAIN_BYTES` of their keys.
 
         None: everything. What is being written is found by nobody either.
         """
@@ -263,7 +263,7 @@ class Store:
         self._copy_down(keys)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Drops blocks from all tiers, as when their bytes may be damaged."""
+        """Drop blocks from all tiers, as when their bytes may be damaged."""
         removed = list(keys)
         for key in removed:
             self.index.remove(key)
@@ -291,7 +291,7 @@ class Store:
         return results
 
     def _go_on(self, fetch: _Fetch, parts: Iterator[range], finished: "Future[None]") -> None:
-        """Fetches one part after the other; in the thread of the caller until one is waited for,
+        """Fetch one part after the other; in the thread of the caller until one is waited for,
         then in those of tiers."""
         for part in parts:
             arrived = self._begin(fetch, part)
@@ -301,7 +301,7 @@ class Store:
         finished.set_result(None)
 
     def _begin(self, fetch: _Fetch, part: range) -> "Future[None]":
-        """Begins to fetch a part; returns when its results are there."""
+        """Begin to fetch a part; returns when its results are there."""
         keys = fetch.keys
         wanted = dict[str, list[int]]()
         for place, name in zip(part, self.contains(keys[part.start : part.stop]), strict=True):
@@ -349,7 +349,7 @@ class Store:
         places: Sequence[int],
         arriving: list[tuple[int, _Load, int]],
     ) -> _Load:
-        """Reserves slots for blocks that one tier is to load, and adds to `arriving` where their
+        """Reserve slots for blocks that one tier is to load, and add to `arriving` where their
         results will be, and those of what is being loaded already."""
         load = _Load(tier.name, fetch.ends_at, [], [], Future())
         with self._lock:
@@ -396,7 +396,7 @@ class Store:
     # for those that write and read slots themselves ----------------------------------------------
 
     def offer(self, lease: Lease, blocks: Sequence[Block]) -> list[SlotRef | None]:
-        """Reserves a slot for each block that is not here, to be written by the holder of the
+        """Reserve a slot for each block that is not here, to be written by the holder of the
         lease; None: it is here, or there is no room."""
         reserved = [lease.reserve(block.key, block.parent) for block in blocks]
         statuses = [each.status for each in reserved]
@@ -406,7 +406,7 @@ class Store:
     def committed(
         self, lease: Lease, refs: Sequence[SlotRef], blocks: Sequence[Block]
     ) -> list[Result]:
-        """Makes blocks readable that were written to reserved slots, and copies those down that are
+        """Make blocks readable that were written to reserved slots, and copy those down that are
         kept."""
         results = [self._commit(lease, ref) for ref in refs]
         self._counter.saved(results)
@@ -418,11 +418,11 @@ class Store:
         return self._stored if status is Status.STORED else Result(status, HOST)
 
     def was_read(self, results: Sequence[Result]) -> None:
-        """Counts reads of slots that somebody else has done."""
+        """Count reads of slots that somebody else has done."""
         self._counter.loaded(results)
 
     def stats(self) -> list[TierStats]:
-        """Returns the figures of every tier, that of the host first."""
+        """Return the figures of every tier, that of the host first."""
         index = self.index
         num_used = index.num_slots - index.num_free
         host = self._counter.stats(
@@ -440,14 +440,14 @@ class Store:
         self.index.check_integrity([self._own, *leases])
 
     def close(self) -> None:
-        """Ends all tiers; the memory is its owner's."""
+        """End all tiers; the memory is its owner's."""
         for tier in self._tiers:
             tier.close()
         self._alarms.close()
         self._own.close()
 
     def _copy_down_if(self, blocks: Sequence[Block], in_host: Sequence[bool]) -> None:
-        """Copies those blocks down that are here and worth it."""
+        """Copy those blocks down that are here and worth it."""
         for is_kept in (False, True):
             chosen = [
                 block.key
@@ -457,7 +457,7 @@ class Store:
             self._copy_down(chosen, are_kept=is_kept)
 
     def _copy_down(self, keys: Sequence[bytes], *, are_kept: bool = False) -> None:
-        """Copies blocks to lower tiers that have come to be worth it, or are kept."""
+        """Copy blocks to lower tiers that have come to be worth it, or are kept."""
         if self._tiers:
             least = 1 if are_kept else _USES_TO_COPY_DOWN
             uses = self.index.uses_of_each(keys)
@@ -467,7 +467,7 @@ class Store:
                 self._save(tier, worth, iter(_parts(len(worth), num_blocks)))
 
     def _save(self, tier: LowerTier, keys: Sequence[bytes], parts: Iterator[range]) -> None:
-        """Copies one part after the other to a tier, until it takes no more; in the thread of the
+        """Copy one part after the other to a tier, until it takes no more; in the thread of the
         caller until one is waited for, then in those of the tier."""
 
         def on_saved(saved: "Future[list[Result]]") -> None:
@@ -485,7 +485,7 @@ class Store:
                 return
 
     def _save_part(self, tier: LowerTier, keys: Sequence[bytes]) -> "Future[list[Result]] | None":
-        """Begins to copy blocks that a tier wants; None: it wants none that is here."""
+        """Begin to copy blocks that a tier wants; None: it wants none that is here."""
         wanted = itertools.compress(keys, tier.wants(keys))
         pinned = [(key, ref) for key in wanted if (ref := self._own.pin(key)) is not None]
         if not pinned:
@@ -504,7 +504,7 @@ class Store:
         return saving
 
     def _bytes_of(self, buffer: Any) -> Bytes:
-        """Returns a view of a buffer's bytes."""
+        """Return a view of a buffer's bytes."""
         try:
             view = np.frombuffer(buffer, np.uint8)
         except TypeError:
@@ -530,13 +530,13 @@ def _parts(num_blocks: int, size: int = _PART_BLOCKS) -> list[range]:
 
 
 def _parent(keys: Sequence[bytes], place: int) -> bytes | None:
-    """Returns the block before one of a list, if they may be of one chain."""
+    """Return the block before one of a list, if they may be of one chain."""
     is_chain = place > 0 and keys[place - 1][:CHAIN_BYTES] == keys[place][:CHAIN_BYTES]
     return keys[place - 1] if is_chain else None
 
 
 def _all_done(futures: "Sequence[Future[Any]]") -> "Future[None]":
-    """Returns one future for all of some that never fail."""
+    """Return one future for all of some that never fail."""
     together = Future[None]()
     if not futures:
         together.set_result(None)
@@ -568,7 +568,7 @@ class _Alarms:
         self._is_closed = False
 
     def finish_at(self, at: float, future: "Future[None]") -> None:
-        """Gives a future its result at a time by the clock, unless it has one by then."""
+        """Give a future its result at a time by the clock, unless it has one by then."""
         with self._changed:
             heapq.heappush(self._due, (at, next(self._numbers), future))
             if self._thread is None and not self._is_closed:
@@ -581,7 +581,7 @@ class _Alarms:
             _finish(future)
 
     def _next(self) -> "Future[None] | None":
-        """Waits for the next future that is due; None: it is closed."""
+        """Wait for the next future that is due; None: it is closed."""
         with self._changed:
             while not self._is_closed:
                 wait_s = self._due[0][0] - self._clock() if self._due else None
@@ -591,7 +591,7 @@ class _Alarms:
         return None
 
     def close(self) -> None:
-        """Ends nothing any more."""
+        """End nothing any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

@@ -21,7 +21,7 @@ MAX_PAUSE_S = 60.0
 
 
 def done(value: Value) -> "Future[Value]":
-    """Returns a future that has its result."""
+    """Return a future that has its result."""
     future = Future[Value]()
     future.set_result(value)
     return future
@@ -47,7 +47,7 @@ class LowerTier(Protocol):
     def name(self) -> str: ...
 
     def look(self, keys: Sequence[bytes]) -> "Future[None]":
-        """Finds out which blocks are stored here, for `holds` to say so; done at once where that is
+        """Find out which blocks are stored here, for `holds` to say so; done at once where that is
         known. It takes a part of a deadline at most, and never fails."""
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
@@ -57,25 +57,25 @@ class LowerTier(Protocol):
         """Says of each block whether a copy of it should be stored here, by the same knowledge."""
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
-        """Copies blocks to memory: HIT, or anything else, after which the memory holds anything.
+        """Copy blocks to memory: HIT, or anything else, after which the memory holds anything.
 
         Every result is there when `deadline_s` seconds have passed, and nobody writes to the memory
         afterwards.
         """
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        """Stores copies of blocks; BUSY where too many wait already."""
+        """Store copies of blocks; BUSY where too many wait already."""
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Drops blocks that must not be read again."""
+        """Drop blocks that must not be read again."""
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Drops all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: of all."""
+        """Drop all blocks of chains, by the first `CHAIN_BYTES` of their keys; None: of all."""
 
     def stats(self) -> "TierStats": ...
 
     def close(self) -> None:
-        """Ends what is under way and waits for it; later calls have the result UNAVAILABLE."""
+        """End what is under way and wait for it; later calls have the result UNAVAILABLE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class TierCounter:
         self._failures = Counter[str]()
 
     def loaded(self, results: Sequence[Result]) -> None:
-        """Counts the results of reads."""
+        """Count the results of reads."""
         with self._lock:
             for result in results:
                 is_hit = result.status is Status.HIT
@@ -154,7 +154,7 @@ class TierCounter:
                     self._failures[result.status] += 1
 
     def saved(self, results: Sequence[Result]) -> None:
-        """Counts the results of writes."""
+        """Count the results of writes."""
         with self._lock:
             for result in results:
                 self._written_bytes += result.num_bytes
@@ -172,7 +172,7 @@ class TierCounter:
         evictions: int = 0,
         queued: int = 0,
     ) -> TierStats:
-        """Returns what was counted beside what the tier holds."""
+        """Return what was counted beside what the tier holds."""
         with self._lock:
             return TierStats(
                 name=name,
@@ -238,7 +238,7 @@ class Breaker:
         return until is not None and self._clock() < until
 
     def allows(self) -> bool:
-        """Says whether to try now.
+        """Say whether to try now.
 
         After a pause one caller is told so, who is the probe. A probe that reports neither a
         failure nor a success for another pause gives way to the next one.
@@ -254,7 +254,7 @@ class Breaker:
             return True
 
     def succeeded(self) -> None:
-        """Closes it: what answers is tried again, whoever saw it."""
+        """Close it: what answers is tried again, whoever saw it."""
         with self._lock:
             self._failures = 0
             self._pause_s = self._first_pause_s
@@ -262,7 +262,7 @@ class Breaker:
             self._is_probing = False
 
     def failed(self) -> bool:
-        """Counts a failure; True: this one has opened it.
+        """Count a failure; True: this one has opened it.
 
         What was begun before it opened changes nothing when it fails, too; only a probe does.
         """

@@ -146,7 +146,7 @@ def decide_replicas(
 
 
 def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
-    """Decides about a pool that has no engine."""
+    """Decide about a pool that has no engine."""
     least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas))
     if current or least or policy.max_replicas == 0:
         return None
@@ -167,7 +167,7 @@ def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecis
 def _demand(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int
 ) -> ScalingDecision:
-    """Returns the number of engines that the load asks for, without the history."""
+    """Return the number of engines that the load asks for, without the history."""
     if not load.ready or not load.capacity:
         least = max(current, 1 if load.wanted else 0)
         return ScalingDecision(least, "NotReady", "no engine is ready that could be measured")
@@ -207,7 +207,7 @@ def is_strained(
 def _noted(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
 ) -> ScalingHistory:
-    """Returns the history with what the measures say for later decisions."""
+    """Return the history with what the measures say for later decisions."""
     if not history.highs:
         history = replace(history, highs=(ReplicasAt(now, current),))
     since = history.full_since if history.full_since is not None else now
@@ -226,7 +226,7 @@ def _noted(
 def _suggested(
     policy: AutoscalingSpec, history: ScalingHistory, replicas: int, now: float
 ) -> ScalingHistory:
-    """Returns the history with one more suggestion and without those that no window can need."""
+    """Return the history with one more suggestion and without those that no window can need."""
     moment = ReplicasAt(now, replicas)
     return replace(
         history,
@@ -382,7 +382,7 @@ def autoscaling_of(pool: PoolSpec) -> AutoscalingSpec | None:
 
 
 def provider_of(pool: PoolSpec) -> str:
-    """Returns who decides a pool's number of engines; empty when its spec does."""
+    """Return who decides a pool's number of engines; empty when its spec does."""
     scaling = autoscaling_of(pool)
     return scaling.provider if scaling else ""
 
@@ -553,7 +553,7 @@ def own_policies(service: Service) -> dict[str, AutoscalingSpec]:
 
 
 def scaling_notes(before: Object, after: Object) -> list[EventNote]:
-    """Returns Events for changed sizes, from the service's status before and after."""
+    """Return Events for changed sizes, from the service's status before and after."""
     previous = before.get("pools", {})
     return [
         EventNote(f"Scaled{pool['scaling']['reason']}", "Scale", _scaling_message(name, pool))

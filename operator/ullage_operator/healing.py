@@ -221,7 +221,7 @@ def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
 def _why_spared(
     diagnosis: Restart, others: Sequence[EnginePod], diagnoses: set[str], is_unreachable: bool
 ) -> str | None:
-    """Says why a ready pod is left alone, such as being the last that serves."""
+    """Say why a ready pod is left alone, such as being the last that serves."""
     if not diagnosis.pod.is_ready:
         return None
     if any(pod.is_terminating or not pod.has_started for pod in others):
@@ -288,7 +288,7 @@ PressureLevels = Mapping[str, int]
 def pressure_by_pool(
     reports: Iterable[tuple[str, headroom_pb2.Headroom]],
 ) -> dict[str, int]:
-    """Returns the highest level of each pool's engines, of (pool, report)."""
+    """Return the highest level of each pool's engines, of (pool, report)."""
     levels: dict[str, int] = {}
     for pool, report in reports:
         levels[pool] = max(levels.get(pool, 0), report.pressure_level)
@@ -296,7 +296,7 @@ def pressure_by_pool(
 
 
 def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
-    """Returns how many workers of a pool's engines ended unasked and were started again.
+    """Return how many workers of a pool's engines ended unasked and were started again.
 
     Args:
         before: what the service's status says, which holds until every engine has reported.
@@ -306,7 +306,7 @@ def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
 
 
 def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
-    """Returns how many engines of a pool run smaller batches because their GPUs are throttled.
+    """Return how many engines of a pool run smaller batches because their GPUs are throttled.
 
     Args:
         before: what the service's status says, which is the least until all have reported.
@@ -317,7 +317,7 @@ def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
 
 
 def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Returns Events for pools in which more engines run smaller batches than before, or none any
+    """Return Events for pools in which more engines run smaller batches than before, or none any
     more, from the service's status before and after."""
     notes = []
     for name, pool in after.get("pools", {}).items():
@@ -337,7 +337,7 @@ def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Eve
 
 
 def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Returns Events for workers that were started again, from the service's status before and
+    """Return Events for workers that were started again, from the service's status before and
     after."""
     notes = []
     for name, pool in after.get("pools", {}).items():

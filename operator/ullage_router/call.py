@@ -183,7 +183,7 @@ class EngineStream(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the engine's work on the answer; harmless when it has ended."""
+        """End the engine's work on the answer; harmless when it has ended."""
 
 
 class ResponseStream(Protocol):
@@ -198,14 +198,14 @@ class ResponseStream(Protocol):
         """Number of tokens that were read so far; after the last event the engine's own count."""
 
     def events(self) -> AsyncIterator[Event]:
-        """Yields Delta and, of several samples, SampleFinished any number of times, then Finished.
+        """Yield Delta and, of several samples, SampleFinished any number of times, then Finished.
 
         Raises:
             ServiceError: the engine fails now that tokens were sent.
         """
 
     def close(self) -> None:
-        """Ends the work on the answer; harmless when it has ended."""
+        """End the work on the answer; harmless when it has ended."""
 
 
 Handler = Callable[[Call], Awaitable[ResponseStream]]
@@ -217,7 +217,7 @@ class Stage(Protocol):
     """One link of the chain: it does its part and calls the next handler, or answers by itself."""
 
     def __call__(self, call: Call, proceed: Handler) -> Awaitable[ResponseStream]:
-        """Starts an answer.
+        """Start an answer.
 
         Args:
             proceed: the rest of the chain.
@@ -225,17 +225,17 @@ class Stage(Protocol):
 
 
 def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
-    """Returns max_tokens of a request; None when it names none."""
+    """Return max_tokens of a request; None when it names none."""
     return request.stop.max_tokens if request.stop.HasField("max_tokens") else None
 
 
 def num_samples(samples: inference_pb2.Samples) -> int:
-    """Returns the number of answers that the engine generates, of which fewer may be returned."""
+    """Return the number of answers that the engine generates, of which fewer may be returned."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 
 def timed_out(accepted: inference_pb2.Accepted, output_tokens: int) -> Event:
-    """Returns the last event of an answer whose time limit passed between two tokens."""
+    """Return the last event of an answer whose time limit passed between two tokens."""
     usage = inference_pb2.Usage(
         prompt_tokens=accepted.prompt_tokens, completion_tokens=output_tokens
     )

@@ -57,7 +57,7 @@ class ServiceKey:
         return f"Bearer {self._key}"
 
     async def start(self) -> None:
-        """Raises ConfigError when there is no usable key."""
+        """Raise ConfigError when there is no usable key."""
         seen = fingerprint([self._folder])
         self._read()
         self._task = asyncio.create_task(follow([self._folder], seen, self._reload))
@@ -111,7 +111,7 @@ class Peer:
             self.certificates = Certificates(folder, folder, self._reconnect)
 
     async def start(self) -> None:
-        """Reads certificates and key; raises ConfigError when they cannot be used."""
+        """Read certificates and key; raises ConfigError when they cannot be used."""
         if self.certificates:
             await self.certificates.start()
         if self._key:
@@ -201,7 +201,7 @@ class _PeerStream:
         self._stream.cancel()
 
     async def _end(self) -> None:
-        """Waits until the service has counted the request, for which a cancelled one has failed."""
+        """Wait until the service has counted the request, for which a cancelled one has failed."""
         with contextlib.suppress(ServiceError):
             await _read(self._stream)
 
@@ -230,7 +230,7 @@ def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
 
 
 def _adopted(call: Call, accepted: inference_pb2.Accepted) -> Decision:
-    """Returns the decision of the other router as this router's."""
+    """Return the decision of the other router as this router's."""
     return replace(
         call.decision,
         prompt_tokens=accepted.prompt_tokens,
@@ -283,7 +283,7 @@ class BufferedAnswer:
         return self._stream.output_tokens
 
     async def judge(self, confidence: Confidence) -> None:
-        """Holds back as many tokens as are judged, or the whole answer if that is shorter.
+        """Hold back as many tokens as are judged, or the whole answer if that is shorter.
 
         Raises:
             ServiceError: it broke off before.
@@ -296,7 +296,7 @@ class BufferedAnswer:
                 return
 
     def describe(self, request_id: str, decision: Decision) -> None:
-        """Writes into `accepted` what was tried."""
+        """Write into `accepted` what was tried."""
         self.accepted.request_id = request_id
         self.accepted.model = decision.model
         del self.accepted.attempts[:]
@@ -312,7 +312,7 @@ class BufferedAnswer:
         self._stream.close()
 
     async def discard(self) -> None:
-        """Ends it unread."""
+        """End it unread."""
         self._stream.close()
         aclose = getattr(self._coming, "aclose", None)
         if aclose is not None:
@@ -359,7 +359,7 @@ class Cascade:
         }
 
     async def read_secrets(self) -> None:
-        """Reads certificates and keys; raises ConfigError when they cannot be used."""
+        """Read certificates and keys; raises ConfigError when they cannot be used."""
         for peer in self._peers.values():
             await peer.start()
 
@@ -446,7 +446,7 @@ class _Run:
         return await self._finally(last)
 
     async def drop_rest(self) -> None:
-        """Ends what was begun and is not the answer; all of it, even when cancelled meanwhile."""
+        """End what was begun and is not the answer; all of it, even when cancelled meanwhile."""
         for task in self._tasks.values():
             _end(task)
         for step in list(self._tasks):
@@ -520,7 +520,7 @@ class _Run:
         return answer
 
     async def _drop(self, step: int) -> BufferedAnswer | None:
-        """Ends a step's work and returns its answer if it had begun one."""
+        """End a step's work and return its answer if it had begun one."""
         task = self._tasks.pop(step)
         _end(task)
         (answer,) = await asyncio.gather(task, return_exceptions=True)
@@ -551,12 +551,12 @@ class _Run:
         self._cascade.on_end(attempt)
 
     def _adopt(self, decision: Decision) -> None:
-        """Takes over a step's decision for the request; what was tried before stays with it."""
+        """Take over a step's decision for the request; what was tried before stays with it."""
         self._call.decision = replace(decision, attempts=self._call.decision.attempts)
 
 
 def _end(task: asyncio.Task[BufferedAnswer]) -> None:
-    """Cancels it, or closes the answer that it has begun in the meantime."""
+    """Cancel it, or close the answer that it has begun in the meantime."""
     task.cancel()
     task.add_done_callback(_close)
 

@@ -78,7 +78,7 @@ def http_status(error: ServiceError) -> int:
 
 
 def error_type(error: ServiceError) -> str:
-    """Returns `type` of the OpenAI envelope."""
+    """Return `type` of the OpenAI envelope."""
     if error.reason == "CASCADE_LOOP":
         return "invalid_request_error"
     if error.reason == RATE_LIMIT_EXCEEDED:
@@ -192,7 +192,7 @@ def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceEr
 
 
 def refusal(refuse: Refuse) -> ServiceError:
-    """Converts a decision to refuse to an error."""
+    """Convert a decision to refuse to an error."""
     metadata = {}
     if refuse.kind == "invalid":
         metadata["field"] = "input"
@@ -259,7 +259,7 @@ def deadline(timeout_s: float) -> ServiceError:
 def unknown_model(
     name: str, served: str, adapters: Iterable[str] = (), allowed: Collection[str] = ()
 ) -> ServiceError:
-    """Returns the error of a request for another model, with the names that may be used.
+    """Return the error of a request for another model, with the names that may be used.
 
     Args:
         allowed: names that the tenant may use; empty: all.
@@ -300,7 +300,7 @@ def forbidden(reason: str, message: str, field: str = "") -> ServiceError:
 
 
 def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
-    """Returns an error with the limit, its size and when there is room again."""
+    """Return an error with the limit, its size and when there is room again."""
     what = shortage.limit.replace("_", " ")
     wait_s = UNKNOWN_RETRY_AFTER_S if shortage.wait_s is None else shortage.wait_s
     return ServiceError(
@@ -324,7 +324,7 @@ def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
 
 
 def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) -> ServiceError:
-    """Returns the error of a body whose inputs take more of a limit than that ever allows."""
+    """Return the error of a body whose inputs take more of a limit than that ever allows."""
     what = f", which have {amount} tokens or more" if limit == "tokens_per_minute" else ""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,

@@ -160,7 +160,7 @@ class Router:
         log.info("listening", extra={**ports, "metrics_port": self.metrics_port})
 
     async def stop(self) -> None:
-        """Sends clients elsewhere, lets requests end and closes everything.
+        """Send clients elsewhere, lets requests end and closes everything.
 
         Clients with open connections do not know yet: their requests are still served, and the
         answers tell them to connect anew, to another router.
@@ -223,7 +223,7 @@ class Router:
 
 
 async def serve(config: RouterConfig, place: ProcessSlot | None = None) -> None:
-    """Serves until SIGINT or SIGTERM, or the end of its parent, then drains."""
+    """Serve until SIGINT or SIGTERM, or the end of its parent, then drains."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

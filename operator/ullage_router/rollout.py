@@ -236,7 +236,7 @@ class Observation:
         self._tally.e2e.add(time.monotonic() - self._sent)
 
     def on_failure(self, error: ServiceError) -> None:
-        """Counts a failure that is the engine's."""
+        """Count a failure that is the engine's."""
         self._tally.failed += is_failure(error)
 
     def on_timeout(self) -> None:
@@ -282,7 +282,7 @@ class Outcomes:
             self._tallies = {side: SideCounts() for side in Side}
 
     def observe(self, side: Side) -> "Observation":
-        """Begins to observe a request that is sent now."""
+        """Begin to observe a request that is sent now."""
         return Observation(self._tallies[side])
 
     def on_declined(self) -> None:
@@ -302,7 +302,7 @@ class Outcomes:
         return max(0, self._falls(side) - self._falls_before[side])
 
     def as_json(self) -> dict[str, object]:
-        """Returns the counts for /stats."""
+        """Return the counts for /stats."""
         return {"trial": self.trial} | {
             side.value: {
                 "succeeded": tally.succeeded,
@@ -421,7 +421,7 @@ class Rollout:
         return await proceed(call)
 
     async def draw_side(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Sends a request where it is drawn, or where an engine is ready."""
+        """Send a request where it is drawn, or where an engine is ready."""
         drawn = self.canary.draw(call.request.session_id)
         other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
         is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
@@ -429,7 +429,7 @@ class Rollout:
         return await proceed(call)
 
     async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
-        """Gives the canary one try at once; stable engines have the request otherwise.
+        """Give the canary one try at once; stable engines have the request otherwise.
 
         Args:
             once: one attempt on one engine.
@@ -454,7 +454,7 @@ class Rollout:
         return stream
 
     async def _for_stable(self, call: Call) -> Call:
-        """Returns the call for the stable engines, with the tokens of their model."""
+        """Return the call for the stable engines, with the tokens of their model."""
         call.side = Side.STABLE
         call.is_trial = False
         call.refused_by.clear()
@@ -470,7 +470,7 @@ class Rollout:
         return call
 
     async def observe(self, call: Call, reservation: Reservation, send: Send) -> EngineStream:
-        """Counts what becomes of a request on the engine that it is sent to."""
+        """Count what becomes of a request on the engine that it is sent to."""
         side = reservation.engine.side
         call.decision = replace(call.decision, revision=self.canary.revision(side))
         observation = self.outcomes.observe(side)
@@ -487,7 +487,7 @@ class Rollout:
         return ObservedStream(stream, observation)
 
     def as_json(self) -> dict[str, object]:
-        """Returns the state for /stats."""
+        """Return the state for /stats."""
         canary = self.canary
         return {
             "stable_revision": canary.revision(Side.STABLE),

@@ -52,7 +52,7 @@ class SharedQuota:
             return self._read()[0]
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Quota | Shortage:
-        """Makes one step of the quota, unless it is short of something, and returns its result."""
+        """Make one step of the quota, unless it is short of something, and return its result."""
         with self._locked():
             quota, active = self._read()
             result = step(quota)
@@ -62,7 +62,7 @@ class SharedQuota:
             return result
 
     def clear(self) -> None:
-        """Sets this process's requests in flight to 0."""
+        """Set this process's requests in flight to 0."""
         with self._locked():
             data = bytearray(os.pread(self._fd, _RECORD.size, 0))
             struct.pack_into("=i", data, _ACTIVE_AT + 4 * self._index, 0)
@@ -77,7 +77,7 @@ class SharedQuota:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _read(self) -> tuple[Quota, list[int]]:
-        """Returns the quota, and the requests in flight of each process."""
+        """Return the quota, and the requests in flight of each process."""
         values = _RECORD.unpack(os.pread(self._fd, _RECORD.size, 0))
         active = list(values[4:])
         requests = _bucket(self._full.requests, *values[:2])
@@ -117,11 +117,11 @@ class QuotaFolder:
             self._forget_predecessor(file.name)
 
     def open(self, tenant: str, full: Quota) -> SharedQuota:
-        """Opens a tenant's quota, which is full if no process has opened it before."""
+        """Open a tenant's quota, which is full if no process has opened it before."""
         return SharedQuota(self._path / tenant, self._index, full)
 
     def _forget_predecessor(self, tenant: str) -> None:
-        """Takes out the requests that a process of this index had when it died."""
+        """Take out the requests that a process of this index had when it died."""
         quota = SharedQuota(self._path / tenant, self._index, Quota())
         try:
             quota.clear()

@@ -49,7 +49,7 @@ class Loaded:
 
 
 def load(folder: Path, last: Mapping[str, Digests]) -> Loaded:
-    """Reads the folder; a file that is broken leaves its tenant the keys of `last`."""
+    """Read the folder; a file that is broken leaves its tenant the keys of `last`."""
     try:
         paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
     except OSError as error:
@@ -67,7 +67,7 @@ def load(folder: Path, last: Mapping[str, Digests]) -> Loaded:
 
 
 def _read(path: Path) -> Digests:
-    """Raises ValueError with the line and no key."""
+    """Raise ValueError with the line and no key."""
     if not TENANT_NAME.fullmatch(path.name):
         raise ValueError("not a tenant's name; use lower-case letters, digits, '-', '_' and '.'")
     try:
@@ -150,7 +150,7 @@ class Account:
         return self.shared.state if self.shared else self.own_quota
 
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
-        """Makes one step of the quota; returns what it is short of, and changes nothing then."""
+        """Make one step of the quota; return what it is short of, and change nothing then."""
         if self.shared:
             result = self.shared.apply(step)
             return result if isinstance(result, Shortage) else None
@@ -193,7 +193,7 @@ def open_account(name: str, rules: TenantRules, share: float, now: float) -> Acc
 
 
 def shared_account() -> Account:
-    """Returns the account of all requests where there are no tenants."""
+    """Return the account of all requests where there are no tenants."""
     return Account("", UNLIMITED, Quota())
 
 
@@ -229,7 +229,7 @@ class TenantSession:
         return TenantSession(self._account, self._metrics)
 
     def prepay(self, was_paid: Callable[[], bool]) -> None:
-        """Charges the session's requests at their end only, and not if they were paid for then."""
+        """Charge the session's requests at their end only, and not if they were paid for then."""
         self._was_paid = was_paid
 
     @property
@@ -242,13 +242,13 @@ class TenantSession:
         return self._account.rules
 
     def scoped_session(self, name: str) -> str:
-        """Returns the session id for engines, different for equal ids of different tenants."""
+        """Return the session id for engines, different for equal ids of different tenants."""
         if not (name and self.name):
             return name
         return hashlib.blake2b(f"{self.name}\0{name}".encode(), digest_size=16).hexdigest()
 
     def cache_salt(self, salt: str = "") -> str:
-        """Returns the cache salt for engines: tenants share no cached KV, whatever salt their
+        """Return the cache salt for engines: tenants share no cached KV, whatever salt their
         requests name."""
         if not self.name:
             return salt
@@ -288,7 +288,7 @@ class TenantSession:
             raise self._shortage_error(short)
 
     def num_allowed(self, count: int, tokens: int) -> int:
-        """Returns how many of that many equal requests, of that many tokens each, the tenant may
+        """Return how many of that many equal requests, of that many tokens each, the tenant may
         send now."""
         return self._account.quota.room(count, tokens, time.monotonic())
 
@@ -326,7 +326,7 @@ class TenantSession:
         self.limit_headers = self._headers()
 
     def charge(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Takes a request's tokens in advance; of several like ones each one's.
+        """Take a request's tokens in advance; of several like ones each one's.
 
         Args:
             output_tokens: expected, of all its answers together.
@@ -348,14 +348,14 @@ class TenantSession:
         self.limit_headers = self._headers()
 
     def close_request(self, record: RequestRecord) -> None:
-        """Puts what was used in the place of what was charged."""
+        """Put what was used in the place of what was charged."""
         if _was_served(record):
             self.settle(record.decision.prompt_tokens, record.output_tokens, record.status)
         else:
             self.settle(0, 0, record.status)
 
     def settle(self, prompt_tokens: int, output_tokens: int, status: int, count: int = 1) -> None:
-        """Ends so many of its requests, each of which used so much."""
+        """End so many of its requests, each of which used so much."""
         is_paid = self._was_paid is not None and self._was_paid()
         if is_paid:
             prompt_tokens = output_tokens = 0
@@ -379,7 +379,7 @@ class TenantSession:
             self._metrics.on_end(self.name, status, prompt, output, count)
 
     def give_back(self, count: int) -> None:
-        """Takes so many of its open requests, or all for 0, out of the requests of this minute:
+        """Take so many of its open requests, or all for 0, out of the requests of this minute:
         they are refused, and sent again in another way."""
         self._is_given_back = True
         if self._was_paid:
@@ -389,7 +389,7 @@ class TenantSession:
         self._account.apply(lambda quota: quota.give_back(count, now))
 
     def count_refusals(self, status: int, count: int) -> None:
-        """Counts requests that are refused before they begin."""
+        """Count requests that are refused before they begin."""
         if self._metrics:
             self._metrics.on_end(self.name, status, 0, 0, count)
 
@@ -397,7 +397,7 @@ class TenantSession:
         return not self.rules.models or model in self.rules.models
 
     def check_model(self, name: str) -> None:
-        """Raises ServiceError (PERMISSION_DENIED) where the tenant may not use a model."""
+        """Raise ServiceError (PERMISSION_DENIED) where the tenant may not use a model."""
         allowed = self.rules.models
         if not self.may_use(name):
             raise errors.forbidden(
@@ -455,7 +455,7 @@ def _was_served(record: RequestRecord) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds as OpenAI does: 20ms, 7s, 6m0s."""
+    """Format seconds as OpenAI does: 20ms, 7s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     whole = math.ceil(seconds)
@@ -496,7 +496,7 @@ class Tenants:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Reads the keys and follows their changes.
+        """Read the keys and follows their changes.
 
         Raises:
             ConfigError: they cannot be read.
@@ -538,7 +538,7 @@ class Tenants:
         return TenantSession(account, self._metrics)
 
     def check_stats(self, authorization: str | None) -> None:
-        """Raises ServiceError when /stats is not for everybody and the key is nobody's."""
+        """Raise ServiceError when /stats is not for everybody and the key is nobody's."""
         if self._section and self._section.protect_stats:
             name = self._authenticate(authorization)
             if name == ANONYMOUS:
@@ -606,7 +606,7 @@ class Tenants:
             log.error("keys not read; those before stay valid", extra={"reason": problem})
 
     def _forget(self) -> None:
-        """Drops accounts of tenants without a key: their number is that of the keys' files."""
+        """Drop accounts of tenants without a key: their number is that of the keys' files."""
         for name, account in list(self._accounts.items()):
             is_known = name in self._loaded.keys or name == ANONYMOUS or name in self._rules
             if not is_known and not account.quota.active:

@@ -388,7 +388,7 @@ def _around(affixes: Affixes, ids: TokenIds) -> TokenIds:
 
 
 def fingerprint(response: inference_pb2.GetModelResponse) -> str:
-    """Identifies what turns text into token ids, and what these are for."""
+    """Identify what turns text into token ids, and what these are for."""
     digest = hashlib.sha256(response.tokenizer_json)
     for part in (response.chat_template, response.bos_token, response.eos_token):
         digest.update(b"\0" + part.encode())
@@ -401,7 +401,7 @@ def fingerprint(response: inference_pb2.GetModelResponse) -> str:
 
 
 def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
-    """Returns what engines of 0.1.0 do not say, where there is any: their fingerprints stay."""
+    """Return what engines of 0.1.0 do not say, where there is any: their fingerprints stay."""
     defaults = response.sampling_defaults.SerializeToString(deterministic=True)
     parts = {
         b"tools": response.tool_chat_template.encode(),
@@ -457,13 +457,13 @@ def load_model(
 
 
 def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
-    """Returns texts of special tokens by name; engines of earlier versions name but two."""
+    """Return texts of special tokens by name; engines of earlier versions name but two."""
     two = {"bos_token": response.bos_token, "eos_token": response.eos_token}
     return dict(response.special_tokens) or {name: text for name, text in two.items() if text}
 
 
 def _affixes(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> Affixes:
-    """Returns the special tokens around raw text; engines of earlier versions say by add_bos alone
+    """Return the special tokens around raw text; engines of earlier versions say by add_bos alone
     what the tokenizers of GGUF files add."""
     affixes = affixes_of(tokenizer)
     if affixes == Affixes() and response.add_bos:

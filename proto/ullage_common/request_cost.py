@@ -162,7 +162,7 @@ def predict(
 
 
 def charged_output(max_tokens: int, expected_output: int, produced: int = 0) -> int:
-    """Returns the output tokens that a request is charged: what is expected, and at least one more
+    """Return the output tokens that a request is charged: what is expected, and at least one more
     than it has `produced`, but never more than `max_tokens`."""
     return min(max_tokens, max(expected_output, produced + 1))
 

@@ -30,12 +30,12 @@ PEERS = "memory.tiers.remote"
 
 
 def per_engine(name: str) -> Query:
-    """Returns a gauge of every engine."""
+    """Return a gauge of every engine."""
     return gauge(name, "pod", ENGINES)
 
 
 def all_of(counter: str, by: str = "", needs: str = "") -> Query:
-    """Returns a counter's rate, over the chosen engines."""
+    """Return a counter's rate, over the chosen engines."""
     return rate(counter, by, ENGINES, needs)
 
 
@@ -323,7 +323,7 @@ ENGINE = Dashboard(
 
 
 def tiers(counter: str, needs: str = "") -> Query:
-    """Returns a counter's rate by tier."""
+    """Return a counter's rate by tier."""
     return all_of(f"ullage_kv_tier_{counter}_total", "tier", needs)
 
 

@@ -18,17 +18,17 @@ OF_GPUS = 'engine_pod=~"$pod"'
 
 
 def gpu(measure: str, legend: str = "{{engine_pod}} {{gpu}}") -> Query:
-    """Returns what is recorded of every GPU of the chosen engines."""
+    """Return what is recorded of every GPU of the chosen engines."""
     return Query(legend, f"ullage:{measure}{{{OF_GPUS}}}")
 
 
 def grows(measure: str, legend: str) -> Query:
-    """Returns by how much a recorded counter grew in ten minutes."""
+    """Return by how much a recorded counter grew in ten minutes."""
     return Query(legend, f"sum(increase(ullage:{measure}{{{OF_GPUS}}}[10m]))")
 
 
 def of_driver(name: str, by: str) -> Query:
-    """Returns a gauge that an engine asks its driver for."""
+    """Return a gauge that an engine asks its driver for."""
     return gauge(f"ullage_{name}", by, ENGINES, needs=A_GPU)
 
 

@@ -21,7 +21,7 @@ REF_IDS = "ABCDEFGHIJ"
 
 
 def render(page: Dashboard) -> str:
-    """Returns a dashboard's JSON."""
+    """Return a dashboard's JSON."""
     builder = (
         builders.Dashboard(page.title)
         .uid(page.uid)
@@ -64,13 +64,13 @@ def place(x: int, y: int, width: int, height: int) -> dashboard.GridPos:
 
 
 def links() -> builders.DashboardLink:
-    """Returns the list of Ullage's other dashboards."""
+    """Return the list of Ullage's other dashboards."""
     link = builders.DashboardLink("Ullage").type(dashboard.DashboardLinkType.DASHBOARDS)
     return link.tags(["ullage"]).as_dropdown(True).include_vars(True).keep_time(True)
 
 
 def variable(each: Variable) -> builders.QueryVariable:
-    """Returns a choice of label values, all of them at first."""
+    """Return a choice of label values, all of them at first."""
     everything = dashboard.VariableOption(selected=True, text="All", value="$__all")
     return (
         builders.QueryVariable(each.name)
@@ -87,7 +87,7 @@ def variable(each: Variable) -> builders.QueryVariable:
 
 
 def picture(panel: Panel) -> Any:
-    """Returns the builder of a panel."""
+    """Return the builder of a panel."""
     builder: Any
     if panel.kind == "stat":
         options = common_builders.ReduceDataOptions().calcs(["lastNotNull"])
@@ -118,7 +118,7 @@ def target(ref_id: str, query: Query) -> prometheus.Dataquery:
 
 
 def lines(panel: Panel) -> timeseries.Panel:
-    """Returns a picture over time; stacked where the parts make a whole."""
+    """Return a picture over time; stacked where the parts make a whole."""
     legend = common_builders.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST)
     legend.placement(common.LegendPlacement.BOTTOM).show_legend(True).calcs([])
     tooltip = common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI)
@@ -133,7 +133,7 @@ def lines(panel: Panel) -> timeseries.Panel:
 
 
 def against(panel: Panel) -> xychart.Panel:
-    """Returns a picture of the second query against the first, a point for each moment."""
+    """Return a picture of the second query against the first, a point for each moment."""
     of_x, of_y = (query.legend for query in panel.queries)
     series = xychart.ScatterSeriesConfig().x(of_x).y(of_y).show(ScatterShow.POINTS)
     joined = dashboard.DataTransformerConfig("joinByField", options={"byField": "Time"})

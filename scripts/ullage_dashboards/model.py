@@ -74,7 +74,7 @@ class Dashboard:
     rows: Sequence[Row]
 
     def queries(self) -> list[tuple[str, Query]]:
-        """Lists all queries with the titles of their panels."""
+        """List all queries with the titles of their panels."""
         panels = [panel for row in self.rows for panel in row.panels]
         return [(panel.title, query) for panel in panels for query in panel.queries]
 
@@ -91,7 +91,7 @@ POD = Variable("pod", "Engine", f"label_values(ullage_requests_running{{{SERVICE
 
 
 def rate(counter: str, by: str = "", where: str = SERVICE, needs: str = "") -> Query:
-    """Returns a counter's rate, summed by labels that are also its legend."""
+    """Return a counter's rate, summed by labels that are also its legend."""
     legend = (
         " ".join(f"{{{{{label}}}}}" for label in by.split(", ")) if by else counter_word(counter)
     )
@@ -99,26 +99,26 @@ def rate(counter: str, by: str = "", where: str = SERVICE, needs: str = "") -> Q
 
 
 def counter_word(counter: str) -> str:
-    """Returns a counter's name in words, without the prefix of its process."""
+    """Return a counter's name in words, without the prefix of its process."""
     name = counter.removeprefix("ullage_").removeprefix("router_").removesuffix("_total")
     return name.replace("_", " ")
 
 
 def summed_rate(counter: str, where: str = SERVICE, by: str = "") -> str:
-    """Returns PromQL of a counter's rate, summed by labels."""
+    """Return PromQL of a counter's rate, summed by labels."""
     grouping = f" by ({by})" if by else ""
     return f"sum{grouping}(rate({counter}{{{where}}}[{INTERVAL}]))"
 
 
 def ratio(legend: str, part: str, whole: str, needs: str = "") -> Query:
-    """Returns a quotient of two expressions, which are grouped alike."""
+    """Return a quotient of two expressions, which are grouped alike."""
     return Query(legend, f"{part} / {whole}", needs)
 
 
 def gauge(
     name: str, by: str = "", where: str = SERVICE, how: str = "sum", needs: str = ""
 ) -> Query:
-    """Returns a gauge, summed (or `how`) by labels that are also its legend."""
+    """Return a gauge, summed (or `how`) by labels that are also its legend."""
     grouping = f" by ({by})" if by else ""
     legend = " ".join(f"{{{{{label}}}}}" for label in by.split(", ")) if by else counter_word(name)
     return Query(legend, f"{how}{grouping}({name}{{{where}}})", needs)
@@ -127,17 +127,17 @@ def gauge(
 def quantile(
     legend: str, share: float, histogram: str, where: str = SERVICE, needs: str = ""
 ) -> Query:
-    """Returns a quantile of a histogram over all its series."""
+    """Return a quantile of a histogram over all its series."""
     buckets = summed_rate(f"{histogram}_bucket", where, "le")
     return Query(legend, f"histogram_quantile({share}, {buckets})", needs)
 
 
 def quantiles(histogram: str, where: str = SERVICE, needs: str = "") -> list[Query]:
-    """Returns the quantiles by which times are watched."""
+    """Return the quantiles by which times are watched."""
     return [quantile(name, share, histogram, where, needs) for name, share in SHARES]
 
 
 def mean(legend: str, histogram: str, where: str = SERVICE, by: str = "") -> Query:
-    """Returns the mean of a histogram."""
+    """Return the mean of a histogram."""
     total, count = (summed_rate(f"{histogram}_{end}", where, by) for end in ("sum", "count"))
     return ratio(legend, total, count)

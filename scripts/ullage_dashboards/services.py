@@ -36,7 +36,7 @@ OPERATOR_PODS = 'namespace=~"$namespace",pod=~"$pod"'
 
 
 def of_speeds(bound: str) -> str:
-    """Returns the rate of streams that are not faster."""
+    """Return the rate of streams that are not faster."""
     return summed_rate(f"{SPEED}_bucket", f'{SERVICE},le="{bound}"')
 
 

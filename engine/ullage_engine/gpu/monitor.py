@@ -65,14 +65,14 @@ class GpuMonitor:
         """Xid errors since the start, by the GPU's index and uuid and the number of the error."""
 
     def start(self) -> None:
-        """Begins to ask the driver."""
+        """Begin to ask the driver."""
         self._loop = asyncio.get_running_loop()
         self._await_answer()
         # A daemon: the process may end while a call hangs.
         threading.Thread(target=self._ask_driver, name="nvml", daemon=True).start()
 
     def close(self) -> None:
-        """Lets the thread end, and does not wait for it."""
+        """Let the thread end, and does not wait for it."""
         self._stopping.set()
         if self._silence is not None:
             self._silence.cancel()
@@ -111,7 +111,7 @@ class GpuMonitor:
             return None
 
     def _pause(self, events: XidEvents | None, until: float) -> XidEvents | None:
-        """Takes Xid errors until it is time for the next sample; returns what sends more."""
+        """Take Xid errors until it is time for the next sample; return what sends more."""
         while events is not None and (left_s := until - time.monotonic()) > 0:
             try:
                 event = events.wait(left_s)
@@ -125,7 +125,7 @@ class GpuMonitor:
         return events
 
     def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        """Calls a function in the event loop, unless that has ended."""
+        """Call a function in the event loop, unless that has ended."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
@@ -178,7 +178,7 @@ class GpuMonitor:
             self._judge(samples, elapsed_s)
 
     def _tell_failures(self, samples: Iterable[GpuSample]) -> None:
-        """Logs each kind of failure of a GPU once."""
+        """Log each kind of failure of a GPU once."""
         for sample in samples:
             for error in sample.failed_calls:
                 if (sample.index, error) not in self._failures:

@@ -95,12 +95,12 @@ class Nvml:
             raise NvmlUnavailableError(f"NVML says {self.name_of(error)}") from error
 
     def name_of(self, error: Any) -> str:
-        """Returns an error's name, such as GpuIsLost; asks no driver."""
+        """Return an error's name, such as GpuIsLost; ask no driver."""
         name: str = type(error).__name__.removeprefix("NVMLError_")
         return name if name != "NVMLError" else f"error {error.value}"
 
     def query(self, errors: Counter[str], *names: str, arguments: tuple[Any, ...]) -> Any:
-        """Returns what the first function that is there answers, and None if it fails.
+        """Return what the first function that is there answers, and None if it fails.
 
         Args:
             errors: counts failures, but not what is simply not offered.
@@ -119,7 +119,7 @@ class Nvml:
         return None
 
     def gpus(self, environment: Mapping[str, str], limit: int) -> list["Gpu"]:
-        """Returns the first `limit` GPUs that CUDA sees in an environment.
+        """Return the first `limit` GPUs that CUDA sees in an environment.
 
         CUDA numbers GPUs by their speed unless told otherwise and NVML by their bus: the two are
         the same on nodes of equal GPUs.
@@ -142,7 +142,7 @@ class Nvml:
             yield handle
 
     def _find(self, entry: str, count: int) -> Any:
-        """Returns the GPU that an entry of CUDA_VISIBLE_DEVICES means; None: no such GPU."""
+        """Return the GPU that an entry of CUDA_VISIBLE_DEVICES means; None: no such GPU."""
         if entry.isdecimal():
             handle = self._ask("nvmlDeviceGetHandleByIndex", int(entry))
             return handle and self._first_instance(handle)
@@ -155,7 +155,7 @@ class Nvml:
         return None
 
     def _first_instance(self, handle: Any) -> Any:
-        """Returns the instance that CUDA uses of a GPU that is divided; of others the GPU."""
+        """Return the instance that CUDA uses of a GPU that is divided; of others the GPU."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
         if not mode or not mode[0]:
             return handle
@@ -303,7 +303,7 @@ class Gpu:
                 self._nvlink_errors[name] = sum(said)
 
     def _link_states(self) -> list[int]:
-        """Returns the state of every link that the GPU has."""
+        """Return the state of every link that the GPU has."""
         links = range(self._nvml.module.NVML_NVLINK_MAX_LINKS)
         states = (self._ask("nvmlDeviceGetNvLinkState", link) for link in links)
         return list(itertools.takewhile(lambda state: state is not None, states))
@@ -330,7 +330,7 @@ class XidEvents:
             raise NvmlUnavailableError("no GPU sends events")
 
     def wait(self, timeout_s: float) -> tuple[Gpu, int] | None:
-        """Waits for the next Xid error; None: there was none in time.
+        """Wait for the next Xid error; None: there was none in time.
 
         Raises:
             NvmlUnavailableError: no more of them will come.

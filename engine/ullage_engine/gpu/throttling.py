@@ -35,7 +35,7 @@ class BoostState:
 def counted_reasons(
     section: ThrottlingSection, gpus: Iterable[frozenset[str] | None]
 ) -> frozenset[str] | None:
-    """Returns the reasons that count of all GPUs together, since they compute at the pace of the
+    """Return the reasons that count of all GPUs together, since they compute at the pace of the
     slowest; None: the driver says nothing."""
     reported = [reasons for reasons in gpus if reasons is not None]
     if not reported:
@@ -50,7 +50,7 @@ def advance(
     reasons: frozenset[str] | None,
     elapsed_s: float,
 ) -> BoostState:
-    """Returns the state after a sample.
+    """Return the state after a sample.
 
     Throttling that comes and goes adds up, as long as it is there more often than not; growing
     again takes a time without any. While nobody knows, everything stays as it is.

@@ -46,12 +46,12 @@ SPAN_TOKENS = 256
 
 
 def pad_rows(rows: int) -> int:
-    """Returns rows rounded up to whole units of a deterministic product."""
+    """Return rows rounded up to whole units of a deterministic product."""
     return -(-rows // UNIT_ROWS) * UNIT_ROWS
 
 
 def pad_to_bucket(tokens: int) -> int:
-    """Returns the rows of the layers' products for a step of `tokens`."""
+    """Return the rows of the layers' products for a step of `tokens`."""
     if tokens <= 64:
         return _round_up(tokens, 1)
     step = 64 if tokens <= 1024 else 512
@@ -59,12 +59,12 @@ def pad_to_bucket(tokens: int) -> int:
 
 
 def context_bucket(blocks: int) -> int:
-    """Returns the blocks of context gathered for sequences of at most `blocks`."""
+    """Return the blocks of context gathered for sequences of at most `blocks`."""
     return _round_up(blocks, MIN_BLOCKS)
 
 
 def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
-    """Returns how many of `rows` decodes to attend together, and their number with padding.
+    """Return how many of `rows` decodes to attend together, and their number with padding.
 
     Padded rows are a power of two, at most `max_rows`.
     """
@@ -76,18 +76,18 @@ def decode_rows(rows: int, max_rows: int) -> tuple[int, int]:
 
 
 def tile_rows(blocks: int, block_tokens: int) -> int:
-    """Returns how many prompt tokens are scored at once against this many blocks of context."""
+    """Return how many prompt tokens are scored at once against this many blocks of context."""
     affordable = SCORE_TOKENS // (blocks * block_tokens)
     return next((r for r in (128, 64) if r <= affordable), MIN_TILE_ROWS)
 
 
 def tile_bucket(rows: int) -> int:
-    """Returns the rows of a prefill tile, padding included."""
+    """Return the rows of a prefill tile, padding included."""
     return max(MIN_TILE_ROWS, 1 << (rows - 1).bit_length())
 
 
 def _round_up(size: int, smallest: int) -> int:
-    """Rounds up to smallest * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
+    """Round up to smallest * (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
     bucket = smallest
     while bucket < size:
         half_steps = bucket + bucket // 2
@@ -118,20 +118,20 @@ def mxfp4_panel(device: str) -> int:
 
 
 def mxfp4_scratch_bytes(device: str, itemsize: int) -> int:
-    """Returns the bytes that decoding takes, once for all layers: the numbers, and their codes as
+    """Return the bytes that decoding takes, once for all layers: the numbers, and their codes as
     indices."""
     return mxfp4_panel(device) * itemsize + mxfp4_panel(device) // 2 * INT32_BYTES
 
 
 @cache
 def padding_rows(pairs: int) -> int:
-    """Counts the rows that the last expert's product may write past the last of `pairs`; see
+    """Count the rows that the last expert's product may write past the last of `pairs`; see
     `ullage_engine.layers.moe.ExpertLinears`."""
     return max(max(pad_to_bucket(rows), pad_rows(rows)) - rows for rows in range(1, pairs + 1))
 
 
 def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Counts the elements of the buffers of the computing type, for slices of up to `tokens` rows.
+    """Count the elements of the buffers of the computing type, for slices of up to `tokens` rows.
 
     A pair is a token and one of its experts. Empty without experts.
     """
@@ -150,7 +150,7 @@ def expert_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
 
 
 def routing_elements(model_config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Counts the elements of the four-byte buffers, for slices of up to `tokens` rows; indices
+    """Count the elements of the four-byte buffers, for slices of up to `tokens` rows; indices
     take two each.
 
     Empty without experts.
@@ -181,7 +181,7 @@ SPLIT_TOKENS = 128
 
 
 def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
-    """Returns the number of splits of the context of `rows` sequences with room for `context`
+    """Return the number of splits of the context of `rows` sequences with room for `context`
     tokens; a power of two.
 
     It depends on shapes alone, not on lengths, so that a captured graph stays valid.
@@ -191,7 +191,7 @@ def num_splits(rows: int, num_kv_heads: int, context: int) -> int:
 
 
 def partial_elements(model_config: ModelConfig) -> int:
-    """Counts the elements of float32 for the splits of any step.
+    """Count the elements of float32 for the splits of any step.
 
     Split decodes are at most TARGET_PROGRAMS programs of `group_size` query heads each; a decode in
     one piece writes its result directly.
@@ -251,15 +251,15 @@ class StepLimits:
     """Most tokens whose experts are computed at once: those of the device's kind."""
 
     def product_rows(self, tokens: int) -> int:
-        """Returns the rows of the layers' products for a step of `tokens`, padding included."""
+        """Return the rows of the layers' products for a step of `tokens`, padding included."""
         return pad_to_bucket(pad_rows(tokens) if self.deterministic else tokens)
 
     def slice_tokens(self, tokens: int) -> int:
-        """Returns the tokens of the largest slice of experts of a step of `tokens`."""
+        """Return the tokens of the largest slice of experts of a step of `tokens`."""
         return min(tokens, self.max_slice_tokens)
 
     def context_blocks(self, blocks: int) -> int:
-        """Returns the blocks of context attended for sequences of at most `blocks`, padding
+        """Return the blocks of context attended for sequences of at most `blocks`, padding
         included: a bucket, or whole spans where results may not depend on buckets."""
         span = SPAN_TOKENS // self.block_tokens
         return -(-blocks // span) * span if self.deterministic else context_bucket(blocks)
@@ -297,13 +297,13 @@ class ArenaLayout:
 
 
 def span_mask_width() -> int:
-    """Counts the columns of deterministic attention's mask: the span a tile begins in, the tile,
+    """Count the columns of deterministic attention's mask: the span a tile begins in, the tile,
     the rest of the span it ends in."""
     return 2 * SPAN_TOKENS + MAX_TILE_ROWS
 
 
 def mask_width(max_model_len: int) -> int:
-    """Counts the columns of the causal mask: any number of earlier tokens, then a tile."""
+    """Count the columns of the causal mask: any number of earlier tokens, then a tile."""
     return max_model_len + MAX_TILE_ROWS
 
 
@@ -436,7 +436,7 @@ def _attention_elements(model_config: ModelConfig, limits: StepLimits) -> dict[s
 
 
 def _code_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, int]:
-    """Counts the bytes of the keys, or values, that a step writes, and of those that it gathers."""
+    """Count the bytes of the keys, or values, that a step writes, and of those that it gathers."""
     width = model_config.num_kv_heads * model_config.head_dim
     return {
         "kv_codes": limits.product_rows(limits.max_tokens) * width,
@@ -487,13 +487,13 @@ def _conv_elements(model_config: ModelConfig, limits: StepLimits) -> dict[str, i
 
 
 def _query_elements(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Counts the numbers in queries of a padded group of decodes, or of a tile."""
+    """Count the numbers in queries of a padded group of decodes, or of a tile."""
     decodes = 2 * limits.max_rows * _decode_heads(model_config, limits)
     return max(decodes, MAX_TILE_ROWS * model_config.num_heads) * model_config.head_dim
 
 
 def _decode_heads(model_config: ModelConfig, limits: StepLimits) -> int:
-    """Counts the rows of queries that one decode takes, padding included."""
+    """Count the rows of queries that one decode takes, padding included."""
     if not limits.deterministic:
         return model_config.num_heads
     return model_config.num_kv_heads * pad_rows(model_config.group_size)

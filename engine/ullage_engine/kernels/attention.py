@@ -31,22 +31,22 @@ class Workspace:
     """Bytes of gathered KV, if it is stored as float8."""
 
     def gather_view(self, num_blocks: int) -> torch.Tensor:
-        """Returns room for blocks, [2 * kv_heads, num_blocks, block_tokens * head_dim]."""
+        """Return room for blocks, [2 * kv_heads, num_blocks, block_tokens * head_dim]."""
         width = self.block_tokens * self.model_config.head_dim
         return shaped(self.gathered, 2 * self.model_config.num_kv_heads, num_blocks, width)
 
     def gather(self, cache: LayerCache, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Fills a `gather_view` with blocks of one layer."""
+        """Fill a `gather_view` with blocks of one layer."""
         gather(cache, slice(None), block_ids, self.codes, out)
 
     def mask_view(self, rows: int, context: int) -> torch.Tensor:
-        """Returns the causal mask of the last `rows` of `context` tokens, [rows, context]."""
+        """Return the causal mask of the last `rows` of `context` tokens, [rows, context]."""
         end = self.mask.shape[1] - self.mask.shape[0] + rows
         return self.mask[:rows, end - context : end]
 
 
 def fill_mask(mask: torch.Tensor) -> None:
-    """Makes the causal mask of a tile of rows after any number of earlier tokens.
+    """Make the causal mask of a tile of rows after any number of earlier tokens.
 
     Row i may see column c while c <= i + earlier, where earlier = columns - rows; the mask of a
     tile with fewer earlier tokens is the same matrix from a later column on.
@@ -106,7 +106,7 @@ class DecodeAttention:
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Computes the softmax over the last dimension, in place, of scores and one sink each.
+    """Compute the softmax over the last dimension, in place, of scores and one sink each.
 
     sinks broadcasts to scores without their last dimension. With m the largest score and p its
     weight in the plain softmax, log(sum(exp(scores))) is m - log(p), so the scores' share of the
@@ -119,7 +119,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> None:
 
 
 def _length_mask(lengths: Ints, padded: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns zero on what each row sees of its context, else minus infinity; [rows, 1, padded]."""
+    """Return zero on what each row sees of its context, else minus infinity; [rows, 1, padded]."""
     columns = torch.arange(padded, device=like.device)
     ends = torch.from_numpy(lengths).to(like.device)[:, None, None]
     outside = columns >= ends
@@ -206,7 +206,7 @@ class PrefillAttention:
 def _hidden_by_window(
     rows: int, earlier: int, window: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Returns what has slid out of each row's window, [rows, earlier + rows]; None: nothing."""
+    """Return what has slid out of each row's window, [rows, earlier + rows]; None: nothing."""
     if not window or earlier + rows <= window:
         return None
     columns = torch.arange(earlier + rows, device=device)

@@ -200,7 +200,7 @@ def build_batch(
 
 
 def begun_blocks(plan: StepPlan, block_tokens: int) -> Iterator[int]:
-    """Yields the blocks that the step begins to fill and leaves with room behind their last
+    """Yield the blocks that the step begins to fill and leaves with room behind their last
     token."""
     for chunk in plan.chunks:
         last = (chunk.end - 1) // block_tokens

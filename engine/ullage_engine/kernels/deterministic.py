@@ -37,24 +37,24 @@ class RowProducts:
         self._batches: set[tuple[_Shape, _Shape]] = set()
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes x @ weight."""
+        """Write x @ weight."""
         for rows in self._parts(x.shape[0], weight.shape):
             torch.mm(x[rows], weight, out=out[rows])
 
     def add(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds x @ weight to out."""
+        """Add x @ weight to out."""
         for rows in self._parts(x.shape[0], weight.shape):
             out[rows].addmm_(x[rows], weight)
 
     def multiply_each(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes x [batch, rows, in] @ y [batch, in, out]."""
+        """Write x [batch, rows, in] @ y [batch, in, out]."""
         if (x.shape, y.shape) in self._batches:
             torch.bmm(x, y, out=out)
         else:
             _multiply_each_unit(x, y, out)
 
     def verify_row_invariance(self, weight: torch.Tensor, sizes: Iterable[int]) -> bool:
-        """Finds the sizes in which rows of x @ weight equal those of a unit.
+        """Find the sizes in which rows of x @ weight equal those of a unit.
 
         False: not even a unit's rows do, because their place in it matters.
         """
@@ -94,7 +94,7 @@ class RowProducts:
 
 
 def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
-    """Cuts rows into parts of these sizes, the largest first; the last size is a unit."""
+    """Cut rows into parts of these sizes, the largest first; the last size is a unit."""
     start = 0
     for size in sizes:
         while rows - start >= size:
@@ -103,13 +103,13 @@ def _cut(rows: int, sizes: Sequence[int]) -> Iterable[slice]:
 
 
 def _probes(size: int, dtype: torch.dtype) -> int:
-    """Returns how many products of so many numbers must agree before an order of sums counts as
+    """Return how many products of so many numbers must agree before an order of sums counts as
     the same: another order changes many a float32, but only one bfloat16 in ten thousand."""
     return 1 if dtype == torch.float32 else min(_MAX_PROBES, -(-_PROBED_NUMBERS // size))
 
 
 def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Fills a tensor in place, for a seed always alike."""
+    """Fill a tensor in place, for a seed always alike."""
     generator = torch.Generator(x.device).manual_seed(_SEED + seed)
     return x.normal_(generator=generator)
 
@@ -117,7 +117,7 @@ def fill_random(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
 def _both(
     products: RowProducts, x: torch.Tensor, weight: torch.Tensor, start: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the product, and the product added to `start`; [2, rows, out]."""
+    """Compute the product, and the product added to `start`; [2, rows, out]."""
     out = start.repeat(2, x.shape[0], 1)
     products.multiply(x, weight, out[0])
     products.add(x, weight, out[1])
@@ -150,13 +150,13 @@ class SplitWorkspace:
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """Returns what is added to the score of what a row may not see: its share is 0, and not NaN
+    """Return what is added to the score of what a row may not see: its share is 0, and not NaN
     where all is so."""
     return torch.finfo(dtype).min / 2
 
 
 def fill_span_mask(mask: torch.Tensor) -> None:
-    """Makes the causal mask of a tile that begins anywhere in a span.
+    """Make the causal mask of a tile that begins anywhere in a span.
 
     Row i may see column c while c <= i + SPAN_TOKENS; a tile that begins at token t of its span
     takes the columns from SPAN_TOKENS - t on.
@@ -209,7 +209,7 @@ class SplitAttention:
         mask: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Says where things are: `heads` to attend, their place in `queries`, the part of `scores`
+        """Say where things are: `heads` to attend, their place in `queries`, the part of `scores`
         that gets `mask` added, and where the results of `placed` go."""
         self._heads = heads
         self._placed = placed
@@ -244,13 +244,13 @@ class SplitAttention:
         self._folded.copy_(self._merged)
 
     def _sum_span(self, cache: LayerCache, span: int) -> None:
-        """Writes the span's weighted values over the queries, which are no longer needed."""
+        """Write the span's weighted values over the queries, which are no longer needed."""
         gather(cache, self._of_values, self._spans[span], self._codes, self._gathered)
         self._products.multiply_each(self.scores[span], self._span, self._folded)
 
 
 def span_shares(peaks: torch.Tensor, tops: torch.Tensor) -> torch.Tensor:
-    """Computes each span's share of the whole softmax, float32 [spans, ...].
+    """Compute each span's share of the whole softmax, float32 [spans, ...].
 
     `peaks` are the largest scores and `tops` the largest weights of the spans' own softmaxes; a top
     is 1 / sum(exp(score - peak)).

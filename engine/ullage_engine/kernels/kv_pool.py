@@ -57,7 +57,7 @@ class HeadScales(NamedTuple):
 
 
 def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.device) -> HeadScales:
-    """Finds the least power of two for each head with which all up to its bound can be stored.
+    """Find the least power of two for each head with which all up to its bound can be stored.
 
     Raises:
         WeightsError: a bound is no number, which float8 would store as one.
@@ -77,19 +77,19 @@ def head_scales(bounds: Sequence[float], dtype: torch.dtype, device: torch.devic
 
 
 def narrow(numbers: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-    """Writes numbers, which it overwrites, as bytes of the same shape; what is too large for its
+    """Write numbers, which it overwrites, as bytes of the same shape; what is too large for its
     scale becomes the largest number."""
     numbers.div_(scales).clamp_(-LARGEST, LARGEST)
     codes.view(torch.float8_e4m3fn).copy_(numbers)
 
 
 def widening_factor(dtype: torch.dtype) -> float:
-    """Returns the factor with which `widen` gives the values of codes that have no scale."""
+    """Return the factor with which `widen` gives the values of codes that have no scale."""
     return float(2.0 ** _BITS[dtype].bias)
 
 
 def widen(codes: torch.Tensor, factors: torch.Tensor | float, out: torch.Tensor) -> None:
-    """Writes what bytes stand for; exact, and several times faster than torch's conversion.
+    """Write what bytes stand for; exact, and several times faster than torch's conversion.
 
     The bits are moved to their places in a wider number, whose exponent has another bias. Not a
     number reads as 480: `narrow` makes it of nothing but not a number.
@@ -115,7 +115,7 @@ class LayerCache(NamedTuple):
 
 
 def scratch_blocks(model_config: ModelConfig) -> int:
-    """Counts the blocks beside those of sequences, for the KV of tokens that are computed a second
+    """Count the blocks beside those of sequences, for the KV of tokens that are computed a second
     time."""
     return 1 if model_config.conv_kernel else 0
 
@@ -123,7 +123,7 @@ def scratch_blocks(model_config: ModelConfig) -> int:
 def kv_block_bytes(
     model_config: ModelConfig, block_tokens: int, itemsize: int, *, windowed: bool = False
 ) -> int:
-    """Returns the bytes of one block; `itemsize` is that of a stored number."""
+    """Return the bytes of one block; `itemsize` is that of a stored number."""
     return block_tokens * model_config.page_bytes_per_token(itemsize, windowed=windowed)
 
 
@@ -175,12 +175,12 @@ class KVPool:
         self.blocks[:, block].zero_()
 
     def copy(self, source: int, destination: int) -> None:
-        """Copies one block over all layers; allocates nothing."""
+        """Copy one block over all layers; allocates nothing."""
         self.blocks[:, destination].copy_(self.blocks[:, source])
 
 
 def _layer_places(model_config: ModelConfig, windowed: bool) -> list[int]:
-    """Returns the place in a block of each layer that attends."""
+    """Return the place in a block of each layer that attends."""
     counts = [0, 0]
     places = []
     for layer in model_config.layers:
@@ -250,18 +250,18 @@ class HostPool:
         return self._slots.shape[0]
 
     def swap_out(self, block: int, slot: int) -> None:
-        """Copies a block to the host; later device work may overwrite the block."""
+        """Copy a block to the host; later device work may overwrite the block."""
         source = self._pool.blocks[:, block]
         if self._staging is not None:
             source = self._staging.copy_(source)
         self._slot(slot).copy_(source, non_blocking=True)
 
     def swap_in(self, slot: int, block: int) -> None:
-        """Copies a slot to a block; later device work sees it."""
+        """Copy a slot to a block; later device work sees it."""
         self._copy_in(slot, block, self._staging)
 
     def prefetch(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Begins to copy slots to blocks, which are there after `finish_prefetch`.
+        """Begin to copy slots to blocks, which are there after `finish_prefetch`.
 
         On a GPU beside what is computed meanwhile; on a CPU, whose cores that takes, at once.
         """
@@ -277,7 +277,7 @@ class HostPool:
                 self._copy_in(slot, block, self._prefetched)
 
     def finish_prefetch(self) -> None:
-        """Returns when what was prefetched is there: its slots may be written again, and later
+        """Return when what was prefetched is there: its slots may be written again, and later
         device work sees it."""
         if self._is_prefetching and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -354,7 +354,7 @@ class CopyTimer:
 
 
 def move(moves: Moves, pool: KVPool, host: HostPool) -> None:
-    """Makes copies of whole blocks in the order of `Moves`; allocates nothing."""
+    """Make copies of whole blocks in the order of `Moves`; allocates nothing."""
     if moves.swap_out or moves.swap_in:
         with host.timer:
             for block, slot in moves.swap_out:
@@ -384,7 +384,7 @@ def allocate(
 
 
 def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Returns the start of a flat buffer, as a contiguous tensor of this shape."""
+    """Return the start of a flat buffer, as a contiguous tensor of this shape."""
     count = 1
     for size in shape:
         count *= size
@@ -392,7 +392,7 @@ def shaped(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], alignment: int = 1) -> int:
-    """Sums the bytes of all memory that these tensors are views of, each piece of it counted once.
+    """Sum the bytes of all memory that these tensors are views of, each piece of it counted once.
 
     `alignment` rounds every piece up, as laying it out in a file does.
     """
@@ -407,7 +407,7 @@ def write_kv(
     values: torch.Tensor,
     codes: torch.Tensor | None,
 ) -> None:
-    """Stores a step's keys and values [kv_heads, tokens, head_dim], which it may overwrite.
+    """Store a step's keys and values [kv_heads, tokens, head_dim], which it may overwrite.
 
     `codes`: a flat buffer of bytes as large as either, if KV is stored as float8.
     """
@@ -431,7 +431,7 @@ def gather(
     codes: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Copies blocks of some of the cache's 2 * kv_heads to out [heads, blocks, width].
+    """Copy blocks of some of the cache's 2 * kv_heads to out [heads, blocks, width].
 
     `codes`: a flat buffer of as many bytes as `out` has numbers, if KV is stored as float8.
     """

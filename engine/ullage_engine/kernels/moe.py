@@ -28,7 +28,7 @@ def choose(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
-    """Writes each token's experts, best first, and their weights.
+    """Write each token's experts, best first, and their weights.
 
     Args:
         scores: the router's logits [tokens, experts], float32; changed.
@@ -75,7 +75,7 @@ def sort_pairs(
     places: torch.Tensor,
     ends: torch.Tensor,
 ) -> None:
-    """Sorts pairs by expert, and pairs of one expert by token.
+    """Sort pairs by expert, and pairs of one expert by token.
 
     Args:
         chosen: int64 [pairs], the expert of each.
@@ -98,7 +98,7 @@ def add_biases(rows: torch.Tensor, biases: torch.Tensor, experts: torch.Tensor) 
 
 
 def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes (up + 1) * gate * sigmoid(1.702 gate), gate at most 7 and up within 7 of 0 (gpt-oss).
+    """Write (up + 1) * gate * sigmoid(1.702 gate), gate at most 7 and up within 7 of 0 (gpt-oss).
 
     Changes gate_up [rows, 2 * width].
     """
@@ -116,7 +116,7 @@ def combine(
     picked: torch.Tensor,
     total: torch.Tensor,
 ) -> None:
-    """Writes each token's weighted sum of its experts' rows, best expert first, in float32.
+    """Write each token's weighted sum of its experts' rows, best expert first, in float32.
 
     Args:
         rows: [pairs, hidden].

@@ -22,23 +22,23 @@ class Ranges:
         self._make: _Make | None = None
 
     def __call__(self, name: Name) -> AbstractContextManager[object]:
-        """Opens a range for a `with` block."""
+        """Open a range for a `with` block."""
         return self._off if self._make is None else self._make(name)
 
     def to_nvtx(self) -> None:
-        """Shows ranges to Nsight from now on; of use where there is a CUDA device."""
+        """Show ranges to Nsight from now on; of use where there is a CUDA device."""
         import torch
 
         self._usual = self._make = torch.cuda.nvtx.range
 
     def to_profiler(self) -> None:
-        """Shows ranges to torch's profiler until `restore`."""
+        """Show ranges to torch's profiler until `restore`."""
         from torch.profiler import record_function
 
         self._make = record_function
 
     def restore(self) -> None:
-        """Goes back to what was before `to_profiler`."""
+        """Go back to what was before `to_profiler`."""
         self._make = self._usual
 
 

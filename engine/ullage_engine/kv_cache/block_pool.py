@@ -33,7 +33,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Takes `count` blocks, consecutive to `after` and to one another where they are free.
+        """Take `count` blocks, consecutive to `after` and to one another where they are free.
 
         Raises:
             PoolExhaustedError: fewer are free; nothing was taken.
@@ -48,13 +48,13 @@ class BlockPool:
         return blocks
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Adds a reference to blocks that are in use."""
+        """Add a reference to blocks that are in use."""
         for block in block_ids:
             assert self._ref_counts[block] > 0, f"block {block} is free"
             self._ref_counts[block] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drops a reference; blocks without any are free again."""
+        """Drop a reference; blocks without any are free again."""
         for block in block_ids:
             assert self._ref_counts[block] > 0, f"block {block} is free already"
             self._ref_counts[block] -= 1

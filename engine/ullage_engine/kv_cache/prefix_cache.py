@@ -70,18 +70,18 @@ class Sessions:
             self._sessions[session_id] = replace(session, used_at=self._clock())
 
     def end_idle(self) -> None:
-        """Ends sessions not used for the idle time."""
+        """End sessions not used for the idle time."""
         latest = self._clock() - self._idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at <= latest:
             self._end(next(iter(self._sessions)), is_idle=True)
 
     def end_branch(self, block: int) -> None:
-        """Ends the sessions whose conversations begin with the cached block."""
+        """End the sessions whose conversations begin with the cached block."""
         for session_id in [key for key, each in self._sessions.items() if each.path[0] == block]:
             self._end(session_id)
 
     def end_oldest(self) -> bool:
-        """Ends the session used longest ago; False: there is none."""
+        """End the session used longest ago; False: there is none."""
         if not self._sessions:
             return False
         self._end(next(iter(self._sessions)))
@@ -168,7 +168,7 @@ class PrefixCache:
         return self._tree.num_pinned
 
     def ref_count(self, block: int) -> int:
-        """Counts the sequences that hold the block, without the cache's own reference."""
+        """Count the sequences that hold the block, without the cache's own reference."""
         return self._pool.ref_count(block) - (block in self._tree)
 
     def is_cached(self, block: int) -> bool:
@@ -196,15 +196,15 @@ class PrefixCache:
         return self._tree.match(token_ids, salt, path) if self.has_cache else []
 
     def window_blocks(self, hits: list[int]) -> list[int]:
-        """Returns the window blocks that whoever goes on from these cached blocks reads."""
+        """Return the window blocks that whoever goes on from these cached blocks reads."""
         return self._tree.window_blocks(hits)
 
     def first_window_block(self, position: int) -> int:
-        """Returns the index of the first block that a window ending at this position reaches."""
+        """Return the index of the first block that a window ending at this position reaches."""
         return self._tree.first_window_block(position)
 
     def count_reclaimable(self, cached: Iterable[int]) -> int:
-        """Counts the blocks among `cached` that no sequence holds."""
+        """Count the blocks among `cached` that no sequence holds."""
         return sum(self._tree.is_reclaimable(block) for block in cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -220,7 +220,7 @@ class PrefixCache:
         return self._pool.allocate(count, after)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to each block for one more sequence."""
+        """Add a reference to each block for one more sequence."""
         blocks = list(blocks)
         self._pool.share(blocks)
         for block in blocks:
@@ -228,7 +228,7 @@ class PrefixCache:
                 self._tree.set_in_use(block)
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drops a sequence's references; cached blocks stay and become reclaimable."""
+        """Drop a sequence's references; cached blocks stay and become reclaimable."""
         blocks = list(blocks)
         self._num_frees += 1
         self._pool.free(blocks)
@@ -245,7 +245,7 @@ class PrefixCache:
     def insert(
         self, token_ids: list[int], table: list[int], first: int, end: int, salt: str = ""
     ) -> list[int]:
-        """Caches the full blocks `first` to `end` - 1 of a block table; those before are cached.
+        """Cache the full blocks `first` to `end` - 1 of a block table; those before are cached.
 
         Returns the table. Where the cache stores the same tokens in another block, it is a new one
         with that block, and its own is freed.
@@ -271,7 +271,7 @@ class PrefixCache:
         return merged
 
     def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
-        """Caches window blocks, of which the first belongs to block `first` of a cached table.
+        """Cache window blocks, of which the first belongs to block `first` of a cached table.
 
         Where the cache has one for the same tokens, it replaces the one in `windows`.
         """
@@ -288,15 +288,15 @@ class PrefixCache:
                 windows[index] = kept
 
     def set_content_key(self, block: int, content_key: bytes) -> bool:
-        """Gives a cached block its key; see `RadixTree.set_content_key`."""
+        """Give a cached block its key; see `RadixTree.set_content_key`."""
         return self._tree.set_content_key(block, content_key)
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Returns the key of a cached block; see `RadixTree.content_key`."""
+        """Return the key of a cached block; see `RadixTree.content_key`."""
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Takes the keys from all blocks that begin with the first one of a path; None: from all
+        """Take the keys from all blocks that begin with the first one of a path; None: from all
         blocks."""
         if path is None:
             self._tree.take_keys(None)
@@ -304,18 +304,18 @@ class PrefixCache:
             self._tree.take_keys(path[0])
 
     def window_block(self, block: int) -> int | None:
-        """Returns the window block beside a cached one; None where there is none."""
+        """Return the window block beside a cached one; None where there is none."""
         return self._tree.window_block(block)
 
     def evict_branch(self, path: list[int]) -> None:
-        """Evicts all blocks that no sequence holds of a path, and of all that begin with its first
+        """Evict all blocks that no sequence holds of a path, and of all that begin with its first
         block; sessions that have any end. Those that sequences hold are not found any more."""
         if path and path[0] in self._tree:
             self.sessions.end_branch(path[0])
             self._pool.free(self._tree.evict_branch(path[0]))
 
     def evict_all(self) -> None:
-        """Evicts every block that no sequence holds."""
+        """Evict every block that no sequence holds."""
         while self._tree.num_reclaimable:
             self._pool.free([self._evict()])
 
@@ -331,7 +331,7 @@ class PrefixCache:
             assert self._tree.is_reclaimable(block) == is_unused, f"block {block}: wrong state"
 
     def _evict(self) -> int:
-        """Evicts one block: of no session if possible, else of the session used longest ago."""
+        """Evict one block: of no session if possible, else of the session used longest ago."""
         while (block := self._tree.evict()) is None:
             was_ended = self.sessions.end_oldest()
             assert was_ended, "reclaimable blocks, and none of them evictable"

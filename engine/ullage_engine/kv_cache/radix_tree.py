@@ -82,11 +82,11 @@ class RadixTree:
         return self._by_block[block].is_reclaimable if node is None else node.is_window_reclaimable
 
     def first_window_block(self, position: int) -> int:
-        """Returns the index of the first block that a window ending at this position reaches."""
+        """Return the index of the first block that a window ending at this position reaches."""
         return max(0, position - self._window_tokens + 1) // self._block_tokens
 
     def window_blocks(self, path: list[int]) -> list[int]:
-        """Returns the window blocks that whoever goes on from a matched path reads."""
+        """Return the window blocks that whoever goes on from a matched path reads."""
         if not self._window_tokens:
             return []
         first = self.first_window_block(len(path) * self._block_tokens)
@@ -94,18 +94,18 @@ class RadixTree:
         return [block for block in window_blocks if block is not None]
 
     def window_block(self, block: int) -> int | None:
-        """Returns the window block beside a cached one; None where there is none."""
+        """Return the window block beside a cached one; None where there is none."""
         return self._by_block[block].window_block
 
     def add_window(self, block: int, window_block: int) -> None:
-        """Caches a window block, which is in use, beside the block of the same tokens."""
+        """Cache a window block, which is in use, beside the block of the same tokens."""
         node = self._by_block[block]
         assert node.window_block is None and window_block not in self, "cached already"
         node.window_block = window_block
         self._by_window[window_block] = node
 
     def set_content_key(self, block: int, content_key: bytes) -> bool:
-        """Gives a cached block its key, which stands for its window block, too; False: it has
+        """Give a cached block its key, which stands for its window block, too; False: it has
         one."""
         node = self._by_block[block]
         is_new = node.content_key is None
@@ -113,13 +113,13 @@ class RadixTree:
         return is_new
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Returns the key of what a block, or a window block, stores; None: it has none, or is not
+        """Return the key of what a block, or a window block, stores; None: it has none, or is not
         cached as such."""
         node = (self._by_window if is_window else self._by_block).get(block)
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Takes the keys from all blocks that begin with a text's first block; None: from all."""
+        """Take the keys from all blocks that begin with a text's first block; None: from all."""
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
@@ -170,7 +170,7 @@ class RadixTree:
     def insert(
         self, parent: int | None, tokens: tuple[int, ...], block: int, salt: str = ""
     ) -> int:
-        """Caches `block` as what stores `tokens` below `parent`, or, at the beginning, where the
+        """Cache `block` as what stores `tokens` below `parent`, or, at the beginning, where the
         parent is None, as what stores them under a salt.
 
         Returns the block that the tree keeps: `block`, now in use, or the one that stored the same
@@ -199,7 +199,7 @@ class RadixTree:
         node.is_idle = False
 
     def touch(self, block: int, tick: int) -> None:
-        """Records when the block was last used, for the order of eviction."""
+        """Record when the block was last used, for the order of eviction."""
         if (node := self._by_window.get(block)) is not None:
             node.window_last_used = tick
         else:
@@ -217,7 +217,7 @@ class RadixTree:
         self._add_if_evictable(node)
 
     def pin(self, block: int, *, with_window: bool = False) -> None:
-        """Keeps the block from being evicted until `unpin` was called as often.
+        """Keep the block from being evicted until `unpin` was called as often.
 
         `with_window`: the window block beside it, too; `unpin` must be called alike.
         """
@@ -252,7 +252,7 @@ class RadixTree:
         self._add_if_evictable(node)
 
     def evict(self) -> int | None:
-        """Drops the leaf or window block whose turn it is; returns its block, or None if none is
+        """Drop the leaf or window block whose turn it is; return its block, or None if none is
         evictable."""
         queue = self._idle or self._evictable
         leaf = next(iter(queue.values()), None)
@@ -270,7 +270,7 @@ class RadixTree:
         return self._evict_leaf(leaf)
 
     def evict_branch(self, block: int) -> list[int]:
-        """Drops all evictable blocks of the branch that begins with a text's first block; returns
+        """Drop all evictable blocks of the branch that begins with a text's first block; return
         them. The rest is not found any more."""
         first = self._by_block[block]
         del self._root.children[first.key]

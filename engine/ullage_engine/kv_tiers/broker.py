@@ -60,7 +60,7 @@ class BlockFormat(NamedTuple):
     """Length of the sliding windows of layers that have blocks of their own; 0: there are none."""
 
     def first_window_block(self, num_blocks: int) -> int:
-        """Returns the index of the first window block that whoever goes on behind so many blocks
+        """Return the index of the first window block that whoever goes on behind so many blocks
         reads."""
         first = max(0, num_blocks * self.block_tokens - self.window_tokens + 1)
         return first // self.block_tokens
@@ -152,8 +152,8 @@ class KvBroker:
         """Blocks that were loaded, or are being loaded, for all of them."""
 
     def arrived(self, request: EngineRequest) -> int:
-        """Begins to load what a request can begin with, as far as that is quicker than computing
-        it; returns its number of blocks, or of all that it has where that is being asked."""
+        """Begin to load what a request can begin with, as far as that is quicker than computing
+        it; return its number of blocks, or of all that it has where that is being asked."""
         kv = self._format
         salt = request.cache_salt
         keys = block_keys(kv.space, request.token_ids[:-1], kv.block_tokens, salt)
@@ -174,7 +174,7 @@ class KvBroker:
         return len(keys)
 
     def _look(self, keys: list[bytes]) -> "Future[None]":
-        """Finds out what tiers have of a beginning. Which window blocks it takes depends on how
+        """Find out what tiers have of a beginning. Which window blocks it takes depends on how
         long it is, so all of them are looked for."""
         if not self._format.window_tokens:
             return self._store.look(keys)
@@ -183,7 +183,7 @@ class KvBroker:
     def _prefetch(
         self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
     ) -> int:
-        """Begins to load blocks that tiers have of a beginning; returns the number of those that
+        """Begin to load blocks that tiers have of a beginning; return the number of those that
         the request can begin with."""
         tiers = self._lookup(keys)
         if not tiers:
@@ -266,7 +266,7 @@ class KvBroker:
             log.info("computed rather than loaded", extra=facts)
 
     def _remember(self, request_id: str, keys: list[bytes]) -> _Beginning:
-        """Returns what is known of a request's beginning, or begins to find it out."""
+        """Return what is known of a request's beginning, or begin to find it out."""
         beginning = self._beginnings.get(request_id)
         if beginning is None:
             beginning = self._beginnings[request_id] = _Beginning(self._look(keys))
@@ -278,26 +278,26 @@ class KvBroker:
             self._num_prefetched -= beginning.num_prefetched
 
     def _forget_begun(self) -> None:
-        """Forgets the oldest beginnings, as far as they are used: not all requests ask for them."""
+        """Forget the oldest beginnings, as far as they are used: not all requests ask for them."""
         while self._beginnings and self._has_begun(oldest := next(iter(self._beginnings))):
             self._forget(oldest)
 
     def _load(
         self, keys: list[bytes], first: int, longest_s: float | None = None
     ) -> list[Future[Any]]:
-        """Begins to load blocks from `first` on, and what else whoever goes on behind the last of
+        """Begin to load blocks from `first` on, and what else whoever goes on behind the last of
         them reads."""
         return self._loads.load([*keys[first:], *self._last_windows(keys)], longest_s)
 
     def _last_windows(self, keys: list[bytes]) -> list[bytes]:
-        """Returns the keys of the window blocks that whoever goes on behind these blocks reads."""
+        """Return the keys of the window blocks that whoever goes on behind these blocks reads."""
         if not self._format.window_tokens:
             return []
         first = self._format.first_window_block(len(keys))
         return [part_key(key, WINDOW_PART) for key in keys[first:]]
 
     def on_message(self, message: FromKv) -> None:
-        """Does what the worker says or asks."""
+        """Do what the worker says or asks."""
         match message:
             case KvOffer():
                 self._post(KvGranted(slots=self._grant(message)))
@@ -318,7 +318,7 @@ class KvBroker:
                 self._store.remove_chains(chains)
 
     def worker_lost(self) -> None:
-        """Gives back what the worker held, whose process has ended; another one may begin."""
+        """Give back what the worker held, whose process has ended; another one may begin."""
         self._lease.close()
         self._lease = self._store.index.lease()
         self._reserved = {}
@@ -344,7 +344,7 @@ class KvBroker:
         return slots
 
     def _ask(self, wanted: KvWanted) -> _Beginning:
-        """Returns what is known of the beginning that a worker asks for."""
+        """Return what is known of the beginning that a worker asks for."""
         beginning = self._remember(wanted.request_id, wanted.keys)
         if beginning.asked_at is None:
             beginning.asked_at = self._clock()
@@ -369,7 +369,7 @@ class KvBroker:
         self._answer(wanted, beginning, refs, windows, more_from)
 
     def _answer_when_loaded(self, wanted: KvWanted) -> None:
-        """Answers when all that is wanted is in shared memory, or does not come."""
+        """Answer when all that is wanted is in shared memory, or does not come."""
         lease = self._lease
         beginning = self._ask(wanted)
 
@@ -405,7 +405,7 @@ class KvBroker:
             beginning.looking.add_done_callback(lambda _: self._call_soon(load))
 
     def _load_wanted(self, wanted: KvWanted, first: int, tiers: list[str]) -> list[Future[Any]]:
-        """Begins to load the blocks from `first` on that tiers have, for which a request waits."""
+        """Begin to load the blocks from `first` on that tiers have, for which a request waits."""
         keys = wanted.keys[: len(tiers)]
         longest_s = None
         if not wanted.is_rest:
@@ -453,7 +453,7 @@ class KvBroker:
     def _with_windows(
         self, wanted: KvWanted, refs: list[SlotRef]
     ) -> tuple[list[SlotRef], list[SlotRef]]:
-        """Returns the longest beginning of what is here that has its last window, too, with that;
+        """Return the longest beginning of what is here that has its last window, too, with that;
         unpins the rest."""
         while refs:
             end = wanted.first + len(refs)
@@ -488,12 +488,12 @@ class KvBroker:
 
 
 def _num_in_host(tiers: list[str]) -> int:
-    """Returns how many of the first blocks are in shared memory."""
+    """Return how many of the first blocks are in shared memory."""
     return next((n for n, tier in enumerate(tiers) if tier != HOST), len(tiers))
 
 
 def _when_done(futures: list[Future[Any]], then: Callable[[], object]) -> None:
-    """Calls a function once, when all futures are done, in the thread of the last one."""
+    """Call a function once, when all futures are done, in the thread of the last one."""
     lock = threading.Lock()
     num_pending = len(futures)
 

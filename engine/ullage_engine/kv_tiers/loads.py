@@ -57,7 +57,7 @@ class Loads:
         return len(self._due)
 
     def speed(self, tier: str) -> LoadSpeed:
-        """Returns what is known of a tier's loads."""
+        """Return what is known of a tier's loads."""
         if tier not in self._speeds:
             self._speeds[tier] = LoadSpeed(self._clock)
         return self._speeds[tier]
@@ -70,7 +70,7 @@ class Loads:
         windows: Sequence[bytes],
         start_s: float,
     ) -> int:
-        """Returns the index of the first block that is loaded, as all behind it are: those that are
+        """Return the index of the first block that is loaded, as all behind it are: those that are
         there before they could be computed.
 
         Args:
@@ -98,7 +98,7 @@ class Loads:
         return num_here if seconds[0] <= all_s else len(keys)
 
     def longest_s(self, num_lacking: int, start_s: float) -> float:
-        """Returns after how many seconds loads are given up: a request that waits for them waits
+        """Return after how many seconds loads are given up: a request that waits for them waits
         no longer than it takes to compute the blocks that it lacks."""
         if not self._are_waited_for:
             return self._deadline_s
@@ -106,7 +106,7 @@ class Loads:
         return min(self._deadline_s, start_s + compute_s)
 
     def load(self, keys: Sequence[bytes], longest_s: float | None = None) -> list[Future[Any]]:
-        """Begins to load those blocks that only lower tiers have; returns what is done when they
+        """Begin to load those blocks that only lower tiers have; return what is done when they
         are here, or do not come within so many seconds."""
         if longest_s is None:
             longest_s = self._deadline_s
@@ -123,7 +123,7 @@ class Loads:
         return fetches + [self._load_from(*each, longest_s) for each in new.items()]
 
     def measure(self, keys: Sequence[bytes], tiers: Sequence[str]) -> None:
-        """Loads a few of the blocks that are computed, from tiers whose speed is not known or was
+        """Load a few of the blocks that are computed, from tiers whose speed is not known or was
         not seen for long; nobody waits for them."""
         for tier in {*tiers} - {HOST}:
             if self.speed(tier).is_to_measure:
@@ -141,7 +141,7 @@ class Loads:
         return needed
 
     def _predict(self, tier: str) -> Callable[[int], float]:
-        """Returns what predicts the seconds to load so many blocks of a tier from now on."""
+        """Return what predicts the seconds to load so many blocks of a tier from now on."""
         speed = self.speed(tier)
         block_bytes = self._store.block_bytes
         time_of = speed.predict()
@@ -155,7 +155,7 @@ class Loads:
         return seconds
 
     def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
-        """Begins a load, its first part before the others where all loads had one size."""
+        """Begin a load, its first part before the others where all loads had one size."""
         ends_at = self._clock() + longest_s
         self._due |= dict.fromkeys(keys, self._clock() + self._predict(tier)(len(keys)))
         num_first = len(keys) // _FIRST_PART if self.speed(tier).is_of_one_size else 0
@@ -174,7 +174,7 @@ class Loads:
     def _fetch(
         self, tier: str, keys: list[bytes], longest_s: float, before: bytes | None = None
     ) -> "Future[list[Result]]":
-        """Fetches new blocks of one tier and measures what that takes. `before`: the block that
+        """Fetch new blocks of one tier and measures what that takes. `before`: the block that
         they continue, which came before."""
         number = self.speed(tier).begin(len(keys) * self._store.block_bytes)
         fetched = self._store.fetch(keys if before is None else [before, *keys], longest_s)

@@ -72,7 +72,7 @@ class KvTiers:
         """None: no worker was ready yet."""
 
     def open(self, num_bytes: int) -> None:
-        """Takes the memory, every page of it, which may take seconds.
+        """Take the memory, every page of it, which may take seconds.
 
         Raises:
             ArenaError: it is not there.
@@ -93,7 +93,7 @@ class KvTiers:
         return ["--kv-arena", self._arena.path, "--kv-bytes", str(self._arena.num_bytes)]
 
     async def worker_ready(self, ready: Ready, post: Callable[[KvGranted | KvFound], None]) -> None:
-        """Serves a worker from now on: with what the store has where its blocks are those of the
+        """Serve a worker from now on: with what the store has where its blocks are those of the
         worker before, else with another one.
 
         Raises:
@@ -134,7 +134,7 @@ class KvTiers:
         self._post = post
 
     def _make_broker(self, store: Store, ready: Ready) -> KvBroker:
-        """Makes what answers all workers that have blocks like this one's."""
+        """Make what answers all workers that have blocks like this one's."""
 
         def post(message: KvGranted | KvFound) -> None:
             if self._post is not None:
@@ -155,25 +155,25 @@ class KvTiers:
         )
 
     def worker_lost(self) -> None:
-        """Gives back what the worker held; call it when its process has ended."""
+        """Give back what the worker held; call it when its process has ended."""
         if self._broker is not None:
             self._broker.worker_lost()
         self._post = None
 
     def with_stored(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Begins to load what samples of one prompt can begin with, and tells the worker of it."""
+        """Begin to load what samples of one prompt can begin with, and tell the worker of it."""
         if self._broker is None or self._post is None:
             return list(requests)
         num_blocks = self._broker.arrived(requests[0])
         return [msgspec.structs.replace(each, num_stored_blocks=num_blocks) for each in requests]
 
     def on_message(self, message: FromKv) -> None:
-        """Does what the worker says or asks."""
+        """Do what the worker says or asks."""
         if self._broker is not None and self._post is not None:
             self._broker.on_message(message)
 
     def stats(self) -> list[TierStats]:
-        """Returns the figures of every tier; none before the first worker was ready."""
+        """Return the figures of every tier; none before the first worker was ready."""
         store = self.store  # which another thread may set to None
         return store.stats() if store is not None else []
 
@@ -181,7 +181,7 @@ class KvTiers:
         return None if self.store is None else Served(self.store, self._space)
 
     async def _lower_tiers(self, space: bytes, block_bytes: int) -> list[LowerTier]:
-        """Opens the configured tiers below host memory, the fastest first."""
+        """Open the configured tiers below host memory, the fastest first."""
         tiers: list[LowerTier] = []
         file = await self._file_tier(space, block_bytes)
         if (remote := self._section.remote) is not None:
@@ -200,7 +200,7 @@ class KvTiers:
         return tiers if file is None else [*tiers, file]
 
     async def _file_tier(self, space: bytes, block_bytes: int) -> FileTier | None:
-        """Opens the files. A folder that does not answer, or that is full or broken, is done
+        """Open the files. A folder that does not answer, or that is full or broken, is done
         without, as it would be later on.
 
         Raises:
@@ -231,7 +231,7 @@ class KvTiers:
         return None
 
     def close(self) -> None:
-        """Ends all tiers, and gives the memory back. It may take seconds: what was to be written is
+        """End all tiers, and give the memory back. It may take seconds: what was to be written is
         written."""
         store, self.store = self.store, None  # peers get nothing from now on
         if store is not None:
@@ -243,7 +243,7 @@ class KvTiers:
 def _in_daemon(
     open_tier: Callable[[], FileTier], on_late: Callable[[FileTier], None]
 ) -> "Future[FileTier]":
-    """Runs a function in a thread that the process need not wait for, as a mount may hang for ever.
+    """Run a function in a thread that the process need not wait for, as a mount may hang for ever.
 
     `on_late` gets the result of what was cancelled meanwhile.
     """

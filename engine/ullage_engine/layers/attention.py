@@ -86,18 +86,18 @@ class AttentionBackend(Protocol):
     """The operations that a model's layers are computed with."""
 
     def linear(self, rows: torch.Tensor) -> Linear:
-        """Makes a matrix of the computing type; `rows` is [out, in], as it is stored."""
+        """Make a matrix of the computing type; `rows` is [out, in], as it is stored."""
         ...
 
     def attentions(
         self, rows: PagedRows, put: Put, rotated: torch.Tensor, attended: torch.Tensor, window: int
     ) -> Sequence[Attention]:
-        """Prepares attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim]
+        """Prepare attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim]
         into attended [tokens, heads * head_dim]. A row sees the last `window` tokens, 0: all."""
         ...
 
     def verify_row_invariance(self, head: Linear | None) -> str | None:
-        """Makes sure of what the class promises for all matrices made so far; what is wrong, else
+        """Make sure of what the class promises for all matrices made so far; what is wrong, else
         None. Only rows that are sampled are multiplied by `head`."""
         ...
 
@@ -105,7 +105,7 @@ class AttentionBackend(Protocol):
 def _gathered_parts(
     rows: PagedRows, limits: StepLimits
 ) -> tuple[list[DecodeGroup], list[PrefillTile]]:
-    """Cuts a step into parts whose context fits the workspace."""
+    """Cut a step into parts whose context fits the workspace."""
     block_tokens = limits.block_tokens
     bucket = limits.context_blocks
     groups = decode_groups(rows, block_tokens, limits.max_gather_tokens, bucket)
@@ -198,7 +198,7 @@ class DeterministicBackend:
         return None
 
     def _attended_shapes(self) -> list[tuple[int, int]]:
-        """Lists (sequences, rows of queries a KV head) of every product of attention."""
+        """List (sequences, rows of queries a KV head) of every product of attention."""
         size = self._model_config.group_size
         limits = self._limits
         max_sequences = min(2 * limits.max_rows - 1, limits.max_gather_tokens // SPAN_TOKENS)
@@ -265,21 +265,21 @@ class ForwardContext:
         self._arena = arena
 
     def view(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns the start of a buffer, in this shape."""
+        """Return the start of a buffer, in this shape."""
         return shaped(self._arena[name], *shape)
 
     def find(self, name: str) -> torch.Tensor | None:
-        """Returns a flat buffer that only some steps have."""
+        """Return a flat buffer that only some steps have."""
         return self._arena.get(name)
 
     def indices(self, values: Indices) -> torch.Tensor:
-        """Returns numbers as a tensor on the device, where they are after `upload`."""
+        """Return numbers as a tensor on the device, where they are after `upload`."""
         if self._staging is not None:
             return self._staging.put(values)
         return torch.from_numpy(values).to(self.device)
 
     def upload(self) -> None:
-        """Sends all index arrays to the device: after the last of them, before any operation."""
+        """Send all index arrays to the device: after the last of them, before any operation."""
         if self._staging is not None:
             self._staging.upload()
 
@@ -297,7 +297,7 @@ NORMALISED_AT_ONCE = 4 << 20
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """Writes x / sqrt(mean(x²) + eps) * weight, row by row (Zhang and Sennrich, 2019)."""
+    """Write x / sqrt(mean(x²) + eps) * weight, row by row (Zhang and Sennrich, 2019)."""
     shape = (x.shape[-1],)
     size = max(1, NORMALISED_AT_ONCE // x.shape[-1])
     for start in range(0, x.shape[0], size):
@@ -317,13 +317,13 @@ class RotaryTables:
     """Tables of cosine and sine for every position."""
 
     def __init__(self, model_config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Fills tables of [positions, head_dim]."""
+        """Fill tables of [positions, head_dim]."""
         fill_tables(model_config, cos, sin)
         self.cos = cos
         self.sin = sin
 
     def read(self, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Writes the rows of both tables for some positions to cos and sin [tokens, head_dim]."""
+        """Write the rows of both tables for some positions to cos and sin [tokens, head_dim]."""
         torch.index_select(self.cos, 0, positions, out=cos)
         torch.index_select(self.sin, 0, positions, out=sin)
 
@@ -442,7 +442,7 @@ class AttentionStep:
     def rotate_and_store(
         self, norms: HeadNorms | None, eps: float, cache: LayerCache, window: int
     ) -> None:
-        """Prepares `qkv` for attention, and writes every token's keys and values to a layer with
+        """Prepare `qkv` for attention, and writes every token's keys and values to a layer with
         such a window."""
         self._rotary.run(norms, eps, cache, self._slots[window])
 
@@ -467,7 +467,7 @@ class AttentionLayer:
     output_bias: torch.Tensor | None = None
 
     def run(self, step: ForwardContext, shared: AttentionStep, cache: LayerCache) -> None:
-        """Adds the layer's result for `step.normed` to `step.hidden`; writes every token's KV."""
+        """Add the layer's result for `step.normed` to `step.hidden`; writes every token's KV."""
         self.qkv.forward(step.normed, shared.qkv)
         if self.qkv_bias is not None:
             shared.qkv.add_(self.qkv_bias)
@@ -530,7 +530,7 @@ class GatheredConvolution:
         self._fresh = step.indices(fresh) if len(fresh) else None
 
     def run(self, taps: torch.Tensor, state: torch.Tensor) -> None:
-        """Writes C · Σ_j taps_j (B·u) for every row, and the states after the step.
+        """Write C · Σ_j taps_j (B·u) for every row, and the states after the step.
 
         taps [kernel, channels], the oldest first; state [slots, kernel - 1, channels].
         """
@@ -556,7 +556,7 @@ class ConvLayer:
     output: Linear
 
     def run(self, step: ForwardContext, shared: ConvStep, state: torch.Tensor) -> None:
-        """Adds the layer's result for `step.normed` to `step.hidden`.
+        """Add the layer's result for `step.normed` to `step.hidden`.
 
         state [slots, kernel - 1, channels]: one slot of each chunk is read, another written.
         """

@@ -76,7 +76,7 @@ class MlpLayer:
         return self.gate_up, self.down
 
     def run(self, step: ForwardContext, shared: MlpStep) -> None:
-        """Adds the layer's result for `step.normed` to `step.hidden`."""
+        """Add the layer's result for `step.normed` to `step.hidden`."""
         self.gate_up.forward(step.normed, shared.gate_up)
         for start in range(0, step.rows, shared.rows_at_once):
             rows = slice(start, start + shared.rows_at_once)
@@ -85,7 +85,7 @@ class MlpLayer:
 
 
 def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes silu(gate) * up for gate_up [tokens, 2 * intermediate]; changes its gate half."""
+    """Write silu(gate) * up for gate_up [tokens, 2 * intermediate]; changes its gate half."""
     width = out.shape[-1]
     torch.mul(F.silu(gate_up[:, :width], inplace=True), gate_up[:, width:], out=out)
 
@@ -104,7 +104,7 @@ class Operations:
 
 
 def make_operations(*, fused: bool) -> Operations:
-    """Returns kernels, one for each operation, or what torch composes of its own."""
+    """Return kernels, one for each operation, or what torch composes of its own."""
     if not fused:
         return Operations(rms_norm, gate, clamped_gate)
     # Imported when needed: only where there is Triton.
@@ -153,7 +153,7 @@ def _lengths(
     limits: StepLimits,
     arena: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Computes |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
+    """Compute |w * norm| of each row w of keys and values, float32 [2 * kv_heads * head_dim].
 
     Multiplies a diagonal of the norm's weights, since a matrix of any format multiplies.
     """
@@ -196,7 +196,7 @@ class DecoderLayer:
     mlp: MlpLayer | Experts
 
     def formats(self) -> tuple[object, ...]:
-        """Returns what tells apart the kernels by which the layer's matrices are multiplied: a GGUF
+        """Return what tells apart the kernels by which the layer's matrices are multiplied: a GGUF
         file has some layers in a format of their own."""
         mixer = self.mixer
         mlp = self.mlp
@@ -206,7 +206,7 @@ class DecoderLayer:
 
 
 def padded_rows(rows: Ints, limits: StepLimits) -> Ints:
-    """Returns rows as many as their products have; padding repeats the last one."""
+    """Return rows as many as their products have; padding repeats the last one."""
     count = limits.product_rows(len(rows)) if len(rows) else 0
     padded: Ints = rows[np.minimum(np.arange(count), len(rows) - 1)]
     return padded
@@ -261,7 +261,7 @@ class Decoder:
         hidden_in: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Computes hidden states of the batch's rows after the last layer, not yet normalised.
+        """Compute hidden states of the batch's rows after the last layer, not yet normalised.
 
         Writes the KV of every token, and every sequence's convolution state. `hidden_in` [tokens,
         hidden] is what the layers before these made of the tokens; without it they are embedded.
@@ -296,7 +296,7 @@ class Decoder:
         hidden_in: torch.Tensor | None = None,
         layers: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Computes a prepared step; see `forward`. Where kernels compute and there are no experts,
+        """Compute a prepared step; see `forward`. Where kernels compute and there are no experts,
         nothing is read on the host."""
         rows = step.rows
         num_tokens = rows.batch.num_tokens
@@ -311,26 +311,26 @@ class Decoder:
         return rows.hidden[:num_tokens]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the logits of the batch's sampled rows to out [rows and padding, vocab]; `hidden`
+        """Write the logits of the batch's sampled rows to out [rows and padding, vocab]; `hidden`
         is what the last `forward` has returned."""
         chosen = shaped(self._arena["normed"], out.shape[0], self._model_config.hidden)
         torch.index_select(hidden, 0, self._sampled_rows, out=chosen)
         self._project(chosen, out)
 
     def logits_of(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the logits of some rows of such a result to out [rows, vocab]."""
+        """Write the logits of some rows of such a result to out [rows, vocab]."""
         chosen = shaped(self._arena["normed"], *rows.shape)
         self._project(chosen.copy_(rows), out)
 
     def _project(self, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes logits of hidden states [rows, hidden], which it overwrites."""
+        """Write logits of hidden states [rows, hidden], which it overwrites."""
         assert self._head is not None and self._norm is not None, "not the last stage"
         eps = self._model_config.rms_eps
         self._operations.rms_norm(chosen, self._norm, eps, chosen)
         self._head.forward(chosen, out)
 
     def one_of_each_kind(self) -> list[int]:
-        """Returns the indices of layers that together do all that the model does."""
+        """Return the indices of layers that together do all that the model does."""
         kinds = {
             (spec, layer.formats()): index
             for index, (spec, layer) in enumerate(
@@ -340,7 +340,7 @@ class Decoder:
         return sorted(kinds.values())
 
     def kv_scales(self) -> list[HeadScales]:
-        """Computes scales with which every key and value of each layer can be stored as float8;
+        """Compute scales with which every key and value of each layer can be stored as float8;
         overwrites the arena."""
         scales = []
         for layer in self._layers:

@@ -37,11 +37,11 @@ class Linear(Protocol):
         ...
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes x @ self: x [rows, in], out [rows, out], both contiguous and of one type."""
+        """Write x @ self: x [rows, in], out [rows, out], both contiguous and of one type."""
         ...
 
     def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds x @ self to out."""
+        """Add x @ self to out."""
         ...
 
 
@@ -89,24 +89,24 @@ class Dequantizer(Protocol):
     """Dequantises rows of one matrix."""
 
     def fill(self, start: int, end: int) -> torch.Tensor:
-        """Writes rows start to end as [end - start, in], in scratch memory that the next call
+        """Write rows start to end as [end - start, in], in scratch memory that the next call
         reuses."""
         ...
 
 
 def dequant_rows(encoding: Encoding, itemsize: int) -> int:
-    """Returns the rows of a panel, at least one."""
+    """Return the rows of a panel, at least one."""
     rows, columns = encoding.shape
     return min(rows, max(1, PANEL_BYTES // (columns * itemsize)))
 
 
 def dequant_bytes(encoding: Encoding, rows: int, itemsize: int) -> int:
-    """Returns the scratch memory for the weights of panels of so many rows."""
+    """Return the scratch memory for the weights of panels of so many rows."""
     return rows * encoding.shape[1] * itemsize
 
 
 def nibble_bytes(encoding: Encoding, rows: int) -> int:
-    """Returns the scratch memory for halves of bytes while such panels are filled."""
+    """Return the scratch memory for halves of bytes while such panels are filled."""
     return rows * encoding.shape[1] // 2 if encoding.format == "int4" else 0
 
 
@@ -168,7 +168,7 @@ class Int4Dequantizer:
 def _split(
     values: torch.Tensor, halves: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> None:
-    """Writes the values of both halves of every byte, -8 to 7."""
+    """Write the values of both halves of every byte, -8 to 7."""
     torch.bitwise_and(values, 15, out=halves)
     low.copy_(halves.add_(MIN_VALUE["int4"]))
     torch.bitwise_right_shift(values, 4, out=halves)
@@ -197,7 +197,7 @@ _CUDA_LEAST_ROWS = 32
 
 
 def int_scratch_bytes(shape: tuple[int, int]) -> int:
-    """Returns the scratch memory for weights [out, in]."""
+    """Return the scratch memory for weights [out, in]."""
     rows, columns = shape
     return PASS_ROWS * (columns + 4 * columns + 2 * 4 * rows + 4)
 
@@ -241,7 +241,7 @@ class Int8Linear:
         return products
 
     def _round(self, x: torch.Tensor) -> None:
-        """Rounds rows to int8; |x - rounded * scale| <= scale / 2 for scale = max|row| / 127."""
+        """Round rows to int8; |x - rounded * scale| <= scale / 2 for scale = max|row| / 127."""
         count = x.shape[0]
         floats = self._floats[:count].copy_(x)
         scales = self._row_scales[:count]
@@ -251,13 +251,13 @@ class Int8Linear:
 
 
 def native_scratch_bytes(shape: tuple[int, int]) -> int:
-    """Returns the scratch memory for tiles of weights [out, in]."""
+    """Return the scratch memory for tiles of weights [out, in]."""
     rows, columns = shape
     return PASS_ROWS * (4 * columns + 4 * rows + 2 * 4 * columns // TILE_GROUPS[0] + columns)
 
 
 def native_matrix(packed: Packed) -> Matrix:
-    """Describes tiles to the library."""
+    """Describe tiles to the library."""
     encoding = packed.encoding
     sizes = (*encoding.shape, FORMATS[encoding.format], encoding.group)
     return Matrix(packed.values.data_ptr(), *sizes)
@@ -300,7 +300,7 @@ class NativeLinear:
 
 
 def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes x @ weight, exactly: int8 [rows, in] and [in, out], int32 out."""
+    """Write x @ weight, exactly: int8 [rows, in] and [in, out], int32 out."""
     multiple_of_8 = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
     if hasattr(torch, "_int_mm") and (multiple_of_8 or not x.is_cuda):
         torch._int_mm(x, weight, out=out)
@@ -309,7 +309,7 @@ def int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def emulated_int_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes the same numbers where no instruction makes them: float32 sums of terms so few that
+    """Write the same numbers where no instruction makes them: float32 sums of terms so few that
     each is exact."""
     out.zero_()
     for start in range(0, x.shape[1], _EXACT_TERMS):
@@ -324,7 +324,7 @@ FusedProduct = Callable[..., None]
 def scratch_bytes(
     encodings: Iterable[Encoding], itemsize: int, *, deterministic: bool = False
 ) -> int:
-    """Returns the scratch memory that products with any of these matrices take."""
+    """Return the scratch memory that products with any of these matrices take."""
     panels = 0
     halves = 0
     whole = 0
@@ -342,7 +342,7 @@ def scratch_bytes(
 def quantized_linear(
     packed: Packed, dtype: torch.dtype, scratch: torch.Tensor, fused: FusedProduct | None = None
 ) -> Linear:
-    """Makes the matrix in whatever way is fastest here; `scratch` uint8 of `scratch_bytes`."""
+    """Make the matrix in whatever way is fastest here; `scratch` uint8 of `scratch_bytes`."""
     encoding = packed.encoding
     if encoding.is_tiled:
         return NativeLinear(packed, scratch)
@@ -359,7 +359,7 @@ def row_invariant_linear(
     scratch: torch.Tensor,
     plain: Callable[[torch.Tensor], Linear],
 ) -> Linear:
-    """Makes the matrix with rows of products independent of one another.
+    """Make the matrix with rows of products independent of one another.
 
     It is dequantised whole before each product, which `plain` makes of a matrix of the computing
     type [out, in]. Sums of whole numbers are exact, so tiles and w8a8 need none of this.
@@ -452,7 +452,7 @@ class TiledEmbedding:
         self._packed = packed
 
     def read(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the rows of some tokens to out [tokens, hidden]."""
+        """Write the rows of some tokens to out [tokens, hidden]."""
         for start in range(0, len(token_ids), TILE_ROWS):
             some, rows = (each[start : start + TILE_ROWS] for each in (token_ids, out))
             tiles = unpack_tiles(self._packed.values[some // TILE_ROWS], self._packed.encoding)

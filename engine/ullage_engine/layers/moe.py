@@ -65,7 +65,7 @@ class ExpertLinears(Protocol):
         ...
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
-        """Writes x @ the matrix of each row's expert, for rows sorted by expert.
+        """Write x @ the matrix of each row's expert, for rows sorted by expert.
 
         Args:
             x: [pairs and more, in], sorted by expert; the rest is room for padding, and changed.
@@ -77,7 +77,7 @@ class ExpertLinears(Protocol):
         ...
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes out [pairs, out], few rows in any order, each by its expert in chosen [pairs].
+        """Write out [pairs, out], few rows in any order, each by its expert in chosen [pairs].
 
         x [pairs, in], or a row for every so many pairs in a row, those of one token.
         """
@@ -180,7 +180,7 @@ class PickedExperts:
 def expert_linears(
     weights: torch.Tensor, matrix: Callable[[torch.Tensor], Linear], deterministic: bool
 ) -> ExpertLinears:
-    """Makes the fastest matrices of plain weights [experts, out, in]; `matrix` makes a Matrix of
+    """Make the fastest matrices of plain weights [experts, out, in]; `matrix` makes a Matrix of
     one."""
     matrices = [matrix(each) for each in weights]
     if deterministic or not weights.is_cuda:
@@ -197,7 +197,7 @@ def packed_experts(
     format: triton.Format,
     zeros: torch.Tensor | None = None,
 ) -> "TritonExperts":
-    """Makes all experts' matrices from weights in a format of the kernels: [experts, out, ...]."""
+    """Make all experts' matrices from weights in a format of the kernels: [experts, out, ...]."""
     # Imported when needed: only where there is Triton.
     from ullage_engine.kernels.triton.matmul import TritonExperts
 
@@ -215,7 +215,7 @@ rows of an expert is to read its weights small."""
 
 
 def picked_experts(packed: Packed, count: int) -> ExpertLinears | None:
-    """Returns all experts' matrices, stored one above the other, by kernels that find each expert's
+    """Return all experts' matrices, stored one above the other, by kernels that find each expert's
     rows on the device; None where no kernel takes such groups."""
     format = EXPERT_KERNELS[packed.encoding.format]
     if not has_kernel(packed.encoding, format):
@@ -237,7 +237,7 @@ def can_group(weights: torch.Tensor) -> bool:
 
 
 def column_panels(columns: int, max_columns: int) -> list[slice]:
-    """Cuts columns into panels of at most `max_columns`, in multiples that every kernel takes."""
+    """Cut columns into panels of at most `max_columns`, in multiples that every kernel takes."""
     size = max(PANEL_COLUMNS, max_columns // PANEL_COLUMNS * PANEL_COLUMNS)
     return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
 
@@ -277,7 +277,7 @@ class Mxfp4Decoder:
         self._codes = scratch[end : end + self.elements // 2 * INT32_BYTES].view(torch.int32)
 
     def decode(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Returns [..., groups * 32] of blocks uint8 [..., groups, 16] and scales uint8 [...,
+        """Return [..., groups * 32] of blocks uint8 [..., groups, 16] and scales uint8 [...,
         groups].
 
         The result lives until the next call.
@@ -363,7 +363,7 @@ class Mxfp4Experts(LoopedExperts):
 def mxfp4_experts(
     blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, scratch: torch.Tensor
 ) -> ExpertLinears:
-    """Makes the fastest matrices of MXFP4 weights: with Triton weights are decoded inside the
+    """Make the fastest matrices of MXFP4 weights: with Triton weights are decoded inside the
     products.
 
     Where this `decodes`, scratch is uint8 of `mxfp4_scratch_bytes`.
@@ -432,7 +432,7 @@ class Experts:
         return self._weights.gate_up, self._weights.down
 
     def run(self, normed: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds the experts' result for normed [tokens, hidden] to out [tokens, hidden].
+        """Add the experts' result for normed [tokens, hidden] to out [tokens, hidden].
 
         Deterministic: rows are whole units of `ullage_engine.kernels.arena`.
         """
@@ -469,7 +469,7 @@ class Experts:
         return chosen, weights
 
     def _run_each(self, x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes rows [pairs, hidden] of the experts' results, and the row of each pair."""
+        """Compute rows [pairs, hidden] of the experts' results, and the row of each pair."""
         pairs = chosen.view(-1)
         weights = self._weights
         gate_up, gated, rows = self._buffers(len(pairs))
@@ -483,7 +483,7 @@ class Experts:
     def _run_sorted(
         self, x: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the same, with all rows of an expert in one product."""
+        """Compute the same, with all rows of an expert in one product."""
         pairs = chosen.numel()
         weights = self._weights
         experts, order, places = (
@@ -513,13 +513,13 @@ class Experts:
             self._weights.gate(gate_up[part], gated[part])
 
     def _parts(self, rows: int, width: int, unit: int) -> list[slice]:
-        """Cuts rows into those of one operation on each element: all, or as many as one thread
+        """Cut rows into those of one operation on each element: all, or as many as one thread
         computes."""
         size = max(unit, SERIAL_ELEMENTS // width // unit * unit) if self._deterministic else rows
         return [slice(start, start + size) for start in range(0, rows, size)]
 
     def _buffers(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns gate_up [rows, 2 * width], gated [rows, width] and rows [rows, hidden]."""
+        """Return gate_up [rows, 2 * width], gated [rows, width] and rows [rows, hidden]."""
         width = self._spec.intermediate
         arena = self._arena
         hidden = self._weights.router.shape[0]

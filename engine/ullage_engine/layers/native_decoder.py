@@ -50,7 +50,7 @@ _TILES_AT_ONCE = 16
 
 
 def _matrix_names(spec: LayerSpec) -> dict[str, str]:
-    """Returns the names of a layer's tensors by what the library calls these matrices."""
+    """Return the names of a layer's tensors by what the library calls these matrices."""
     is_conv = spec.mixer == "conv"
     is_dense = spec.feed_forward == "dense"
     return {
@@ -64,7 +64,7 @@ def _matrix_names(spec: LayerSpec) -> dict[str, str]:
 def library_refusal(
     loaded: LoadedModel, limits: StepLimits, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Returns why the library does not compute the steps of a model, and what changes that, if
+    """Return why the library does not compute the steps of a model, and what changes that, if
     anything does; empty: it computes every step."""
     if device.type != "cpu":
         return "the device is no CPU"
@@ -103,7 +103,7 @@ def library_refusal(
 
 
 def auto_kv_type(refusal: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type of keys and values that are not float8, where nobody chose `dtype`, by what
+    """Return the type of keys and values that are not float8, where nobody chose `dtype`, by what
     `library_refusal` says.
 
     The library, which computes in float32, reads halves of it as fast on any processor.
@@ -151,7 +151,7 @@ class NativeDecoder:
             self._model.state_format = _FORMATS[states[0].dtype]
 
     def kv_scales(self) -> list[HeadScales]:
-        """Computes scales with which every key and value of each layer can be stored as float8."""
+        """Compute scales with which every key and value of each layer can be stored as float8."""
         config = self._config
         tensors = self._loaded.tensors
         scales = []
@@ -178,7 +178,7 @@ class NativeDecoder:
         return different_table(self._config, cos, sin)
 
     def _kv_lengths(self, prefix: str) -> torch.Tensor:
-        """Computes |w * norm| of each row w of keys and values, float32."""
+        """Compute |w * norm| of each row w of keys and values, float32."""
         matrix = self._loaded.packed(prefix + "qkv")
         norm = self._loaded.tensors[prefix + "mixer_norm"].float()
         tiles = matrix.values[self._config.query_width // TILE_ROWS :]
@@ -195,7 +195,7 @@ class NativeDecoder:
         logits: torch.Tensor,
         layers: range | None = None,
     ) -> list[int]:
-        """Computes a step; writes the logits of each row that is sampled, in the order of chunks.
+        """Compute a step; write the logits of each row that is sampled, in the order of chunks.
 
         logits: float32 [sampled rows, vocab], contiguous. `layers`: run only these.
 
@@ -250,7 +250,7 @@ class NativeDecoder:
         return [int(token) for token in self._best[: len(sampled)].tolist()]
 
     def logits(self, rows: Sequence[int], out: torch.Tensor) -> None:
-        """Writes the logits of some rows of the last step to out, float32 [rows, vocab]."""
+        """Write the logits of some rows of the last step to out, float32 [rows, vocab]."""
         kept, sampled_rows = _int32(rows)
         step = Step(
             num_sampled=len(kept),
@@ -261,7 +261,7 @@ class NativeDecoder:
         self.team.step(self._model, step)
 
     def hidden(self, num_rows: int) -> torch.Tensor:
-        """Returns the last step's hidden states, not normalised, float32 [num_rows, hidden]."""
+        """Return the last step's hidden states, not normalised, float32 [num_rows, hidden]."""
         return shaped(self._arena["hidden"], num_rows, self._config.hidden)
 
     def _fill_tables(self, limits: StepLimits) -> None:
@@ -323,17 +323,17 @@ class NativeDecoder:
         }
 
     def _vector(self, name: str) -> int | None:
-        """Returns the address of a vector in float32; None: the model has none."""
+        """Return the address of a vector in float32; None: the model has none."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor)
 
     def _taps(self, name: str) -> int | None:
-        """Returns the address of a convolution's taps, as `_vector`, the oldest first."""
+        """Return the address of a convolution's taps, as `_vector`, the oldest first."""
         tensor = self._loaded.tensors.get(name)
         return None if tensor is None else self._address(name, tensor.t())
 
     def _address(self, name: str, tensor: torch.Tensor) -> int:
-        """Returns the address of a tensor in float32, which is kept as long as this decoder, or
+        """Return the address of a tensor in float32, which is kept as long as this decoder, or
         until another one takes its name."""
         self._kept[name] = tensor.to(torch.float32).contiguous()
         return self._kept[name].data_ptr()
@@ -343,6 +343,6 @@ class NativeDecoder:
 
 
 def _int32(numbers: Iterable[int]) -> "tuple[array[int], int]":
-    """Returns numbers as the library reads them, and their address."""
+    """Return numbers as the library reads them, and their address."""
     values = array("i", numbers)
     return values, values.buffer_info()[0]

@@ -68,7 +68,7 @@ class Ledger:
         return self.budget_bytes - self.reserved_bytes
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """Sets bytes aside.
+        """Set bytes aside.
 
         Raises:
             LedgerError: they are not there.
@@ -79,23 +79,23 @@ class Ledger:
         self._reservations[name] = _Reservation(num_bytes)
 
     def allocated(self, name: str, num_bytes: int) -> None:
-        """Records what was really allocated under a name; it cannot exceed what was reserved."""
+        """Record what was really allocated under a name; it cannot exceed what was reserved."""
         entry = self._reservations[name]
         assert num_bytes <= entry.reserved, f"{name}: {num_bytes} allocated, {entry.reserved} set"
         entry.allocated = num_bytes
 
     def record(self, name: str, num_bytes: int) -> None:
-        """Reserves memory that was measured after the fact, as libraries' is."""
+        """Reserve memory that was measured after the fact, as libraries' is."""
         self.reserve(name, num_bytes)
         self.allocated(name, num_bytes)
 
     def reserve_for_others(self, num_bytes: int, names: str) -> None:
-        """Sets aside what other processes hold of the budget; `names` says which, in errors."""
+        """Set aside what other processes hold of the budget; `names` says which, in errors."""
         self.reserve(_OTHERS, num_bytes)
         self._others = names
 
     def record_on_host(self, name: str, num_bytes: int) -> None:
-        """Records pinned memory of the host, which is beside the device's budget."""
+        """Record pinned memory of the host, which is beside the device's budget."""
         assert name not in self._on_host, f"{name} is recorded already"
         self._on_host[name] = num_bytes
 
@@ -155,7 +155,7 @@ def mib(num_bytes: int) -> str:
 
 
 def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str | None:
-    """Returns one line on the first reservation whose allocation is not what the formula says.
+    """Return one line on the first reservation whose allocation is not what the formula says.
 
     None: all of them agree within `PRICE_TOLERANCE`.
     """

@@ -98,7 +98,7 @@ def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and those behind it, as a traceback would show them."""
+    """Yield an error and those behind it, as a traceback would show them."""
     seen = set[int]()
     following: BaseException | None = error
 

@@ -63,7 +63,7 @@ class FreeMemoryMonitor:
         self._missing = 0
 
     def missing_bytes(self) -> int:
-        """Returns how much less than expected was free when it was last measured."""
+        """Return how much less than expected was free when it was last measured."""
         if self._clock() - self._measured_at >= _MEASURE_INTERVAL_S:
             self._measured_at = self._clock()
             own_growth = self._own() - self._own_at_start

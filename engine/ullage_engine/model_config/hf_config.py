@@ -64,7 +64,7 @@ def read_config(folder: Path, *, allows_unknown: bool = False) -> HFConfig:
 
 
 def read_json(path: Path) -> Json:
-    """Reads a file that holds a JSON object.
+    """Read a file that holds a JSON object.
 
     Raises:
         WeightsError: it is absent, or holds something else.

@@ -142,7 +142,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def contradiction(model_config: ModelConfig) -> str | None:
-    """Returns what no model can be like, in words; None if there is nothing."""
+    """Return what no model can be like, in words; None if there is nothing."""
     experts = model_config.experts
     sizes = {
         "number of layers": model_config.num_layers,

@@ -226,12 +226,12 @@ def _layer_windows(
 
 
 def lfm2(config: HFConfig) -> ModelConfig:
-    """Reads a dense LFM2 from its config.json."""
+    """Read a dense LFM2 from its config.json."""
     return _lfm2_config(config, _lfm2_adjusted_width(config), None)
 
 
 def lfm2_moe(config: HFConfig) -> ModelConfig:
-    """Reads an LFM2 with experts from its config.json."""
+    """Read an LFM2 with experts from its config.json."""
     experts = ExpertsSpec(
         num_experts=config.int("num_experts"),
         experts_per_token=config.int("num_experts_per_tok"),
@@ -305,7 +305,7 @@ def _lfm2_adjusted_width(config: HFConfig) -> int:
 
 
 def gpt_oss(config: HFConfig) -> ModelConfig:
-    """Reads a gpt-oss from its config.json."""
+    """Read a gpt-oss from its config.json."""
     width = config.int("intermediate_size")
     return _model_config(
         config,
@@ -372,7 +372,7 @@ _GGUF_MODEL_TYPES = {
 
 
 def gguf_model_type(path: Path, architecture: object) -> str:
-    """Returns the `model_type` of a GGUF file's architecture.
+    """Return the `model_type` of a GGUF file's architecture.
 
     Raises:
         WeightsError: it is none that is served.

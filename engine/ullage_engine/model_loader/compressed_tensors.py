@@ -36,7 +36,7 @@ class Scheme:
 
 
 def read_scheme(config: HFConfig) -> Scheme:
-    """Reads the scheme of `quant_method` fp8 or compressed-tensors.
+    """Read the scheme of `quant_method` fp8 or compressed-tensors.
 
     Raises:
         WeightsError: a setting has a value that is not supported, or is not known.
@@ -180,7 +180,7 @@ class ScaledMatrices:
         return values * scales.repeat_interleave(width, dim=1)[:, :columns]
 
     def _check_tensors(self) -> None:
-        """Refuses tensors of a matrix that the engine does not compute with."""
+        """Refuse tensors of a matrix that the engine does not compute with."""
         for name in self._reader.names:
             stem, _, kind = name.rpartition(".")
             if self.is_quantised(stem) and kind not in self._known(name):
@@ -207,7 +207,7 @@ class ScaledMatrices:
         return "fp8"
 
     def _points(self, stem: str) -> torch.Tensor:
-        """Reads zero points, float32 [rows, 1] or [1, 1]."""
+        """Read zero points, float32 [rows, 1] or [1, 1]."""
         points = self._reader.read(f"{stem}.weight_zero_point").to(torch.float32)
         rows = self._reader.shape(f"{stem}.weight")[0]
         if points.numel() != 1 and tuple(points.shape) not in ((rows,), (rows, 1)):
@@ -218,7 +218,7 @@ class ScaledMatrices:
         return points.reshape(-1, 1)
 
     def _scales(self, stem: str, rows: int, columns: int) -> torch.Tensor:
-        """Reads scales, float32 [rows, 1], or [rows, blocks of columns]."""
+        """Read scales, float32 [rows, 1], or [rows, blocks of columns]."""
         name = next(f"{stem}.{each}" for each in SCALES if f"{stem}.{each}" in self._reader)
         scales = self._reader.read(name).to(torch.float32)
         # The shape decides: blocks may be as many as there are rows.

@@ -47,7 +47,7 @@ class GgufMetadata:
         self.architecture = str(architecture)
 
     def value(self, key: str) -> object:
-        """Returns one value; None where there is none."""
+        """Return one value; None where there is none."""
         field = self._fields.get(key)
         try:
             contents: object = None if field is None else field.contents()
@@ -113,7 +113,7 @@ class GgufMetadata:
         return WeightsError(f"{self._path}: metadata {key!r} is missing; convert the file again")
 
     def _kv_heads(self) -> Json:
-        """Returns the KV heads and which layers attend: those of a list that have any."""
+        """Return the KV heads and which layers attend: those of a list that have any."""
         heads = self._own("attention.head_count_kv")
         if not isinstance(heads, list):
             return {"num_key_value_heads": heads}
@@ -223,7 +223,7 @@ _HUGGING_FACE = re.compile(
 
 
 def gguf_name(architecture: str, name: str) -> tuple[str, int | None]:
-    """Returns GGUF's name of a tensor that Hugging Face calls `name`, and which expert's of it."""
+    """Return GGUF's name of a tensor that Hugging Face calls `name`, and which expert's of it."""
     match = _HUGGING_FACE.fullmatch(name)
     assert match is not None, name
     prefix = "" if match["layer"] is None else f"blk.{match['layer']}."
@@ -274,7 +274,7 @@ class GgufReader(PlainMatrices):
         return self._metadata.config(self._vocab(), tied="output.weight" not in self._tensors)
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads a tensor by its Hugging Face name, in the order of elements Hugging Face uses."""
+        """Read a tensor by its Hugging Face name, in the order of elements Hugging Face uses."""
         if ".mlp.experts." in name:
             return self._read_stacked(name)
         own, expert = gguf_name(self._metadata.architecture, name)
@@ -292,7 +292,7 @@ class GgufReader(PlainMatrices):
         return frozenset({"mxfp4"} if is_packed else ())
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Keeps MXFP4 of gpt-oss's experts, and blocks of four to eight bits if int4 is the
+        """Keep MXFP4 of gpt-oss's experts, and blocks of four to eight bits if int4 is the
         target."""
         if ".mlp.experts." in name:
             return self._packed_encoding(name)
@@ -336,7 +336,7 @@ class GgufReader(PlainMatrices):
         return torch.from_numpy(np.array(dequantize(data, tensor.tensor_type))).reshape(shape)
 
     def _read_stacked(self, name: str) -> torch.Tensor:
-        """Reads all experts of a gpt-oss layer: GGUF keeps gates and ups apart and [out, in]."""
+        """Read all experts of a gpt-oss layer: GGUF keeps gates and ups apart and [out, in]."""
         rows = _alternating([self._dequantised(each) for each in _stacked_names(name)])
         return rows if name.endswith("_bias") else rows.transpose(1, 2)
 
@@ -345,7 +345,7 @@ class GgufReader(PlainMatrices):
         return tensor is not None and tensor.tensor_type.name == "MXFP4"
 
     def _packed_encoding(self, name: str) -> Encoding | None:
-        """Returns the encoding of all experts' rows, one after another."""
+        """Return the encoding of all experts' rows, one after another."""
         names = _stacked_names(name)
         if not all(map(self._is_mxfp4, names)):
             return None
@@ -374,7 +374,7 @@ class GgufReader(PlainMatrices):
                 )
 
     def _check_names(self) -> None:
-        """Refuses tensors that no layer reads: leaving one out, such as a bias, changes answers."""
+        """Refuse tensors that no layer reads: leaving one out, such as a bias, changes answers."""
         for name in self._tensors:
             if not is_known(self._metadata.architecture, name):
                 raise WeightsError(
@@ -405,7 +405,7 @@ class GgufReader(PlainMatrices):
 
 
 def _stacked_names(name: str) -> list[str]:
-    """Lists GGUF's names of what Hugging Face stores as one tensor of a gpt-oss layer."""
+    """List GGUF's names of what Hugging Face stores as one tensor of a gpt-oss layer."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(.+)", name)
     assert match is not None, name
     layer, part = match.groups()

@@ -80,7 +80,7 @@ class Shard(Protocol):
     """Encodings of its quantised matrices, by name."""
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns what the rank needs of a stored tensor; None: nothing."""
+        """Return what the rank needs of a stored tensor; None: nothing."""
         ...
 
 
@@ -105,7 +105,7 @@ class LoadedModel:
     """Digest of all its numbers and shapes, the same wherever the same are computed with."""
 
     def packed(self, name: str) -> Packed:
-        """Returns a quantised matrix."""
+        """Return a quantised matrix."""
         encoding = self.encodings[name]
         tensors = self.tensors
         names = [each for each in PIECES if f"{name}.{each}" in tensors]
@@ -154,7 +154,7 @@ def load_weights(
     shard: ShardModel | None = None,
     calibration: Calibration | None = None,
 ) -> LoadedModel:
-    """Maps the prepared weights, preparing them in `weights_dir` first if nobody has.
+    """Map the prepared weights, preparing them in `weights_dir` first if nobody has.
 
     On a CPU the tensors are the file's pages, and writing to one ends the process; elsewhere they
     are copied to the device, one after the other, with progress for each. With `shard` only a
@@ -259,7 +259,7 @@ def _source_files(files: ModelFiles) -> list[Path]:
 
 
 def read_header(path: Path) -> Header | None:
-    """Reads the header of a prepared file; None if there is no usable one."""
+    """Read the header of a prepared file; None if there is no usable one."""
     try:
         with path.open("rb") as file:
             return _parse_header(file, path.stat().st_size)
@@ -286,7 +286,7 @@ def _attach(
     progress: Progress,
     calibration: Calibration | None,
 ) -> tuple[Path, Header]:
-    """Returns the prepared file, which is written first if need be, and its header."""
+    """Return the prepared file, which is written first if need be, and its header."""
     keys = dict.fromkeys(content_key(files, form, each) for each in (calibration, None))
     paths = [weights_dir / f"{key}.weights" for key in keys]
     try:
@@ -306,7 +306,7 @@ def _attach(
 
 
 def _find(paths: list[Path], progress: Progress) -> tuple[Path, Header] | None:
-    """Returns the first file that is whole, and its header; None if there is none.
+    """Return the first file that is whole, and its header; None if there is none.
 
     A second path is that of int4 rounded to the nearest, which was written for want of the first.
     """
@@ -353,7 +353,7 @@ def _prepare_either(
 
 
 def _verified_header(path: Path, progress: Progress) -> Header | None:
-    """Reads the header of a prepared file whose tensors are whole; None if there is none."""
+    """Read the header of a prepared file whose tensors are whole; None if there is none."""
     header = read_header(path)
     if header is None or _read_marker(path) == _marker(path):
         return header
@@ -366,7 +366,7 @@ def _verified_header(path: Path, progress: Progress) -> Header | None:
 
 
 def _damaged_tensor(path: Path, header: Header, progress: Progress) -> str | None:
-    """Compares all tensors with their checksums; returns the name of one that differs."""
+    """Compare all tensors with their checksums; return the name of one that differs."""
 
     def is_whole(stored: StoredTensor) -> bool:
         with view[stored.offset : stored.end] as data:
@@ -466,7 +466,7 @@ def _marker_path(path: Path) -> Path:
 
 
 def _marker(path: Path) -> str:
-    """Returns a text that differs after every boot and every change of the file."""
+    """Return a text that differs after every boot and every change of the file."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     status = path.stat()
     return f"{boot_id} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
@@ -487,7 +487,7 @@ def _mark_verified(path: Path) -> None:
 
 @contextmanager
 def _lock(paths: list[Path], progress: Progress) -> Iterator[None]:
-    """Holds the right to prepare one of `paths`; while another engine does, reports its progress.
+    """Hold the right to prepare one of `paths`; while another engine does, reports its progress.
 
     The kernel drops the lock of a process that dies.
     """
@@ -605,7 +605,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
-    """Writes tensors one after the other; returns the SHA-256 of all."""
+    """Write tensors one after the other; return the SHA-256 of all."""
     digest = hashlib.sha256()
     for tensor in tensors:
         data = as_bytes(tensor.contiguous()).numpy().data
@@ -615,7 +615,7 @@ def _write(file: BinaryIO, tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _lay_out(model_config: ModelConfig, prepared: list[PreparedTensor]) -> Header:
-    """Returns a header, without checksums, behind whose encoded form the first tensor begins."""
+    """Return a header, without checksums, behind whose encoded form the first tensor begins."""
     room = ALIGNMENT
     while True:
         header = _header(model_config, prepared, room)
@@ -688,6 +688,6 @@ def _map(path: Path) -> torch.Tensor:
 
 
 def _stored(storage: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    """Returns a view of the file's bytes."""
+    """Return a view of the file's bytes."""
     data = storage[stored.offset : stored.end]
     return data.view(STORED_DTYPES[stored.dtype]).view(stored.shape)

@@ -85,7 +85,7 @@ class PreparedTensor:
         return self.encoding is not None and self.encoding.format == "int4" and not self.is_kept
 
     def weights(self) -> torch.Tensor:
-        """Reads what the tensor stands for: the checkpoint's weights, of the computing type."""
+        """Read what the tensor stands for: the checkpoint's weights, of the computing type."""
         parts = [
             widened(self._kept(part), self.encoding).dequantise()
             if self.is_kept and self.encoding is not None
@@ -96,7 +96,7 @@ class PreparedTensor:
         return flat.view(self.plan.shape)
 
     def chunks(self, rounded: Quantized | None = None) -> Iterator[Iterable[torch.Tensor]]:
-        """Yields the contents of each piece, in parts that follow one another.
+        """Yield the contents of each piece, in parts that follow one another.
 
         `rounded` is the matrix as a calibration rounded it; without it rounding is to the nearest.
         """
@@ -197,7 +197,7 @@ class Calibration(Protocol):
         device: torch.device,
         report: Callable[[], None],
     ) -> RoundLayer | None:
-        """Begins with the first layer of a model, all of whose tensors are given; None where there
+        """Begin with the first layer of a model, all of whose tensors are given; None where there
         is nothing to calibrate, or no way to. `report` is called whenever a matrix is rounded.
 
         It raises CalibrationError, and so does what is returned, where that fails.
@@ -208,7 +208,7 @@ class Calibration(Protocol):
 def rounded_tensors(
     prepared: Iterable[PreparedTensor], round_layer: RoundLayer | None
 ) -> Iterator[tuple[PreparedTensor, Quantized | None]]:
-    """Yields all tensors in their order, and those as rounded that a calibration rounds."""
+    """Yield all tensors in their order, and those as rounded that a calibration rounds."""
     for prefix, group in groupby(prepared, lambda each: each.name.rpartition(".")[0]):
         layer = list(group)
         rounded = round_layer(layer) if round_layer and prefix else {}
@@ -236,7 +236,7 @@ class PreparedForm:
         return laid_out_for(sample, self.device).is_tiled
 
     def prepare(self, source: Path, reader: CheckpointReader, plan: TensorPlan) -> PreparedTensor:
-        """Decides how one tensor is stored.
+        """Decide how one tensor is stored.
 
         Raises:
             WeightsError: the checkpoint is of another format than is asked for.
@@ -258,7 +258,7 @@ class PreparedForm:
         return PreparedTensor(source, reader, plan, dtype, encoding, is_kept)
 
     def _encoding(self, reader: CheckpointReader, plan: TensorPlan) -> tuple[Encoding | None, bool]:
-        """Returns the encoding of a matrix, and whether it is the checkpoint's own."""
+        """Return the encoding of a matrix, and whether it is the checkpoint's own."""
         asked = self.quantization
         *rows, columns = plan.shape
         shape = (math.prod(rows), columns)
@@ -310,7 +310,7 @@ class PreparedForm:
 
 
 def _common(parts: list[Encoding | None], shape: tuple[int, int]) -> Encoding | None:
-    """Returns an encoding that keeps the numbers of all parts, one above the other.
+    """Return an encoding that keeps the numbers of all parts, one above the other.
 
     Integers of different widths or groups, as GGUF has them for the three matrices of one product,
     are kept as int8 in the smallest of the groups.
@@ -336,12 +336,12 @@ def is_matrix(plan: TensorPlan) -> bool:
 
 
 def _kind(plan: TensorPlan) -> str:
-    """Returns the last part of a name, which is the same in every layer."""
+    """Return the last part of a name, which is the same in every layer."""
     return plan.name.rpartition(".")[2]
 
 
 def open_checkpoint(files: ModelFiles) -> CheckpointReader:
-    """Opens the reader of these files.
+    """Open the reader of these files.
 
     Raises:
         WeightsError: a file is missing, broken, or of a kind that is not supported.

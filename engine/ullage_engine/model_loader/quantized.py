@@ -92,7 +92,7 @@ class IntegerMatrices:
         return "int4" if self._bits == 4 else "int8"
 
     def _scales(self, stem: str) -> torch.Tensor:
-        """Reads scales, float32 [out, groups]."""
+        """Read scales, float32 [out, groups]."""
         scales = self._reader.read(f"{stem}.scales").to(torch.float32).t()
         rows, columns = self._shape(stem)
         groups = 1 if self._group == -1 else -(-columns // self._group)
@@ -105,7 +105,7 @@ class IntegerMatrices:
         return scales
 
     def _groups(self, stem: str) -> torch.Tensor:
-        """Returns the group of each column."""
+        """Return the group of each column."""
         columns = self._shape(stem)[1]
         return torch.arange(columns) // (columns if self._group == -1 else self._group)
 
@@ -116,11 +116,11 @@ class IntegerMatrices:
         raise NotImplementedError
 
     def _codes(self, stem: str) -> torch.Tensor:
-        """Reads codes, int32 [out, in], from 0."""
+        """Read codes, int32 [out, in], from 0."""
         raise NotImplementedError
 
     def _points(self, stem: str) -> torch.Tensor:
-        """Reads zero points, int32 [out, groups]."""
+        """Read zero points, int32 [out, groups]."""
         raise NotImplementedError
 
 
@@ -212,12 +212,12 @@ class PackedExperts:
         return Quantized("mxfp4", unpack_nibbles(blocks), scales)
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """Returns float32 [experts, in, out], as unquantised checkpoints have it."""
+        """Return float32 [experts, in, out], as unquantised checkpoints have it."""
         experts, out, _ = self._shape(stem)
         return self.quantized(stem).dequantise().view(experts, out, -1).transpose(1, 2)
 
     def _shape(self, stem: str) -> tuple[int, int, int]:
-        """Returns the numbers of experts, outputs and groups."""
+        """Return the numbers of experts, outputs and groups."""
         blocks, scales = (self._reader.shape(f"{stem}_{each}") for each in ("blocks", "scales"))
         if len(scales) != 3 or blocks != (*scales, MXFP4_GROUP // 2):
             raise WeightsError(
@@ -230,7 +230,7 @@ class PackedExperts:
 
 
 def own_tensors(stem: str, matrix: Quantized) -> dict[str, torch.Tensor]:
-    """Returns the tensors of one int4 matrix, by the names of `ullage quantize`."""
+    """Return the tensors of one int4 matrix, by the names of `ullage quantize`."""
     assert matrix.zeros is not None, "int4 has zeros"
     codes = (matrix.values - MIN_VALUE["int4"]).view(torch.uint8)
     return {
@@ -284,13 +284,13 @@ class Matrices(Protocol):
     def is_quantised(self, stem: str) -> bool: ...
 
     def encoding(self, stem: str) -> Encoding | None:
-        """Returns the encoding of `quantized`; None if the numbers cannot be kept."""
+        """Return the encoding of `quantized`; None if the numbers cannot be kept."""
         ...
 
     def quantized(self, stem: str) -> Quantized: ...
 
     def dequantised(self, stem: str) -> torch.Tensor:
-        """Returns float32 [out, in], or as an unquantised checkpoint has it."""
+        """Return float32 [out, in], or as an unquantised checkpoint has it."""
         ...
 
 
@@ -342,7 +342,7 @@ class QuantizedReader:
 def open_directory(
     folder: Path, *, allows_unknown: bool = False
 ) -> SafetensorsReader | QuantizedReader:
-    """Opens the reader of a model's directory, quantised or not.
+    """Open the reader of a model's directory, quantised or not.
 
     Raises:
         WeightsError: a file is missing or broken, or its quantisation is not supported.

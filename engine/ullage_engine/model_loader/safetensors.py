@@ -32,20 +32,20 @@ class CheckpointReader(Protocol):
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads one tensor, dequantised if need be."""
+        """Read one tensor, dequantised if need be."""
         ...
 
     def encoding(self, name: str, target: Format | None) -> Encoding | None:
-        """Returns the encoding of a matrix's stored numbers if they can be kept for the target
+        """Return the encoding of a matrix's stored numbers if they can be kept for the target
         format; None if the matrix is to be read."""
         ...
 
     def quantized(self, name: str) -> Quantized:
-        """Returns the numbers of a matrix that has an `encoding`."""
+        """Return the numbers of a matrix that has an `encoding`."""
         ...
 
     def block_kind(self, name: str) -> str:
-        """Returns the kind of small numbers that a matrix is read from, such as Q4_K; empty: it is
+        """Return the kind of small numbers that a matrix is read from, such as Q4_K; empty: it is
         stored in full."""
         ...
 
@@ -104,11 +104,11 @@ class SafetensorsReader(PlainMatrices):
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one tensor, without reading it."""
+        """Return the shape of one tensor, without reading it."""
         return tuple(self._file(name).get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def dtype(self, name: str) -> str:
-        """Returns the type of one tensor as safetensors name it (BF16, I8), without reading it."""
+        """Return the type of one tensor as safetensors name it (BF16, I8), without reading it."""
         return str(self._file(name).get_slice(name).get_dtype())  # type: ignore[no-untyped-call]
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ class SafetensorsReader(PlainMatrices):
         return rows
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads one tensor as stored."""
+        """Read one tensor as stored."""
         tensor: torch.Tensor = self._file(name).get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 

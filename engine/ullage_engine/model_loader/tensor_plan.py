@@ -42,7 +42,7 @@ class TensorPlan:
 
 
 def plan_tensors(model_config: ModelConfig) -> list[TensorPlan]:
-    """Lists everything a model computes with, in the order in which it is used."""
+    """List everything a model computes with, in the order in which it is used."""
     names = FAMILIES[model_config.architecture].names
     hidden = model_config.hidden
     vocab = model_config.vocab
@@ -70,7 +70,7 @@ class _LayerPlans:
         self._prefix = f"layers.{index}."
 
     def of(self, layer: LayerSpec) -> Iterator[TensorPlan]:
-        """Yields the plans of a layer's tensors."""
+        """Yield the plans of a layer's tensors."""
         hidden = self._model_config.hidden
         yield self._weight("mixer_norm", self._names.mixer_norm, hidden)
         yield from self._conv() if layer.mixer == "conv" else self._attention()
@@ -141,7 +141,7 @@ class _LayerPlans:
         yield self._single("experts_down_bias", "mlp.experts.down_proj_bias", count, hidden)
 
     def _expert(self, expert: int, name: str) -> Part:
-        """Returns one expert's matrix of a checkpoint that has one tensor for each."""
+        """Return one expert's matrix of a checkpoint that has one tensor for each."""
         hidden = self._model_config.hidden
         spec = self._model_config.experts
         assert spec is not None, "a layer of experts, and no experts"
@@ -151,7 +151,7 @@ class _LayerPlans:
         return Part(f"{prefix}{name.rpartition('.')[2]}.weight", shape)
 
     def _stacked(self, name: str, *parts: tuple[str, int]) -> TensorPlan:
-        """Puts matrices of the hidden rows' width one above the other."""
+        """Put matrices of the hidden rows' width one above the other."""
         columns = self._model_config.hidden
         rows = sum(count for _, count in parts)
         sources = [Part(f"{self._source}{each}.weight", (n, columns)) for each, n in parts]
@@ -168,7 +168,7 @@ class _LayerPlans:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Sorts gates and ups that alternate along the last dimension: first all gates, then all
+    """Sort gates and ups that alternate along the last dimension: first all gates, then all
     ups."""
     pairs = tensor.view(*tensor.shape[:-1], -1, 2)
     return pairs.transpose(-1, -2).reshape(tensor.shape)

@@ -122,7 +122,7 @@ class Draw(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Loads the library; None, with a line in the log, where it cannot be used."""
+    """Load the library; None, with a line in the log, where it cannot be used."""
     try:
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
@@ -151,7 +151,7 @@ def load() -> ctypes.CDLL | None:
 
 @cache
 def instruction_set() -> str | None:
-    """Returns the instruction set that the library computes with here; None: it cannot be used."""
+    """Return the instruction set that the library computes with here; None: it cannot be used."""
     library = load()
     if library is None:
         return None
@@ -184,14 +184,14 @@ class Team:
             raise MemoryError("no memory for the threads that compute")
 
     def step(self, model: Model, step: Step) -> None:
-        """Computes the hidden rows, the logits and the likeliest tokens of a step."""
+        """Compute the hidden rows, the logits and the likeliest tokens of a step."""
         model_at = ctypes.addressof(model)
         step_at = ctypes.addressof(step)
         if not self._library.ullage_step(self._team, model_at, step_at):
             raise ValueError("the workspace of each thread is smaller than the library needs")
 
     def multiply(self, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, model: Model) -> None:
-        """Writes x [rows, columns] times the matrix to out [rows, matrix rows], float32 both.
+        """Write x [rows, columns] times the matrix to out [rows, matrix rows], float32 both.
 
         `model` has buffers for rows that are rounded; nothing else of it is read.
         """
@@ -230,5 +230,5 @@ class Team:
 
 @cache
 def shared_team(num_threads: int) -> Team:
-    """Returns the process's threads that compute, one team for all models."""
+    """Return the process's threads that compute, one team for all models."""
     return Team(num_threads)

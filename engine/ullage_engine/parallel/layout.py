@@ -22,7 +22,7 @@ longer."""
 
 
 def split_runs(count: int, parts: int, criteria: Sequence[Criterion]) -> list[tuple[int, int]]:
-    """Cuts `count` things into `parts` runs, none empty.
+    """Cut `count` things into `parts` runs, none empty.
 
     The first criterion's largest cost is least; of such cuts the second's is, and so on. Of cuts
     that are alike in all of them it takes the one whose first runs are shortest.
@@ -41,7 +41,7 @@ def _is_within(limits: Sequence[tuple[Criterion, float]], run: tuple[int, int, i
 def _least_largest(
     count: int, parts: int, criterion: Criterion, limits: Sequence[tuple[Criterion, float]]
 ) -> float:
-    """Finds the smallest value that the criterion's largest cost can have within the limits."""
+    """Find the smallest value that the criterion's largest cost can have within the limits."""
 
     @cache
     def best(index: int, start: int) -> float:
@@ -134,7 +134,7 @@ class RankLayout:
 
 
 def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
-    """Returns the layout that a configuration asks for.
+    """Return the layout that a configuration asks for.
 
     Raises:
         LayoutError: its numbers do not agree.
@@ -151,7 +151,7 @@ def check_world(pool: str, gpus: int, tensor: int, pipeline: int) -> RankLayout:
 
 
 def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> None:
-    """Makes sure that every rank gets a part of the model.
+    """Make sure that every rank gets a part of the model.
 
     KV heads are shared out, unevenly if need be (SmolLM2's 9 query and 3 KV heads on two tensor
     ranks are 3/1 and 6/2). With fewer KV heads than ranks each is kept by several, which takes as
@@ -180,12 +180,12 @@ def check_model(pool: str, model_config: ModelConfig, layout: RankLayout) -> Non
 
 
 def share(count: int, parts: int, index: int) -> Share:
-    """Returns the index-th of `parts` runs of `count` things, as even as they can be."""
+    """Return the index-th of `parts` runs of `count` things, as even as they can be."""
     return Share(count * index // parts, count * (index + 1) // parts)
 
 
 def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Returns the KV heads of a rank; with more tensor ranks than heads, one that several keep."""
+    """Return the KV heads of a rank; with more tensor ranks than heads, one that several keep."""
     tensor = layout.tensor
     index = layout.tensor_rank(rank)
     if tensor <= model_config.num_kv_heads:
@@ -195,7 +195,7 @@ def kv_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
 
 
 def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Share:
-    """Returns the query heads of a rank: all that share its KV heads, or its part of them."""
+    """Return the query heads of a rank: all that share its KV heads, or its part of them."""
     if layout.tensor > model_config.num_kv_heads:
         return share(model_config.num_heads, layout.tensor, layout.tensor_rank(rank))
     held = kv_heads(model_config, layout, rank)
@@ -203,7 +203,7 @@ def query_heads(model_config: ModelConfig, layout: RankLayout, rank: int) -> Sha
 
 
 def stage_layers(model_config: ModelConfig, pipeline: int) -> list[Share]:
-    """Returns the layers of each stage.
+    """Return the layers of each stage.
 
     The most attention layers of a stage are fewest, for blocks of KV are as many as the stage
     allows that has the least room for them; of such splits the slowest stage works least; of those
@@ -220,7 +220,7 @@ def rank_layers(model_config: ModelConfig, layout: RankLayout, rank: int) -> Sha
 
 
 def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) -> ModelConfig:
-    """Returns the part of a model that one rank computes."""
+    """Return the part of a model that one rank computes."""
     layers = rank_layers(model_config, layout, rank)
 
     def part(count: int) -> int:
@@ -242,7 +242,7 @@ def rank_model_config(model_config: ModelConfig, layout: RankLayout, rank: int) 
 
 
 def device_map(model_config: ModelConfig, layout: RankLayout, device_type: str) -> list[RankPlace]:
-    """Lists what every rank computes and where."""
+    """List what every rank computes and where."""
     return [_place(model_config, layout, rank, device_type) for rank in range(layout.world)]
 
 
@@ -281,7 +281,7 @@ def _criteria(model_config: ModelConfig, pipeline: int) -> Iterator[Criterion]:
 
 
 def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) -> int:
-    """Counts a layer's weights: all of them, or those that one token is multiplied by."""
+    """Count a layer's weights: all of them, or those that one token is multiplied by."""
     hidden = model_config.hidden
     width = model_config.intermediate
     experts = model_config.experts
@@ -295,7 +295,7 @@ def _numbers(model_config: ModelConfig, layer: LayerSpec, *, is_active: bool) ->
 
 
 def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, itemsize: int) -> int:
-    """Returns the bytes of the buffers of one rank: partial sums, rows received and rows sent."""
+    """Return the bytes of the buffers of one rank: partial sums, rows received and rows sent."""
     buffers = (layout.tensor > 1) + (not layout.is_first(rank)) + (not layout.is_last(rank))
     return buffers * max_rows * hidden * itemsize
 
@@ -303,7 +303,7 @@ def transfer_bytes(layout: RankLayout, rank: int, max_rows: int, hidden: int, it
 def group_kv_bytes(
     model_config: ModelConfig, layout: RankLayout, itemsize: int, *, windowed: bool = False
 ) -> int:
-    """Sums the bytes of a token in a KV block on all ranks; heads that several keep count each
+    """Sum the bytes of a token in a KV block on all ranks; heads that several keep count each
     time.
 
     `windowed`: layers with sliding windows have blocks of their own.
@@ -313,6 +313,6 @@ def group_kv_bytes(
 
 
 def group_state_bytes(model_config: ModelConfig, layout: RankLayout, itemsize: int) -> int:
-    """Sums the bytes of one sequence's convolution state on all ranks together."""
+    """Sum the bytes of one sequence's convolution state on all ranks together."""
     parts = [rank_model_config(model_config, layout, rank) for rank in range(layout.world)]
     return sum(part.state_bytes(itemsize) for part in parts)

@@ -30,7 +30,7 @@ class RankGroup:
     def __init__(
         self, layout: RankLayout, rank: int, store: Path, device: torch.device, timeout_s: float
     ) -> None:
-        """Waits until all ranks have come.
+        """Wait until all ranks have come.
 
         `store` is a file that does not exist yet, the same for all ranks. A transfer that takes
         longer than the timeout fails: on CUDA it ends the process, else it raises.
@@ -57,20 +57,20 @@ class RankGroup:
         self._after = mine[-1] if not layout.is_last(rank) else None
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor over the ranks that share a layer, in place."""
+        """Sum a tensor over the ranks that share a layer, in place."""
         if self.layout.tensor > 1:
             with ranges("collective"):
                 distributed.all_reduce(tensor, group=self._tensor)
 
     def send(self, tensor: torch.Tensor) -> distributed.Work:
-        """Begins to send to the next stage; the tensor must not change until the work is done."""
+        """Begin to send to the next stage; the tensor must not change until the work is done."""
         with ranges("transfer"):
             work = distributed.isend(tensor, self.rank + self.layout.tensor, group=self._after)
         assert work is not None, "a rank of the pair"
         return work
 
     def receive(self, tensor: torch.Tensor) -> distributed.Work:
-        """Begins to receive from the previous stage, as many rows as it sends."""
+        """Begin to receive from the previous stage, as many rows as it sends."""
         work = distributed.irecv(tensor, self.rank - self.layout.tensor, group=self._before)
         assert work is not None, "a rank of the pair"
         return work
@@ -79,21 +79,21 @@ class RankGroup:
         distributed.destroy_process_group()
 
     def _own(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
-        """Makes groups; returns the one that this rank is in."""
+        """Make groups; return the one that this rank is in."""
         created = [distributed.new_group(ranks, timeout=self._timeout) for ranks in groups]
         own = (each for each, ranks in zip(created, groups, strict=True) if self.rank in ranks)
         return next(own, None)
 
 
 def _tensor_groups(layout: RankLayout) -> list[list[int]]:
-    """Lists the ranks that share layers."""
+    """List the ranks that share layers."""
     stages = range(layout.pipeline)
     ranks = range(layout.tensor)
     return [[layout.rank(stage, index) for index in ranks] for stage in stages]
 
 
 def _pairs(layout: RankLayout) -> list[list[int]]:
-    """Lists each rank and the one that it sends to."""
+    """List each rank and the one that it sends to."""
     ranks = range(layout.world - layout.tensor)
     return [[rank, rank + layout.tensor] for rank in ranks]
 
@@ -125,7 +125,7 @@ class StepTransfers:
         return self._received[index]
 
     def send(self, index: int, hidden: torch.Tensor) -> bool:
-        """Sends the hidden rows of a micro-batch on; False on the last stage, which keeps them."""
+        """Send the hidden rows of a micro-batch on; False on the last stage, which keeps them."""
         if not self._sent:
             return False
         assert self._group is not None, "rows for another rank, and no group"
@@ -135,7 +135,7 @@ class StepTransfers:
         return True
 
     def finish(self) -> None:
-        """Waits until everything is sent, so that the buffers are free for the next step."""
+        """Wait until everything is sent, so that the buffers are free for the next step."""
         for work in self._sending:
             work.wait()
 
@@ -148,7 +148,7 @@ class StepTransfers:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Runs transfers on their own stream, after what the computing stream has so far."""
+        """Run transfers on their own stream, after what the computing stream has so far."""
         if self._stream is None:
             yield
             return
@@ -209,7 +209,7 @@ class PipelineRank:
         return self.partial_sums.nbytes + self._received.nbytes + self._sent.nbytes
 
     def split(self, plan: StepPlan) -> list[StepPlan]:
-        """Splits a step into micro-batches."""
+        """Split a step into micro-batches."""
         if not self._is_staged:
             return [plan]
         return micro_batches(
@@ -217,7 +217,7 @@ class PipelineRank:
         )
 
     def transfers(self, rows: Sequence[int]) -> StepTransfers:
-        """Starts the transfers of a step whose micro-batches have so many rows."""
+        """Start the transfers of a step whose micro-batches have so many rows."""
         received = self._parts(self._received, rows)
         sent = self._parts(self._sent, rows)
         return StepTransfers(self._group, received, sent, self._stream)
@@ -249,7 +249,7 @@ one."""
 def micro_batches(
     plan: StepPlan, max_batches: int, min_tokens: int, *, splits_chunks: bool = False
 ) -> list[StepPlan]:
-    """Cuts a plan into at most `max_batches`, of `min_tokens` or more where there are enough.
+    """Cut a plan into at most `max_batches`, of `min_tokens` or more where there are enough.
 
     Chunks are dealt out whole, or with `splits_chunks` those of several tokens fill the
     micro-batches evenly, one after the other: what goes on in the next one finds the KV of what
@@ -276,7 +276,7 @@ def micro_batches(
 
 
 def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> None:
-    """Appends chunks to batches, cut where one is as full as all would be on average."""
+    """Append chunks to batches, cut where one is as full as all would be on average."""
     remaining = sum(len(chunk.token_ids) for chunk in chunks)
     index = -1
     room = 0
@@ -296,7 +296,7 @@ def _fill(batches: list[list[Chunk]], loads: list[int], chunks: list[Chunk]) -> 
 
 
 def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
-    """Returns some consecutive tokens of a chunk; only the last of its tokens is sampled after."""
+    """Return some consecutive tokens of a chunk; only the last of its tokens is sampled after."""
     is_last = end == len(chunk.token_ids)
     return replace(
         chunk,
@@ -307,7 +307,7 @@ def _piece(chunk: Chunk, first: int, end: int) -> Chunk:
 
 
 def in_plan_order(plan: StepPlan, tokens: Sequence[SampledToken]) -> list[SampledToken]:
-    """Returns the tokens of all micro-batches in the order of the plan's chunks."""
+    """Return the tokens of all micro-batches in the order of the plan's chunks."""
     by_request: dict[str, list[SampledToken]] = {}
     for token in tokens:
         by_request.setdefault(token.request_id, []).append(token)

@@ -87,7 +87,7 @@ class Slicer:
         return self._is_last
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the rank's part: a view where the part lies in one piece, else a copy."""
+        """Return the rank's part: a view where the part lies in one piece, else a copy."""
         matrix, _, kind = name.rpartition(".")
         if matrix in self.encodings:
             return self._cut_piece(matrix, kind, tensor)
@@ -97,7 +97,7 @@ class Slicer:
         return _joined(tensor, cut.axis, cut.runs) if cut.runs else tensor
 
     def _cut_piece(self, matrix: str, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Cuts one tensor of a quantised matrix."""
+        """Cut one tensor of a quantised matrix."""
         cut = self._cut_of(matrix)
         count = self._counts[matrix]
         piece = piece_of(encoding_of_one(self._whole[matrix], count), kind)
@@ -122,12 +122,12 @@ class Slicer:
         return self._cuts.get(matrix.rpartition(".")[2], WHOLE)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the rank's part of a tensor; None where it computes with none of it."""
+        """Return the rank's part of a tensor; None where it computes with none of it."""
         return self.cut(name, tensor) if self.holds(name) else None
 
 
 def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Tensor:
-    """Returns runs of an axis, one after another: a view where they lie in one piece."""
+    """Return runs of an axis, one after another: a view where they lie in one piece."""
     parts = [tensor.narrow(axis, run.start, run.count) for run in runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
 
@@ -135,7 +135,7 @@ def _joined(tensor: torch.Tensor, axis: int, runs: Sequence[Share]) -> torch.Ten
 def check_groups(
     pool: str, model_config: ModelConfig, encodings: Mapping[str, Encoding], layout: RankLayout
 ) -> None:
-    """Makes sure that ranks cut quantised matrices between groups of numbers that lie together.
+    """Make sure that ranks cut quantised matrices between groups of numbers that lie together.
 
     Raises:
         LayoutError: some rank would get a part of a group.
@@ -189,7 +189,7 @@ def _broken_groups(
 
 
 def _num_matrices(model_config: ModelConfig, name: str) -> int:
-    """Returns the number of matrices, one above the other, that a tensor is made of."""
+    """Return the number of matrices, one above the other, that a tensor is made of."""
     experts = model_config.experts
     return experts.num_experts if experts is not None and ".experts_" in name else 1
 
@@ -231,7 +231,7 @@ def _expert_cuts(model_config: ModelConfig, tensor: int, index: int) -> dict[str
 
 
 def _qkv_rows(model_config: ModelConfig, queries: Share, keys: Share) -> tuple[Share, ...]:
-    """Returns the rows of the fused projection: queries of all heads, then keys, then values."""
+    """Return the rows of the fused projection: queries of all heads, then keys, then values."""
     first_key = model_config.num_heads
     first_value = first_key + model_config.num_kv_heads
     heads = (queries, _moved(keys, first_key), _moved(keys, first_value))

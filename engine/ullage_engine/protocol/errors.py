@@ -69,7 +69,7 @@ def is_unproven(error: Exception) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """Describes an unforeseen error for a message: its class and its first line."""
+    """Describe an unforeseen error for a message: its class and its first line."""
     if isinstance(error, RankFailedError | ProofError):
         return str(error)
     lines = str(error).splitlines()

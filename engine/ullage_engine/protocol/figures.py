@@ -38,7 +38,7 @@ class Figures(msgspec.Struct, array_like=True):
     """Sequences of the last step."""
 
     def observe_step(self, seconds: float, num_tokens: int, num_sequences: int) -> None:
-        """Counts a step that was computed."""
+        """Count a step that was computed."""
         self.step_seconds.observe(STEP_SECONDS, seconds)
         self.step_tokens.observe(STEP_TOKENS, num_tokens)
         self.step_sequences.observe(STEP_SEQUENCES, num_sequences)
@@ -47,7 +47,7 @@ class Figures(msgspec.Struct, array_like=True):
         self.last_sequences = num_sequences
 
     def observe_start(self, accepted_at: float, ago_s: float = 0.0) -> None:
-        """Counts a request that began to be computed `ago_s` seconds ago.
+        """Count a request that began to be computed `ago_s` seconds ago.
 
         `accepted_at`: when the server accepted it, by `time.monotonic`; 0: it is not counted.
         """
@@ -56,7 +56,7 @@ class Figures(msgspec.Struct, array_like=True):
             self.queue_seconds.observe(QUEUE_SECONDS, max(0.0, seconds))
 
     def copy(self) -> "Figures":
-        """Returns figures that later observations do not change."""
+        """Return figures that later observations do not change."""
         return Figures(
             self.step_seconds.copy(),
             self.step_tokens.copy(),

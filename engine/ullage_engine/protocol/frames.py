@@ -19,7 +19,7 @@ prompt whole. The kernel gives at most `net.core.wmem_max`."""
 
 
 def framed(message: bytes) -> bytes:
-    """Returns a message as it goes on the stream."""
+    """Return a message as it goes on the stream."""
     return _LENGTH.pack(len(message)) + message
 
 
@@ -30,7 +30,7 @@ class Frames:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Takes what came; returns the messages that are whole with it."""
+        """Take what came; return the messages that are whole with it."""
         pending = self._pending
         pending += data
         messages = []
@@ -66,7 +66,7 @@ class BlockingLink:
         self._messages: deque[bytes] = deque()
 
     def send(self, message: bytes) -> None:
-        """Sends a message; waits while the other end has too much to read.
+        """Send a message; waits while the other end has too much to read.
 
         Raises:
             OSError: it is gone, or has read nothing for too long.
@@ -74,7 +74,7 @@ class BlockingLink:
         self._socket.sendall(framed(message))
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Returns the next message; None if none came in time.
+        """Return the next message; None if none came in time.
 
         Raises:
             OSError: the other end is gone, and everything before was returned.

@@ -35,7 +35,7 @@ _CPU_SECONDS = 3
 
 
 def compile_error(text: str) -> str:
-    """Returns why a grammar in llguidance's form cannot be used; empty if it can."""
+    """Return why a grammar in llguidance's form cannot be used; empty if it can."""
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LIMITS)
     return " ".join(messages[0].split())[:300] if is_error else ""
 
@@ -58,7 +58,7 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Reads a grammar, writes its error; ends by a signal, not SIGKILL, where it is too much."""
+    """Read a grammar, writes its error; ends by a signal, not SIGKILL, where it is too much."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))
     # With a hard limit of the same height it would end by SIGKILL, as where memory is short.

@@ -108,7 +108,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return num_produced >= self.max_tokens or len(self.token_ids) >= longest
 
     def charged_tokens(self, expected_output: int, limit: int) -> int:
-        """Returns the tokens it is charged for: its prompt and the output it is expected to have.
+        """Return the tokens it is charged for: its prompt and the output it is expected to have.
 
         Output that it has already counts, and one token more that it is going to produce. Never
         above `limit`, the longest sequence that this engine can hold.

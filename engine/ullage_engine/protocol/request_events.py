@@ -79,7 +79,7 @@ class ServedRequest:
         return round(time.monotonic() - self._began, 4)
 
     def happened(self, event: str, **fields: object) -> None:
-        """Says something of the request in the log, and as an event of its span."""
+        """Say something of the request in the log, and as an event of its span."""
         _tell(server_log, self.client_id, event, fields)
         if self._span:
             values = known_values(fields)
@@ -87,7 +87,7 @@ class ServedRequest:
             self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
     def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Adds a span of KV that was loaded from a tier until now."""
+        """Add a span of KV that was loaded from a tier until now."""
         if self._span and self._span.is_recording:
             attributes: dict[str, Value] = {"ullage.kv.tier": tier, "ullage.kv.tokens": num_tokens}
             now = time.time()
@@ -95,7 +95,7 @@ class ServedRequest:
             child.end(now)
 
     def end(self, event: str, fields: Mapping[str, object], *, error: str = "") -> None:
-        """Says how the request ended; `error` is the kind of failure, if it was one."""
+        """Say how the request ended; `error` is the kind of failure, if it was one."""
         _tell(server_log, self.client_id, event, {**fields, "reason": error} if error else fields)
         if self._span:
             self._span.set(known_values({_NAMES.get(name, name): v for name, v in fields.items()}))
@@ -132,12 +132,12 @@ class RequestEvents:
         self.wants_steps = self._is_debugging
 
     def trace_to(self, tracer: Tracer) -> None:
-        """Makes spans from now on."""
+        """Make spans from now on."""
         self._tracer = tracer
         self.wants_steps = True
 
     def record_to(self, timeline: Timeline | None) -> None:
-        """Adds steps and phases to a timeline from now on; None: no longer, and what has begun is
+        """Add steps and phases to a timeline from now on; None: no longer, and what has begun is
         added as far as it is."""
         if timeline is None:
             for request_id, computed in self.requests.items():
@@ -199,7 +199,7 @@ class RequestEvents:
     def note_step(
         self, seconds: float, sequences: int, tokens: int, prompt_tokens: int, **more: object
     ) -> None:
-        """Tells whoever looks at steps of one that has ended."""
+        """Tell whoever looks at steps of one that has ended."""
         if not (self._timeline or self._is_debugging):
             return
         fields = {"sequences": sequences, "tokens": tokens, "prompt_tokens": prompt_tokens, **more}
@@ -223,7 +223,7 @@ class RequestEvents:
                 self._drop(output.request_id, output.finish)
 
     def forget(self, request_id: str, ended: str = "cancelled") -> None:
-        """Drops a request that ended in another way, or that nobody waits for."""
+        """Drop a request that ended in another way, or that nobody waits for."""
         if computed := self.requests.get(request_id):
             self._say(computed.request, "finished", finish=ended)
             self._drop(request_id, ended)
@@ -248,7 +248,7 @@ class RequestEvents:
         ended: str = "",
         ago_s: float = 0.0,
     ) -> None:
-        """Ends the phase that a request is in, with its span, and begins the next."""
+        """End the phase that a request is in, with its span, and begin the next."""
         computed = self.requests.get(request_id)
         if computed is None:
             return

@@ -60,7 +60,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.sampling is not None and len(self.token_ids) == self.num_sampled
 
     def sampled_parts(self) -> "list[Chunk]":
-        """Returns the chunk up to each of its tokens behind which one is chosen."""
+        """Return the chunk up to each of its tokens behind which one is chosen."""
         if self.num_sampled == 1:
             return [self]
         count = len(self.token_ids)
@@ -129,7 +129,7 @@ class StepPlan:
         return [chunk for chunk in self.chunks if not chunk.is_decode]
 
     def sampled_parts(self) -> list[Chunk]:
-        """Returns the chunks that are sampled, each as often as tokens are chosen for it."""
+        """Return the chunks that are sampled, each as often as tokens are chosen for it."""
         sampled = [chunk for chunk in self.chunks if chunk.sampling is not None]
         return [part for chunk in sampled for part in chunk.sampled_parts()]
 

@@ -28,7 +28,7 @@ class Timeline:
         ]
 
     def add_step(self, ended: float, seconds: float, fields: dict[str, object]) -> None:
-        """Adds a step with what was in it."""
+        """Add a step with what was in it."""
         since = ended - seconds
         free = (lane for lane, until in self._steps_until.items() if until <= since)
         lane = next(free, None)
@@ -47,7 +47,7 @@ class Timeline:
         until: float,
         fields: dict[str, object],
     ) -> None:
-        """Adds a phase of a request, in the lane of its key under its name; what was before the
+        """Add a phase of a request, in the lane of its key under its name; what was before the
         beginning is cut off."""
         lane = self._lanes.get(key)
         if lane is None:
@@ -56,7 +56,7 @@ class Timeline:
         self._span(phase, lane, max(since, self.began), until, fields)
 
     def add_counters(self, at: float, values: dict[str, float]) -> None:
-        """Adds values that are drawn over time."""
+        """Add values that are drawn over time."""
         for name, value in values.items():
             self._events.append(
                 {
@@ -69,7 +69,7 @@ class Timeline:
             )
 
     def write(self, path: Path) -> None:
-        """Writes the trace, compressed."""
+        """Write the trace, compressed."""
         document = {"displayTimeUnit": "ms", "traceEvents": self._events}
         with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
             json.dump(document, file)

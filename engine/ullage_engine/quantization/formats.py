@@ -99,7 +99,7 @@ class Quantized:
         )
 
     def dequantise(self) -> torch.Tensor:
-        """Returns the weights, float32 [out, in]."""
+        """Return the weights, float32 [out, in]."""
         rows, columns = self.values.shape
         values = self.values
         scales = self.scales
@@ -114,19 +114,19 @@ class Quantized:
 
 
 def mxfp4_numbers() -> torch.Tensor:
-    """Returns the number of each code, float32 [16]."""
+    """Return the number of each code, float32 [16]."""
     magnitudes = torch.tensor(MXFP4_MAGNITUDES)
     return torch.cat([magnitudes, -magnitudes])
 
 
 def mxfp4_powers() -> torch.Tensor:
-    """Returns the factor of each scale, float32 [256]: 2^(byte - 127), and 255 is not a number."""
+    """Return the factor of each scale, float32 [256]: 2^(byte - 127), and 255 is not a number."""
     powers = [math.ldexp(1.0, code - MXFP4_BIAS) for code in range(255)]
     return torch.tensor([*powers, math.nan])
 
 
 def stacked(parts: list[Quantized]) -> Quantized:
-    """Puts together matrices of one encoding but for their rows, one above the other."""
+    """Put together matrices of one encoding but for their rows, one above the other."""
     first = parts[0]
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return Quantized(
@@ -138,14 +138,14 @@ def stacked(parts: list[Quantized]) -> Quantized:
 
 
 def rows_of(matrix: Quantized, start: int, count: int) -> Quantized:
-    """Returns some rows of a matrix; does the opposite of `stacked`."""
+    """Return some rows of a matrix; do the opposite of `stacked`."""
     rows = slice(start, start + count)
     zeros = None if matrix.zeros is None else matrix.zeros[rows]
     return Quantized(matrix.format, matrix.values[rows], matrix.scales[rows], zeros)
 
 
 def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
-    """Returns the same weights in int8, in smaller groups or with zeros, as `encoding` says."""
+    """Return the same weights in int8, in smaller groups or with zeros, as `encoding` says."""
     scales = quantized.scales
     zeros = quantized.zeros
     if encoding.has_zeros and zeros is None:
@@ -158,7 +158,7 @@ def widened(quantized: Quantized, encoding: Encoding) -> Quantized:
 
 
 def chosen_encoding(format: Format, shape: tuple[int, int]) -> Encoding:
-    """Returns how weights of this shape are quantised: int8 stands in where groups of int4 do not
+    """Return how weights of this shape are quantised: int8 stands in where groups of int4 do not
     divide the columns."""
     columns = shape[1]
     if format != "int4":
@@ -172,7 +172,7 @@ BLOCK = 32
 
 
 def read_mxfp4(data: npt.NDArray[np.uint8]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads codes 0 to 15 [..., in] and scales [..., groups] from [..., bytes], both uint8."""
+    """Read codes 0 to 15 [..., in] and scales [..., groups] from [..., bytes], both uint8."""
     blocks = torch.from_numpy(np.array(data)).view(*data.shape[:-1], -1, 17)
     codes = blocks[..., 1:]
     return torch.cat([codes & 15, codes >> 4], dim=-1).flatten(-2), blocks[..., 0]
@@ -231,7 +231,7 @@ class Packed(NamedTuple):
         return self.pieces.get(ZEROS)
 
     def split(self, count: int) -> "list[Packed]":
-        """Returns so many matrices that lie one above the other, all of them this one's memory."""
+        """Return so many matrices that lie one above the other, all of them this one's memory."""
         part = encoding_of_one(self.encoding, count)
         chunks = {
             name: tensor.view(count, -1, *tensor.shape[1:]) for name, tensor in self.pieces.items()
@@ -240,7 +240,7 @@ class Packed(NamedTuple):
 
 
 def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
-    """Lists the tensors that a matrix is stored in; `dtype` is that of the computation."""
+    """List the tensors that a matrix is stored in; `dtype` is that of the computation."""
     rows, columns = encoding.shape
     stored = scale_type(encoding, dtype)
     per_group = None if encoding.is_scaled_by_row else Axis(1, encoding.group)
@@ -257,23 +257,23 @@ def pieces_of(encoding: Encoding, dtype: torch.dtype) -> list[Piece]:
 
 
 def piece_of(encoding: Encoding, name: str) -> Piece:
-    """Returns the tensor of `pieces_of` that has this name; its type may be another."""
+    """Return the tensor of `pieces_of` that has this name; its type may be another."""
     return next(each for each in pieces_of(encoding, torch.float32) if each.name == name)
 
 
 def encoding_of_one(encoding: Encoding, count: int) -> Encoding:
-    """Returns the encoding of each of `count` matrices that lie one above the other."""
+    """Return the encoding of each of `count` matrices that lie one above the other."""
     rows, columns = encoding.shape
     return msgspec.structs.replace(encoding, shape=(rows // count, columns))
 
 
 def code_bytes(encoding: Encoding) -> int:
-    """Returns the bytes of a tile's codes."""
+    """Return the bytes of a tile's codes."""
     return encoding.group * TILE_ROWS // (2 if encoding.format == "int4" else 1)
 
 
 def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Makes the tensors of `pieces_of`."""
+    """Make the tensors of `pieces_of`."""
     if encoding.is_tiled:
         return {VALUES: pack_tiles(widened(quantized, encoding), encoding)}
     stored = scale_type(encoding, dtype)
@@ -284,7 +284,7 @@ def pack(quantized: Quantized, encoding: Encoding, dtype: torch.dtype) -> dict[s
 
 
 def unpack(packed: Packed) -> Quantized:
-    """Does the opposite of `pack`."""
+    """Do the opposite of `pack`."""
     encoding = packed.encoding
     if encoding.is_tiled:
         return unpack_tiles(packed.values, encoding)
@@ -311,7 +311,7 @@ def _stored_values(quantized: Quantized) -> torch.Tensor:
 
 
 def scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type that scales and zeros are stored in; `dtype` is that of the computation."""
+    """Return the type that scales and zeros are stored in; `dtype` is that of the computation."""
     if encoding.is_tiled:
         return torch.float16
     types: dict[str, torch.dtype] = {"w8a8": torch.float32, "mxfp4": torch.uint8}
@@ -319,7 +319,7 @@ def scale_type(encoding: Encoding, dtype: torch.dtype) -> torch.dtype:
 
 
 def _codes(values: torch.Tensor) -> torch.Tensor:
-    """Converts int4 values -8 to 7 to codes 0 to 15."""
+    """Convert int4 values -8 to 7 to codes 0 to 15."""
     return (values - MIN_VALUE["int4"]).view(torch.uint8)
 
 
@@ -355,7 +355,7 @@ def pack_tiles(matrix: Quantized, encoding: Encoding) -> torch.Tensor:
 
 
 def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
-    """Does the opposite of `pack_tiles` for all rows, or for whole tiles of them."""
+    """Do the opposite of `pack_tiles` for all rows, or for whole tiles of them."""
     least = MIN_VALUE[encoding.format]
     size = code_bytes(encoding)
     group = encoding.group
@@ -372,13 +372,13 @@ def unpack_tiles(packed: torch.Tensor, encoding: Encoding) -> Quantized:
 
 
 def _code_shift(encoding: Encoding) -> int:
-    """Returns the value whose weight is a tile's offset: the least of int4, as Q4_1 has it, and 0
+    """Return the value whose weight is a tile's offset: the least of int4, as Q4_1 has it, and 0
     of int8, where the least is so far away that rounding it would show."""
     return MIN_VALUE["int4"] if encoding.format == "int4" else 0
 
 
 def laid_out_for(encoding: Encoding, device: torch.device, num_matrices: int = 1) -> Encoding:
-    """Returns the same matrix, or matrices one above the other, in the layout that this device's
+    """Return the same matrix, or matrices one above the other, in the layout that this device's
     kernels read."""
     rows, columns = encoding.shape
     is_whole = encoding.format in ("int8", "int4") and rows // num_matrices % TILE_ROWS == 0
@@ -396,7 +396,7 @@ _LEAST_FLOAT16 = 2.0**-24
 
 
 def quantise(weights: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> Quantized:
-    """Rounds weights [out, in] for a computation in `dtype`."""
+    """Round weights [out, in] for a computation in `dtype`."""
     weights = weights.to(torch.float32)
     dtype = scale_type(encoding, dtype)
     match encoding.format:
@@ -457,6 +457,6 @@ def quantise_int4(weights: torch.Tensor, group: int, dtype: torch.dtype) -> Quan
 
 
 def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns scales as they are stored, never zero."""
+    """Return scales as they are stored, never zero."""
     smallest = _LEAST_FLOAT16 if dtype == torch.float16 else _TINY
     return scales.clamp(min=smallest).to(dtype)

@@ -35,29 +35,29 @@ class _Groups(NamedTuple):
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Splits the bytes of each last dimension: all low halves, then all high ones."""
+    """Split the bytes of each last dimension: all low halves, then all high ones."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def _split(packed: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """Splits the last dimension into some of these sizes."""
+    """Split the last dimension into some of these sizes."""
     return packed.reshape(*packed.shape[:-1], *sizes)
 
 
 def _bits(packed: torch.Tensor) -> torch.Tensor:
-    """Splits bytes [..., n] into bits [..., 8 n], the lowest of a byte first."""
+    """Split bytes [..., n] into bits [..., 8 n], the lowest of a byte first."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Reads the float16 at a byte of each block, as float32."""
+    """Read the float16 at a byte of each block, as float32."""
     stored = blocks[..., start : start + 2].contiguous()
     return stored.view(torch.float16).squeeze(-1).to(torch.float32)
 
 
 def _centred(codes: torch.Tensor, middle: int) -> torch.Tensor:
-    """Converts codes from 0 on to values around 0, which keeps zeros, and so their rounding,
+    """Convert codes from 0 on to values around 0, which keeps zeros, and so their rounding,
     small."""
     return codes.to(torch.int16).sub_(middle).to(torch.int8)
 
@@ -92,7 +92,7 @@ def _q8_0(blocks: torch.Tensor) -> _Groups:
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads eight scales and eight minimums of six bits from twelve bytes, float32."""
+    """Read eight scales and eight minimums of six bits from twelve bytes, float32."""
     low, middle, high = _split(packed, 3, 4).unbind(-2)
     scales = torch.cat([low & 63, (high & 15) | ((low >> 2) & 48)], dim=-1)
     minimums = torch.cat([middle & 63, (high >> 4) | ((middle >> 2) & 48)], dim=-1)
@@ -100,7 +100,7 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _large(blocks: torch.Tensor, codes: torch.Tensor, middle: int) -> _Groups:
-    """Makes groups of 32 of Q4_K's and Q5_K's codes [out, blocks, 8, 32]."""
+    """Make groups of 32 of Q4_K's and Q5_K's codes [out, blocks, 8, 32]."""
     scales, minimums = _six_bits(blocks[..., 4:16])
     scales *= _half(blocks, 0).unsqueeze(-1)
     zeros = middle * scales - _half(blocks, 2).unsqueeze(-1) * minimums
@@ -108,7 +108,7 @@ def _large(blocks: torch.Tensor, codes: torch.Tensor, middle: int) -> _Groups:
 
 
 def _large_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Splits 128 bytes into eight runs of 32: of each 32 bytes the low halves, then the high."""
+    """Split 128 bytes into eight runs of 32: of each 32 bytes the low halves, then the high."""
     return _split(_nibbles(_split(packed, 4, 32)).flatten(-2), 8, 32)
 
 
@@ -148,7 +148,7 @@ _KINDS = {
 
 
 def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
-    """Returns the encoding that keeps a matrix of such blocks; None where none does."""
+    """Return the encoding that keeps a matrix of such blocks; None where none does."""
     layout = _KINDS.get(kind)
     if layout is None:
         return None
@@ -156,7 +156,7 @@ def block_encoding(kind: str, shape: tuple[int, int]) -> Encoding | None:
 
 
 def read_blocks(data: npt.NDArray[np.uint8], kind: str) -> Quantized:
-    """Reads a matrix of blocks of one kind from its rows [out, bytes]."""
+    """Read a matrix of blocks of one kind from its rows [out, bytes]."""
     layout = _KINDS[kind]
     blocks = torch.from_numpy(np.array(data)).view(data.shape[0], -1, layout.num_bytes)
     groups = layout.read(blocks)

@@ -55,7 +55,7 @@ class Grid:
     """The same."""
 
     def round(self, weights: torch.Tensor) -> torch.Tensor:
-        """Returns the values nearest to weights [out, in], as float32."""
+        """Return the values nearest to weights [out, in], as float32."""
         grouped = _grouped(weights, self.scales.shape[1])
         scales = self.scales.float().unsqueeze(2)
         zeros = self.zeros.float().unsqueeze(2)
@@ -65,7 +65,7 @@ class Grid:
         return Quantized("int4", values.to(torch.int8), self.scales, self.zeros)
 
     def by_column(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns scale and zero of every weight, float32 [out, in]."""
+        """Return scale and zero of every weight, float32 [out, in]."""
         scales = self.scales.float()
         zeros = self.zeros.float()
         return scales.repeat_interleave(group, 1), zeros.repeat_interleave(group, 1)
@@ -119,12 +119,12 @@ class _Fit:
         self._sum = (weight * grouped).sum(dim=2)
 
     def error(self, values: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """Returns the error of each group, [out, groups]."""
+        """Return the error of each group, [out, groups]."""
         rounded = values * grid.scales.float().unsqueeze(2) + grid.zeros.float().unsqueeze(2)
         return (rounded.sub_(self._grouped).square_() * self._weight).sum(dim=2)
 
     def regression(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scale and the zero with which these values are nearest."""
+        """Return the scale and the zero with which these values are nearest."""
         weighted = self._weight * values
         first = weighted.sum(dim=2)
         second = (weighted * values).sum(dim=2)
@@ -153,7 +153,7 @@ def quantise_calibrated(
     dtype: torch.dtype,
     report: Callable[[], None] = lambda: None,
 ) -> Quantized:
-    """Rounds weights to int4 for inputs with this Gram matrix; scales and zeros are of `dtype`.
+    """Round weights to int4 for inputs with this Gram matrix; scales and zeros are of `dtype`.
 
     No row's error, the Gram matrix damped, is larger than with every weight rounded to the nearest
     value. With a diagonal Gram matrix all weights are. Inputs that are infinite or not numbers
@@ -189,7 +189,7 @@ def quantise_calibrated(
 def nearest_calibrated(
     weights: torch.Tensor, squares: torch.Tensor, group: int, dtype: torch.dtype
 ) -> Quantized:
-    """Rounds each weight to the nearest number; groups are fitted to the mean squares of inputs.
+    """Round each weight to the nearest number; groups are fitted to the mean squares of inputs.
 
     Args:
         weights: [out, in].
@@ -200,7 +200,7 @@ def nearest_calibrated(
 
 
 def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
-    """Returns the upper triangular U with UᵀU the inverse; None where rounding leaves none."""
+    """Return the upper triangular U with UᵀU the inverse; None where rounding leaves none."""
     lower, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         return None
@@ -211,7 +211,7 @@ def _inverse_factor(gram: torch.Tensor) -> torch.Tensor | None:
 def _compensated(
     weights: torch.Tensor, grid: Grid, group: int, order: torch.Tensor, factor: torch.Tensor
 ) -> torch.Tensor:
-    """Rounds column after column in `order`, and changes later columns by what it did.
+    """Round column after column in `order`, and changes later columns by what it did.
 
     `factor` is the inverse's, in the same order. Returns the values, float32 [out, in].
     """
@@ -243,7 +243,7 @@ def _excess(
     others: torch.Tensor,
     gram: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns by how much more these values cost products than the others do, row by row."""
+    """Return by how much more these values cost products than the others do, row by row."""
     first, second = (grid.quantized(each).dequantise() for each in (values, others))
     products = (second - first) @ gram
     return products.mul_(2 * weights - first - second).sum(dim=1)

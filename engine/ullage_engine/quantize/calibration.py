@@ -114,7 +114,7 @@ class Int4Calibration:
         device: torch.device,
         report: Callable[[], None],
     ) -> RoundLayer | None:
-        """Begins with the first layer; None where no matrix is calibrated, or, with a warning,
+        """Begin with the first layer; None where no matrix is calibrated, or, with a warning,
         where the model cannot read a text or it would take too much.
 
         Raises:
@@ -154,7 +154,7 @@ class Int4Calibration:
         return LayerCalibration(model_config, hidden, token_ids.shape[1], report, remedy)
 
     def _windows(self, files: ModelFiles, model_config: ModelConfig) -> list[list[int]]:
-        """Cuts the text into sequences of one length."""
+        """Cut the text into sequences of one length."""
         tokenizer = load_tokenizer(files.path)
         token_ids = tokenizer.encode_rendered(self.text.read_text(encoding="utf-8"))
         token_ids = [each for each in token_ids if each < model_config.vocab][: self.max_tokens]
@@ -198,7 +198,7 @@ def estimated_cost(
 
 @contextmanager
 def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
-    """Raises CalibrationError of a subject for what a device or its memory refuses."""
+    """Raise CalibrationError of a subject for what a device or its memory refuses."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -207,12 +207,12 @@ def _calibration_errors(subject: str, remedy: str) -> Iterator[None]:
 
 
 def _remedy(prepared: Sequence[PreparedTensor]) -> str:
-    """Returns what rounding to the nearest costs, and what to do where something can be done."""
+    """Return what rounding to the nearest costs, and what to do where something can be done."""
     return COST + REMEDY if fit_a_checkpoint(each.plan for each in prepared) else COST
 
 
 def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
-    """Returns the limits of the one step that computes the text."""
+    """Return the limits of the one step that computes the text."""
     return StepLimits(
         max_tokens=num_windows * window,
         max_rows=num_windows,
@@ -223,7 +223,7 @@ def _step_limits(num_windows: int, window: int, itemsize: int) -> StepLimits:
 
 
 def _log_begin(prepared: Sequence[PreparedTensor], num_tokens: int) -> None:
-    """Logs what is calibrated, and which matrices are not, and why."""
+    """Log what is calibrated, and which matrices are not, and why."""
     log.info("int4: calibrating with %d tokens", num_tokens)
     if any(each.is_calibrated and _is_of_experts_down(each) for each in prepared):
         log.info(
@@ -268,7 +268,7 @@ class LayerCalibration:
         self._started = time.monotonic()
 
     def _chunk(self, row: int, window: int) -> Chunk:
-        """Returns one sequence, whose token ids are the rows of its hidden states."""
+        """Return one sequence, whose token ids are the rows of its hidden states."""
         first = row * self._num_blocks
         return Chunk(
             request_id=f"calibration-{row}",
@@ -283,7 +283,7 @@ class LayerCalibration:
 
     @torch.inference_mode()
     def __call__(self, prepared: Sequence[PreparedTensor]) -> Mapping[str, Quantized]:
-        """Rounds the matrices of the next layer, all of whose tensors are given.
+        """Round the matrices of the next layer, all of whose tensors are given.
 
         Raises:
             CalibrationError: that failed, as for want of memory; later layers have no inputs.
@@ -313,7 +313,7 @@ class LayerCalibration:
         return rounded
 
     def _layer(self, index: int, prepared: Sequence[PreparedTensor]) -> LoadedModel:
-        """Returns a model of this layer alone, which embeds rows as their hidden states."""
+        """Return a model of this layer alone, which embeds rows as their hidden states."""
         device = self._hidden.device
         tensors = {each.name: each.weights().to(device) for each in prepared}
         model_config = msgspec.structs.replace(
@@ -365,7 +365,7 @@ class _Rounding:
         return recorder
 
     def finish(self) -> dict[str, Quantized]:
-        """Returns the rounded matrices, once the text was computed."""
+        """Return the rounded matrices, once the text was computed."""
         linears = {name: each.rounded for name, each in self._linears.items()}
         experts = {name: each.rounded() for name, each in self._experts.items()}
         return {name: _on_cpu(each) for name, each in (linears | experts).items() if each}
@@ -454,7 +454,7 @@ def _gram(x: torch.Tensor) -> torch.Tensor:
 
 
 def _grid(prepared: PreparedTensor) -> tuple[int, torch.dtype]:
-    """Returns the columns of a group, and the type of its scale and zero."""
+    """Return the columns of a group, and the type of its scale and zero."""
     assert prepared.encoding is not None, "only matrices are rounded"
     return prepared.encoding.group, scale_type(prepared.encoding, prepared.dtype)
 

@@ -97,7 +97,7 @@ class ModelDirectory:
         return ["lm_head", *(name for name in self._plain if name != "lm_head")]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes a tensor as it is."""
+        """Write a tensor as it is."""
         if tensor.dim() == 2 and name.endswith(".weight") and name != EMBEDDING:
             self._plain.append(name.removesuffix(".weight"))
         self._store(name, tensor)
@@ -109,7 +109,7 @@ class ModelDirectory:
             self._flush()
 
     def add_matrix(self, name: str, matrix: Quantized) -> None:
-        """Writes a quantised matrix instead of `name`, which ends in .weight."""
+        """Write a quantised matrix instead of `name`, which ends in .weight."""
         stem = name.removesuffix(".weight")
         if matrix.format == "int4":
             for each, tensor in own_tensors(stem, matrix).items():
@@ -216,7 +216,7 @@ def _empty(folder: Path) -> None:
 
 
 def quantization_config(format: Format, plain: list[str]) -> Json:
-    """Returns config.json's section on matrices in this format, except the `plain` ones."""
+    """Return config.json's section on matrices in this format, except the `plain` ones."""
     if format == "int4":
         return {"quant_method": "ullage", "format": "int4"}
     is_float = format == "fp8"
@@ -259,7 +259,7 @@ class Conversion:
 
 
 def convert(conversion: Conversion, progress: Progress) -> int:
-    """Writes the model; bytes of its safetensors.
+    """Write the model; bytes of its safetensors.
 
     Raises:
         WeightsError: the model, the text or the output folder cannot be used, or there is too
@@ -288,7 +288,7 @@ def convert(conversion: Conversion, progress: Progress) -> int:
 
 
 def _publish(folder: Path, output: Path) -> None:
-    """Moves the files to where they are asked for, readable by all."""
+    """Move the files to where they are asked for, readable by all."""
     output.mkdir(exist_ok=True)
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -385,7 +385,7 @@ def _write(
 def _rounded(
     conversion: Conversion, files: ModelFiles, reader: CheckpointReader, plans: list[TensorPlan]
 ) -> Iterator[tuple[TensorPlan, Quantized | None]]:
-    """Yields all plans in their order, with the matrix where a calibration rounds it to int4."""
+    """Yield all plans in their order, with the matrix where a calibration rounds it to int4."""
     if conversion.format != "int4":
         yield from ((plan, None) for plan in plans)
         return
@@ -409,7 +409,7 @@ def _matrix(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Converts large float32 tensors, which are dequantised ones, to bfloat16."""
+    """Convert large float32 tensors, which are dequantised ones, to bfloat16."""
     return tensor.bfloat16() if tensor.dim() > 1 and tensor.dtype == torch.float32 else tensor
 
 
@@ -467,7 +467,7 @@ _REPORT_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the conversion; the exit status."""
+    """Run the conversion; the exit status."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads or usable_cores())
     make_first_calls()
@@ -505,7 +505,7 @@ def ended_by_exit() -> Iterator[None]:
 
 
 def reporter() -> Progress:
-    """Prints how far each stage is, at most once in a second."""
+    """Print how far each stage is, at most once in a second."""
     last = 0.0
 
     def report(stage: str, done: int, total: int) -> None:

@@ -55,7 +55,7 @@ class TextPass:
         return self._runner.kv_block_bytes // BLOCK_TOKENS
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
-        """Computes hidden states after the last layer; they live until the next call."""
+        """Compute hidden states after the last layer; they live until the next call."""
         chunk = Chunk(
             request_id="text",
             token_ids=tokens,
@@ -69,7 +69,7 @@ class TextPass:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Computes logits of what follows each token, [tokens, vocab]."""
+        """Compute logits of what follows each token, [tokens, vocab]."""
         hidden = self.hidden(tokens)
         out = hidden.new_empty(len(tokens), self._runner.model_config.vocab)
         self._runner.write_logits(hidden, out)
@@ -117,7 +117,7 @@ def calibrate(
     tokens: list[int],
     progress: Callable[[int, int], None],
 ) -> Maxima:
-    """Runs a text through the model; tokens are counted by `progress`."""
+    """Run a text through the model; tokens are counted by `progress`."""
     maxima: Maxima = {}
 
     def wrap(name: str, matrix: Linear) -> Linear:

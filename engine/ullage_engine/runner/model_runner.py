@@ -263,7 +263,7 @@ class ModelRunner:
             return self.decoder.verify_row_invariance()
 
     def warm_up(self) -> None:
-        """Runs the largest steps, so that every buffer libraries make lazily exists.
+        """Run the largest steps, so that every buffer libraries make lazily exists.
 
         Overwrites the KV pool; call it before the first request.
         """
@@ -345,7 +345,7 @@ class ModelRunner:
         return time.perf_counter() - started
 
     def run_largest(self) -> None:
-        """Runs only the steps that take the most memory, and captures graphs; the part of `warm_up`
+        """Run only the steps that take the most memory, and captures graphs; the part of `warm_up`
         that is repeated."""
         # First, since capturing gives back the memory that larger steps have left.
         self._capture_graphs()
@@ -354,7 +354,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Computes a step; a token for each row that is sampled, in the plan's order.
+        """Compute a step; a token for each row that is sampled, in the plan's order.
 
         Of several ranks every one computes its part, and the tokens are on the one that samples.
         """
@@ -376,7 +376,7 @@ class ModelRunner:
             return sample(logits, chunks, self._counts, likeliest, team, self._as_computed(logits))
 
     def _as_computed(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Returns what the logits were copied from, in the model's type; None: the library's have
+        """Return what the logits were copied from, in the model's type; None: the library's have
         no other copy."""
         if self._native is not None:
             return None
@@ -384,7 +384,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
-        """Computes a step; yields what is sampled of each micro-batch, and the logits of it.
+        """Compute a step; yield what is sampled of each micro-batch, and the logits of it.
 
         Logits [rows, vocab] live until the next are computed; ranks that do not sample have none.
         """
@@ -403,7 +403,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> torch.Tensor:
-        """Computes a step of a whole model without sampling: hidden states of the batch's rows
+        """Compute a step of a whole model without sampling: hidden states of the batch's rows
         after the last layer, which live until the next step."""
         self._clear_begun_blocks(plan)
         if self._native is not None:
@@ -423,7 +423,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
-        """Copies whole blocks over all layers: out to the host, in from it, then on the device.
+        """Copy whole blocks over all layers: out to the host, in from it, then on the device.
 
         Allocates nothing, and steps executed later see the result. What is prefetched is there when
         the step that is executed next has ended.
@@ -442,7 +442,7 @@ class ModelRunner:
         return self._host.measure()
 
     def sync(self) -> None:
-        """Waits until everything is done that was begun."""
+        """Wait until everything is done that was begun."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -525,7 +525,7 @@ class ModelRunner:
         index: int,
         layers: list[int] | None = None,
     ) -> torch.Tensor:
-        """Computes the index-th micro-batch of a step up to this rank's last layer."""
+        """Compute the index-th micro-batch of a step up to this rank's last layer."""
         caches = self._kv.layers
         states = self._states.layers
         received = transfers.receive(index)
@@ -535,7 +535,7 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, transfers: StepTransfers, index: int, layers: list[int] | None = None
     ) -> _Computed | None:
-        """Computes the index-th micro-batch of a step; see `logits`."""
+        """Compute the index-th micro-batch of a step; see `logits`."""
         if self._native is not None:
             return self._run_native(plan, range(layers[0], layers[-1] + 1) if layers else None)
         batch = self._batch(plan)
@@ -549,7 +549,7 @@ class ModelRunner:
         return self._sampled(batch)
 
     def _replay(self, batch: StepBatch) -> bool:
-        """Computes a batch to its logits by a graph; returns False if there is none for it."""
+        """Compute a batch to its logits by a graph; returns False if there is none for it."""
         replay = self._graphs.find(batch) if self._graphs else None
         if replay is None:
             return False
@@ -559,19 +559,19 @@ class ModelRunner:
         return True
 
     def _computed_logits(self, rows: int) -> torch.Tensor:
-        """Returns where logits of so many rows are computed, padding included."""
+        """Return where logits of so many rows are computed, padding included."""
         padded = self._limits.product_rows(rows)
         return shaped(self._sampling["computed"], padded, self.model_config.vocab)
 
     def _sampled(self, batch: StepBatch) -> _Computed:
-        """Returns what is sampled of a batch, and its logits, in float32."""
+        """Return what is sampled of a batch, and its logits, in float32."""
         rows = len(batch.sampled)
         logits = shaped(self._sampling["logits"], rows, self.model_config.vocab)
         return batch.sampled, logits.copy_(self._computed_logits(rows)[:rows]), None
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
-        """Captures decode steps of every number of rows and width of tables, the largest first."""
+        """Capture decode steps of every number of rows and width of tables, the largest first."""
         if self._graphs is None:
             return
         self._graphs.clear()
@@ -583,7 +583,7 @@ class ModelRunner:
                 self._graphs.capture(batch, action)
 
     def _decode_action(self, batch: StepBatch) -> Action:
-        """Returns what computes a step of decodes to its logits, as often as steps like it are
+        """Return what computes a step of decodes to its logits, as often as steps like it are
         prepared."""
         step = self.decoder.prepare(batch)
         caches = self._kv.layers

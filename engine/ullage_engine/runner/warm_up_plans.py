@@ -38,7 +38,7 @@ vocabulary and choose different experts."""
 
 
 def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yields one plan for every shape a matrix product can have; see
+    """Yield one plan for every shape a matrix product can have; see
     `ullage_engine.kernels.arena`."""
     longest = min(limits.max_tokens, limits.max_model_len)
     for tokens in _largest_of_each(limits.product_rows, longest):
@@ -53,7 +53,7 @@ def shape_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
 
 
 def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[StepPlan]:
-    """Yields the longest prompt chunk at the end of the longest sequence, and the fullest batch,
+    """Yield the longest prompt chunk at the end of the longest sequence, and the fullest batch,
     each with all that sampling can be asked for."""
     longest = min(limits.max_tokens, limits.max_model_len)
     prompt = make_chunk(0, longest, limits.max_model_len - longest, limits, num_blocks, EVERYTHING)
@@ -67,7 +67,7 @@ def largest_plans(limits: StepLimits, num_blocks: int, vocab: int) -> Iterator[S
 
 
 def decode_plans(limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yields decodes of every number of rows that products have, the most first."""
+    """Yield decodes of every number of rows that products have, the most first."""
     most = min(limits.max_rows, limits.max_tokens)
     for rows in reversed(_largest_of_each(limits.product_rows, most)):
         chunks = [make_chunk(row, 1, 0, limits, num_blocks, GREEDY) for row in range(rows)]
@@ -114,7 +114,7 @@ def probe_plans(limits: StepLimits, num_blocks: int, vocab: int) -> list[StepPla
 
 
 def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[Chunk]:
-    """Yields the chunks with as many different tokens in their histories, together, as penalties
+    """Yield the chunks with as many different tokens in their histories, together, as penalties
     are computed of at once."""
     tokens = min(max_model_len, vocab, -(-PENALTIES_AT_ONCE // len(chunks)))
     for chunk in chunks:
@@ -122,7 +122,7 @@ def _penalised(chunks: list[Chunk], max_model_len: int, vocab: int) -> Iterator[
 
 
 def _decodes(context: int, blocks: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPlan]:
-    """Yields decodes of every number of rows that sequences of this length can be attended in."""
+    """Yield decodes of every number of rows that sequences of this length can be attended in."""
     gathered = max(
         1, limits.max_gather_tokens // (limits.context_blocks(blocks) * limits.block_tokens)
     )
@@ -143,7 +143,7 @@ def _tiles(context: int, limits: StepLimits, num_blocks: int) -> Iterator[StepPl
 
 
 def _largest_of_each(bucket: Callable[[int], int], limit: int) -> list[int]:
-    """Lists the largest size up to `limit` of each bucket."""
+    """List the largest size up to `limit` of each bucket."""
     largest = {bucket(size): size for size in range(1, limit + 1)}
     return list(largest.values())
 
@@ -156,7 +156,7 @@ def make_chunk(
     num_blocks: int,
     sampling: SamplingParams | None,
 ) -> Chunk:
-    """Makes a chunk of whatever blocks exist, shared where the pool is smaller than the step."""
+    """Make a chunk of whatever blocks exist, shared where the pool is smaller than the step."""
     end = start + tokens
     table = [(block + index) % num_blocks for block in range(-(-end // limits.block_tokens))]
     return Chunk(

@@ -53,7 +53,7 @@ class RowParallelLinear:
 
 
 def linear_scratch_bytes(loaded: LoadedModel, limits: StepLimits) -> int:
-    """Returns the bytes that products with quantised matrices are computed in."""
+    """Return the bytes that products with quantised matrices are computed in."""
     packed = any(each.format == "mxfp4" for each in loaded.encodings.values())
     device = _device(loaded)
     decoded = mxfp4_scratch_bytes(device.type, limits.itemsize) if packed and decodes(device) else 0
@@ -70,7 +70,7 @@ def model_weights(
     scratch: torch.Tensor,
     rank: PipelineRank | None = None,
 ) -> Weights:
-    """Makes a model's matrices, or one rank's parts of them, plain or quantised.
+    """Make a model's matrices, or one rank's parts of them, plain or quantised.
 
     `scratch` has `linear_scratch_bytes`.
     """
@@ -111,7 +111,7 @@ def model_weights(
 
 
 def _encodings_of_products(loaded: LoadedModel) -> Iterator[Encoding]:
-    """Yields encodings with the shape of one product: experts are multiplied one at a time."""
+    """Yield encodings with the shape of one product: experts are multiplied one at a time."""
     for name, encoding in loaded.encodings.items():
         rows, columns = encoding.shape
         if ".experts_" in name:

@@ -26,7 +26,7 @@ _MAX_RELEASES = 32
 def refuse_never_fits(
     requests: list[EngineRequest], profile: MemoryProfile, max_model_len: int, needed_bytes: int
 ) -> Rejected | None:
-    """Refuses requests that even an empty engine, which needs `needed_bytes`, could not serve, or
+    """Refuse requests that even an empty engine, which needs `needed_bytes`, could not serve, or
     that are more than their session may hold."""
     session_bytes = profile.session_kv_bytes if requests[0].session_id else 0
     length = max(len(request.token_ids) for request in requests)
@@ -60,7 +60,7 @@ def refuse_now(
     queue_slots: int,
     releases: Iterable[tuple[float, int]],
 ) -> Rejected | None:
-    """Refuses requests that do not fit beside those admitted already.
+    """Refuse requests that do not fit beside those admitted already.
 
     Args:
         available_bytes: KV bytes that nobody holds and nobody has reserved.
@@ -93,7 +93,7 @@ def refuse_now(
 def refuse_duplicates(
     requests: list[EngineRequest], served: Container[str], pool_bytes: int
 ) -> Rejected | None:
-    """Refuses ids that are in use, also within the group itself.
+    """Refuse ids that are in use, also within the group itself.
 
     `served`: ids in use.
     """
@@ -106,7 +106,7 @@ def refuse_duplicates(
 
 
 def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
-    """Lists expected releases, soonest first; the last of at most 32 entries sums up all the
+    """List expected releases, soonest first; the last of at most 32 entries sums up all the
     rest."""
     ordered = sorted(releases)
     head = ordered[: _MAX_RELEASES - 1]
@@ -176,7 +176,7 @@ class AdmissionControl:
         return None
 
     def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
-        """Refuses ids that are in use, also within the group itself."""
+        """Refuse ids that are in use, also within the group itself."""
         return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
 
     def can_start(self, sequence: Sequence) -> bool:
@@ -200,7 +200,7 @@ class AdmissionControl:
         return request.is_complete(self.longest(request), resumed)
 
     def new_sequence(self, request: EngineRequest, priority: int, arrival: int) -> Sequence:
-        """Creates a sequence that ranks by `priority`, then by `arrival`."""
+        """Create a sequence that ranks by `priority`, then by `arrival`."""
         self._num_submitted += 1
         return Sequence(
             request=request,
@@ -228,7 +228,7 @@ class AdmissionControl:
         return min(longest, most_tokens(self._profile, limit, num_prompt, num_samples))
 
     def releases(self) -> list[ReleaseState]:
-        """Lists when sequences are expected to release how many bytes; see `soonest_releases`.
+        """List when sequences are expected to release how many bytes; see `soonest_releases`.
 
         Of many sequences it may be what was expected a moment ago.
         """
@@ -246,7 +246,7 @@ class AdmissionControl:
             yield each.after_s, each.num_bytes
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yields for each sequence in how many seconds it is expected to release how many bytes."""
+        """Yield for each sequence in how many seconds it is expected to release how many bytes."""
         for each in self._sequences:
             # A shared block counts for its holders in equal parts.
             blocks = each.num_reserved + self._num_held(each)
@@ -306,7 +306,7 @@ class AdmissionControl:
         )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Makes sequences of one arrival; children of the first if they have a common prefix."""
+        """Make sequences of one arrival; children of the first if they have a common prefix."""
         arrival = self._num_submitted
         priority = requests[0].priority
         parent, *others = [self.new_sequence(request, priority, arrival) for request in requests]

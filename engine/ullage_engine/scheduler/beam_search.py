@@ -112,7 +112,7 @@ def advance(
     *,
     is_last: bool = False,
 ) -> Search:
-    """Takes a search that is not over one step on.
+    """Take a search that is not over one step on.
 
     Args:
         candidates: for each beam its `rules.num_candidates` likeliest next tokens, or all there
@@ -160,7 +160,7 @@ class _Extension(NamedTuple):
 def _extensions(
     beams: Sequence[Beam], candidates: Sequence[Sequence[Candidate]]
 ) -> list[_Extension]:
-    """Lists every beam with every candidate, likeliest first; ties by beam, then by candidate."""
+    """List every beam with every candidate, likeliest first; ties by beam, then by candidate."""
     extended = [
         _Extension(beam.logprob + token.report.logprob, parent, beam, token)
         for parent, (beam, some) in enumerate(zip(beams, candidates, strict=True))
@@ -212,7 +212,7 @@ class _BeamGroup:
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
-        """Builds the request of one beam's next step."""
+        """Build the request of one beam's next step."""
         max_tokens = len(token_ids) + _TOKENS_OF_A_SEQUENCE
         return self._sequence(place, token_ids, min(self.first.max_tokens, max_tokens))
 
@@ -233,7 +233,7 @@ class _BeamGroup:
         )
 
     def add_output(self, output: TokenOutput) -> bool:
-        """Takes the output of a beam's sequence; returns whether the search can advance."""
+        """Take the output of a beam's sequence; return whether the search can advance."""
         if output.request_id in self.candidates or output.logprobs is None:
             return False
         if self.num_cached_tokens is None:
@@ -250,7 +250,7 @@ class _BeamGroup:
         self.candidates = {}
 
     def outputs(self) -> list[TokenOutput]:
-        """Returns the best hypotheses, one for each request."""
+        """Return the best hypotheses, one for each request."""
         assert len(self.state.finished) >= len(self.requests), "fewer hypotheses than requests"
         pairs = zip(self.requests, self.state.finished, strict=False)
         return [self._output(request, hypothesis) for request, hypothesis in pairs]
@@ -267,7 +267,7 @@ class _BeamGroup:
         )
 
     def _candidates(self, top: TokenLogprobs) -> list[Candidate]:
-        """Makes candidates of the likeliest next tokens, with the alternatives a client sees."""
+        """Make candidates of the likeliest next tokens, with the alternatives a client sees."""
         top_ids = top.top_ids[: self.num_top_logprobs]
         top_logprobs = top.top_logprobs[: self.num_top_logprobs]
         return [
@@ -287,7 +287,7 @@ class BeamSearches:
     def start(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Starts one search for all its requests, or refuses it and names the first.
+        """Start one search for all its requests, or refuse it and names the first.
 
         The result has outputs only for requests that end at once, without room for a token.
         """
@@ -306,7 +306,7 @@ class BeamSearches:
         return []
 
     def filter_outputs(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Keeps the outputs of beams; returns the others and those of searches that are over."""
+        """Keep the outputs of beams; return the others and those of searches that are over."""
         if not self._by_member:
             return outputs
         passed = [each for each in outputs if each.request_id not in self._by_member]
@@ -317,7 +317,7 @@ class BeamSearches:
         return passed
 
     def cancel(self, request_id: str) -> bool:
-        """Cancels a request of a search, which ends with its last one; False for other requests."""
+        """Cancel a request of a search, which ends with its last one; False for other requests."""
         group = self._groups.get(request_id)
         if group is None:
             return False

@@ -33,7 +33,7 @@ class OutputLengthEstimator:
         return len(self._bounds)
 
     def observe(self, num_tokens: int) -> None:
-        """Counts the output length of one finished request, in tokens."""
+        """Count the output length of one finished request, in tokens."""
         self._weight *= self._gain
         self._add(num_tokens, self._weight)
         if self._weight > _RESCALE_AT:
@@ -105,7 +105,7 @@ class ThroughputEstimator:
     def observe(
         self, seconds: float, *, num_decodes: int, num_prompt_tokens: int, num_accepted: int = 0
     ) -> None:
-        """Counts one step that took `seconds`, and gave each decode a token, and all together
+        """Count one step that took `seconds`, and gave each decode a token, and all together
         `num_accepted` more."""
         if seconds <= 0:
             return
@@ -164,13 +164,13 @@ class _SecondsBySize:
         steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
 
     def predict(self, num_decodes: int) -> float:
-        """Returns the seconds of a step with so many decodes, or of the largest that was observed;
+        """Return the seconds of a step with so many decodes, or of the largest that was observed;
         0 where none was."""
         steps = self.all()
         return steps[min(num_decodes.bit_length(), len(steps)) - 1] if steps else 0.0
 
     def all(self) -> list[float]:
-        """Returns the seconds of all sizes up to the largest that was observed, never fewer for a
+        """Return the seconds of all sizes up to the largest that was observed, never fewer for a
         larger one; those of a size that was not are those of the next larger one."""
         steps: list[float] = []
         bound = float("inf")

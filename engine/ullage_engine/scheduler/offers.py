@@ -58,7 +58,7 @@ class BlockOffers(Generic[Place]):
         self._num_offered -= len(keys)
 
     def take_message(self) -> KvOffer | None:
-        """Returns what offers the blocks that were added since the last call; None: there are
+        """Return what offers the blocks that were added since the last call; None: there are
         none."""
         if not self._new_blocks:
             return None
@@ -68,13 +68,13 @@ class BlockOffers(Generic[Place]):
         return message
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Takes the answer to the oldest offer."""
+        """Take the answer to the oldest offer."""
         places = self._unanswered.popleft()
         self._num_offered -= len(places)
         self._granted += [(slot, places[slot.key]) for slot in slots]
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
-        """Returns slots of blocks to copy with one step, each once."""
+        """Return slots of blocks to copy with one step, each once."""
         granted = Granted[Place]([], [])
         for _ in range(min(_MAX_STORED, len(self._granted))):
             slot, place = self._granted.popleft()

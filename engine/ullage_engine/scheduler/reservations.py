@@ -67,7 +67,7 @@ class BlockReservations:
         return sequence.request_id not in self._deferred
 
     def cost(self, sequence: Sequence) -> ReservationCost:
-        """Computes what a sequence that holds nothing would have to reserve now."""
+        """Compute what a sequence that holds nothing would have to reserve now."""
         hits = [] if sequence.parent else self._match(sequence)
         windows = self._cache.window_blocks(hits)
         num_reserved = self._blocks_needed(sequence) - len(hits) - len(windows)
@@ -76,7 +76,7 @@ class BlockReservations:
         )
 
     def defer(self, sequence: Sequence) -> None:
-        """Releases all that the sequence holds; `grant_deferred` reserves for it again."""
+        """Release all that the sequence holds; `grant_deferred` reserves for it again."""
         self.release(sequence)
         self._set_deferred(sequence, self._blocks_needed(sequence))
 
@@ -91,7 +91,7 @@ class BlockReservations:
                 return
 
     def add_cached(self, sequence: Sequence) -> None:
-        """Swaps reserved blocks of a starting sequence for blocks cached since the reservation."""
+        """Swap reserved blocks of a starting sequence for blocks cached since the reservation."""
         held = len(sequence.block_ids)
         if sequence.num_computed != held * self._cache.block_tokens:
             return
@@ -133,7 +133,7 @@ class BlockReservations:
         return True
 
     def slide_window(self, sequence: Sequence, position: int) -> None:
-        """Gives back the blocks that a window ending at this position no longer reaches.
+        """Give back the blocks that a window ending at this position no longer reaches.
 
         What becomes available by that is reserved for the blocks that the window comes to next.
         """
@@ -142,7 +142,7 @@ class BlockReservations:
             self._free_windows(sequence, max(0, first - sequence.first_window_block))
 
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Makes `blocks` the sequence's window blocks in place of those that it holds."""
+        """Make `blocks` the sequence's window blocks in place of those that it holds."""
         self._free_windows(sequence, len(sequence.window_block_ids))
         sequence.first_window_block = first
         sequence.window_block_ids = blocks
@@ -156,7 +156,7 @@ class BlockReservations:
             self._reserve(sequence, sum(self._cache.ref_count(block) == 0 for block in blocks))
 
     def cache_blocks(self, sequence: Sequence, first: int, full: int) -> int:
-        """Caches the blocks `first` to `full` - 1 of a sequence, which are complete; returns how
+        """Cache the blocks `first` to `full` - 1 of a sequence, which are complete; return how
         many of them were cached already, which it then shares."""
         own = sequence.block_ids
         salt = sequence.request.cache_salt
@@ -190,7 +190,7 @@ class BlockReservations:
         return self._cache.allocate(count, after=last)
 
     def release(self, sequence: Sequence) -> None:
-        """Releases all blocks of the sequence and its reservation."""
+        """Release all blocks of the sequence and its reservation."""
         self._reserve(sequence, -sequence.num_reserved)
         self._set_deferred(sequence, 0)
         self._cache.free(sequence.held_blocks)
@@ -201,7 +201,7 @@ class BlockReservations:
         sequence.num_cached_blocks = sequence.num_writable = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Asserts the invariant of the module and that the counts are those of `sequences`."""
+        """Assert the invariant of the module and that the counts are those of `sequences`."""
         present = list(sequences)
         self._cache.check_integrity(sequence.held_blocks for sequence in present)
         for each in present:
@@ -228,7 +228,7 @@ class BlockReservations:
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Counts the blocks of the whole sequence, less those it will share with its parent, or
+        """Count the blocks of the whole sequence, less those it will share with its parent, or
         shares of its first `num_shared` tokens already."""
         if sequence.parent:
             num_shared = sequence.num_shared_tokens
@@ -280,7 +280,7 @@ class BlockReservations:
             self.num_deferred += num_blocks
 
     def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
-        """Reserves up to `count` blocks for the sequence, revoking those of less important ones."""
+        """Reserve up to `count` blocks for the sequence, revoking those of less important ones."""
         beyond = count - sequence.num_reserved
         # The least important first, and none as important as the sequence: no two revoke each
         # other.
@@ -294,7 +294,7 @@ class BlockReservations:
         return True
 
     def _revoke(self, victim: Sequence, count: int) -> None:
-        """Takes up to `count` reserved blocks back from a less important sequence.
+        """Take up to `count` reserved blocks back from a less important sequence.
 
         A waiting one loses all that it holds: it could not start with the rest, and the rest would
         keep others from starting.

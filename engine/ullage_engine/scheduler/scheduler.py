@@ -112,11 +112,11 @@ class Scheduler:
         return self._statistics.num_steps
 
     def stats(self) -> SchedulerStats:
-        """Collects the statistics; see `SchedulerStatistics.collect`."""
+        """Collect the statistics; see `SchedulerStatistics.collect`."""
         return self._statistics.collect(self.speculation)
 
     def releases(self) -> list[ReleaseState]:
-        """Lists predicted releases of memory, soonest first; the last sums up all the rest."""
+        """List predicted releases of memory, soonest first; the last sums up all the rest."""
         return self._admission.releases()
 
     def check_integrity(self) -> None:
@@ -188,7 +188,7 @@ class Scheduler:
             self._reservations.defer(child)
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drops a request and frees its memory; an unknown id is no error.
+        """Drop a request and free its memory; an unknown id is no error.
 
         `is_answered`: a stop string ended the answer, whose length is observed like any other.
         """
@@ -198,7 +198,7 @@ class Scheduler:
             self._remove(sequence)
 
     def discard(self, request_id: str) -> None:
-        """Drops a request whose KV may be damaged, and what is cached of it and of all that begin
+        """Drop a request whose KV may be damaged, and what is cached of it and of all that begin
         with the same block: what other sequences hold is kept for them alone. An unknown id is no
         error. Of a request that was cancelled while the oldest plan in flight computes it, what is
         cached goes, and one that has its id now stays."""
@@ -220,7 +220,7 @@ class Scheduler:
         self._cache.evict_branch(path)
 
     def fail_newest(self) -> str | None:
-        """Drops the least important running sequence; returns its request id.
+        """Drop the least important running sequence; return its request id.
 
         This, `preempt_newest` and `replan` are for the only plan in flight.
         """
@@ -246,11 +246,11 @@ class Scheduler:
         self._reservations.num_withheld = -(-num_bytes // self._profile.block_bytes)
 
     def end_idle_sessions(self) -> None:
-        """Ends sessions that were not used for their idle time."""
+        """End sessions that were not used for their idle time."""
         self._cache.sessions.end_idle()
 
     def evict_all(self) -> None:
-        """Evicts all KV that no sequence holds, from tiers outside the device, too."""
+        """Evict all KV that no sequence holds, from tiers outside the device, too."""
         if self.tiers:
             self.tiers.discard(None, [])
         self._cache.evict_all()
@@ -282,13 +282,13 @@ class Scheduler:
         return self._with_moves(self._plan_chunks(prompt_tokens, is_chunked=True), done)
 
     def abandon(self) -> None:
-        """Takes back the only plan in flight: its moves are done, but it was not computed."""
+        """Take back the only plan in flight: its moves are done, but it was not computed."""
         planned = self._in_flight.pop()
         if self.tiers:
             self.tiers.keep(planned.transfers)
 
     def _with_moves(self, chunks: list[Chunk], done: Transfers) -> StepPlan:
-        """Makes the plan of these chunks, which reports what is `done` with its own copies."""
+        """Make the plan of these chunks, which reports what is `done` with its own copies."""
         # Drained last: planning chunks preempts and copies, and those moves belong to this plan.
         moves = self._swap.drain(chunks)
         if self.tiers:
@@ -334,7 +334,7 @@ class Scheduler:
         ]
 
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Counts a chunk's tokens as computed, and caches the blocks that they fill."""
+        """Count a chunk's tokens as computed, and cache the blocks that they fill."""
         num_computed = chunk.start + len(chunk.token_ids)
         if sequence.is_decoding and chunk.sampling:
             sequence.num_computed = num_computed
@@ -348,7 +348,7 @@ class Scheduler:
             self._cache_full_blocks(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's memory; it waits until it can have all it needs at once."""
+        """Take a running sequence's memory; it waits until it can have all it needs at once."""
         # Before the blocks are freed: what to copy to the host is read from them.
         if not (self.tiers and self.tiers.forget(sequence)):
             self._swap.swap_out(sequence)
@@ -366,7 +366,7 @@ class Scheduler:
             self._reservations.defer(child)
 
     def _start_waiting(self) -> None:
-        """Starts waiting sequences, the most important first, as far as the batch has slots."""
+        """Start waiting sequences, the most important first, as far as the batch has slots."""
         # First what was revoked, by importance; only what remains may start anybody else.
         self._reservations.grant_deferred(self._sequences)
         num_slots = self._max_running - self._sequences.num_running
@@ -429,7 +429,7 @@ class Scheduler:
         return decodes + prompts
 
     def _present(self, running: list[Sequence]) -> list[Sequence]:
-        """Leaves out sequences whose KV is still to come from outside the device."""
+        """Leave out sequences whose KV is still to come from outside the device."""
         if self.tiers:
             running = [each for each in running if not self.tiers.is_waiting(each)]
         # KV is copied in beside this step, unless there is nothing else to compute.
@@ -443,7 +443,7 @@ class Scheduler:
     def _chunk(
         self, sequence: Sequence, start: int, count: int, draft: list[int] | None = None
     ) -> Chunk | None:
-        """Makes the chunk of `count` tokens; None where there are none, or no blocks for them."""
+        """Make the chunk of `count` tokens; None where there are none, or no blocks for them."""
         end = start + count + len(draft or ())
         if not count or (end > sequence.num_writable and not self._allocate(sequence, start, end)):
             return None
@@ -451,14 +451,14 @@ class Scheduler:
         return make_chunk(sequence, start, count, slots, draft)
 
     def _decode(self, sequence: Sequence) -> Chunk | None:
-        """Makes the chunk of a decode; None where there is no block for it."""
+        """Make the chunk of a decode; None where there is no block for it."""
         start = sequence.num_computed
         if start < sequence.num_writable and self._is_plain:
             return make_decode(sequence)
         return self._chunk(sequence, start, 1)
 
     def _sequences_in_flight(self) -> set[Sequence]:
-        """Collects the sequences of plans that are not committed."""
+        """Collect the sequences of plans that are not committed."""
         return {sequence for planned in self._in_flight for sequence, _ in planned.entries.values()}
 
     def _can_decode(self, sequence: Sequence) -> bool:
@@ -555,7 +555,7 @@ class Scheduler:
     def _append(
         self, sequence: Sequence, sampled: SampledToken, before: list[SampledToken] | None
     ) -> TokenOutput:
-        """Appends a token to its sequence; `before` are accepted ones, which it has already."""
+        """Append a token to its sequence; `before` are accepted ones, which it has already."""
         request = sequence.request
         tokens = sequence.token_ids
         token = sampled.token_id

@@ -158,7 +158,7 @@ class Sequence:
         return (-self.priority, self.arrival, self.serial)
 
     def set_computed(self, num_tokens: int) -> None:
-        """Sets `num_computed` and what follows from it, which one more token of a decode and the
+        """Set `num_computed` and what follows from it, which one more token of a decode and the
         next one behind it leave as it is."""
         before = self.num_prefill
         self.num_computed = num_tokens
@@ -266,12 +266,12 @@ class SequenceTable:
         self._backlog.num_tokens += sequence.num_prefill
 
     def start(self, sequence: Sequence) -> None:
-        """Takes a sequence into the batch."""
+        """Take a sequence into the batch."""
         sequence.is_running = True
         bisect.insort(self._running, sequence, key=_rank_of)
 
     def stop(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the batch, if it is in it."""
+        """Take a sequence out of the batch, if it is in it."""
         if sequence.is_running:
             sequence.is_running = False
             self._running.remove(sequence)
@@ -420,7 +420,7 @@ class ForkGroups:
         return bool(self._children)
 
     def form(self, parent: Sequence, children: list[Sequence], num_shared_tokens: int) -> None:
-        """Makes `children` wait until the parent has computed its first `num_shared_tokens`."""
+        """Make `children` wait until the parent has computed its first `num_shared_tokens`."""
         parent.has_children = bool(children)
         for child in children:
             child.parent = parent
@@ -433,7 +433,7 @@ class ForkGroups:
         return list(self._children.get(parent, ()))
 
     def take_ready(self, parent: Sequence) -> list[Sequence]:
-        """Releases the children that can fork from the parent now; they are independent from then
+        """Release the children that can fork from the parent now; they are independent from then
         on."""
         ready = self._children.get(parent)
         if not ready or parent.num_computed < ready[0].num_shared_tokens:
@@ -445,7 +445,7 @@ class ForkGroups:
         return ready
 
     def remove(self, sequence: Sequence) -> list[Sequence]:
-        """Removes a sequence; returns the children that lose it, the first of them their new
+        """Remove a sequence; return the children that lose it, the first of them their new
         parent."""
         if sequence.parent:
             self._detach(sequence, sequence.parent)
@@ -467,7 +467,7 @@ class ForkGroups:
 
 
 def shared_tokens(requests: list[EngineRequest]) -> int:
-    """Counts the leading tokens that all of these requests have in common.
+    """Count the leading tokens that all of these requests have in common.
 
     The last token of each is excluded, because each request needs its logits.
     """
@@ -548,7 +548,7 @@ def make_chunk(
     slots: tuple[int | None, int] = (None, 0),
     draft: list[int] | None = None,
 ) -> Chunk:
-    """Makes the chunk of `count` tokens from `start` on; the sequence has the blocks for them.
+    """Make the chunk of `count` tokens from `start` on; the sequence has the blocks for them.
 
     Tokens before `num_computed` are replayed. `slots`: of the convolution states before and after.
     `draft`: tokens to check behind a decode's.
@@ -578,7 +578,7 @@ def make_chunk(
 
 
 def make_decode(sequence: Sequence) -> Chunk:
-    """Makes the chunk of a decode without states and windows: what `make_chunk` would, in a third
+    """Make the chunk of a decode without states and windows: what `make_chunk` would, in a third
     of the time."""
     tokens = sequence.token_ids
     request = sequence.request
@@ -595,13 +595,13 @@ def make_decode(sequence: Sequence) -> Chunk:
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
-    """Lists the tokens that may not come next: those that end an answer which is too short."""
+    """List the tokens that may not come next: those that end an answer which is too short."""
     request = sequence.request
     return request.stop_token_ids if sequence.num_output < request.min_tokens else []
 
 
 def logprobs_of(sampled: SampledToken, before: list[SampledToken] | None) -> list[TokenLogprobs]:
-    """Returns what is reported of a sampled token and of those before it."""
+    """Return what is reported of a sampled token and of those before it."""
     return [
         TokenLogprobs(each.logprob, each.top_ids, each.top_logprobs)
         for each in [*(before or []), sampled]
@@ -611,7 +611,7 @@ def logprobs_of(sampled: SampledToken, before: list[SampledToken] | None) -> lis
 def prefix_under_way(
     sequence: Sequence, running: Iterable[Sequence], block_tokens: int
 ) -> tuple[Sequence, int] | None:
-    """Finds a running sequence that computes more of a waiting one's prefix than that one holds.
+    """Find a running sequence that computes more of a waiting one's prefix than that one holds.
 
     Returns it and the length of the common prefix in tokens, in whole blocks. Only more important
     sequences count: those never wait for this one, so no two wait for each other.
@@ -635,7 +635,7 @@ def stored_tokens(
     is_cached: Callable[[int], bool],
     is_private: Callable[[int], bool],
 ) -> int:
-    """Counts tokens in blocks outside the prefix cache, those of a shared block once.
+    """Count tokens in blocks outside the prefix cache, those of a shared block once.
 
     `is_private`: whether one sequence holds the block, and not the cache. Then it alone holds all
     blocks behind it, too, so that these need not be looked at.
@@ -661,7 +661,7 @@ def stored_tokens(
 
 
 def holder_shares(block_ids: list[int], ref_count: Callable[[int], int]) -> float:
-    """Counts a sequence's blocks, each divided by the sequences that hold it.
+    """Count a sequence's blocks, each divided by the sequences that hold it.
 
     Whoever holds a block holds all before it, so there are few runs of equally shared blocks.
     """

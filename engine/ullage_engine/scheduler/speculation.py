@@ -57,7 +57,7 @@ class PromptLookup:
         return len(self._followed)
 
     def draft(self, count: int) -> list[int]:
-        """Returns the `count` tokens that would come next, or none."""
+        """Return the `count` tokens that would come next, or none."""
         tokens = self._token_ids
         self._index(len(tokens))
         start = self._followed.get(tuple(tokens[-NGRAM:]))
@@ -122,7 +122,7 @@ class Speculation:
         return len(self._drafts)
 
     def draft(self, decoding: list[Sequence], num_running: int) -> dict[Sequence, list[int]]:
-        """Returns the tokens to check behind the last one of each decoding sequence that has
+        """Return the tokens to check behind the last one of each decoding sequence that has
         any."""
         if len(decoding) > MAX_SPECULATING:
             return {}
@@ -141,13 +141,13 @@ class Speculation:
         return drafted
 
     def forget(self, sequence: Sequence) -> None:
-        """Drops what is kept of a sequence that ends."""
+        """Drop what is kept of a sequence that ends."""
         self._drafts.pop(sequence, None)
 
     def verify(
         self, planned: dict[str, tuple[Sequence, Chunk]], sampled: list[SampledToken]
     ) -> tuple[list[SampledToken], dict[str, list[SampledToken]]]:
-        """Accepts draft tokens of a plan, and makes it the plan of accepted ones.
+        """Accept draft tokens of a plan, and make it the plan of accepted ones.
 
         These are appended to their sequences. Returns the last token of each sequence, which is
         not, and for some the accepted ones before it.
@@ -172,7 +172,7 @@ class Speculation:
         return last, {name: tokens[:-1] for name, tokens in drawn.items() if len(tokens) > 1}
 
     def _room(self, sequence: Sequence) -> int:
-        """Counts the tokens that a draft may have: as many as are left of the answer before its
+        """Count the tokens that a draft may have: as many as are left of the answer before its
         last, in blocks that the sequence has or has reserved, so that nobody is preempted."""
         size = self._cache.block_tokens
         cache = self._cache
@@ -191,7 +191,7 @@ def may_speculate(sequence: Sequence) -> bool:
 
 
 def accepted(sequence: Sequence, chunk: Chunk, drawn: Tokens[SampledToken]) -> list[SampledToken]:
-    """Returns the tokens drawn behind right draft tokens, up to one that ends the answer."""
+    """Return the tokens drawn behind right draft tokens, up to one that ends the answer."""
     tokens: list[SampledToken] = []
     draft = chunk.token_ids[len(chunk.token_ids) - len(drawn) + 1 :]
     for place, token in enumerate(drawn):

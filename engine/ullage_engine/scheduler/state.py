@@ -56,7 +56,7 @@ class ConvStatePool:
         return max(0, sequence.num_computed - self.replay_tokens)
 
     def assign_slots(self, sequence: Sequence) -> tuple[int | None, int]:
-        """Assigns a planned chunk's slots: of the state it reads, None for zero, and of the
+        """Assign a planned chunk's slots: of the state it reads, None for zero, and of the
         next."""
         if not self.replay_tokens:
             return None, 0
@@ -68,7 +68,7 @@ class ConvStatePool:
         return state.slot if state and is_usable else None, sequence.next_slot
 
     def commit(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Makes the state that a computed chunk has written the sequence's own."""
+        """Make the state that a computed chunk has written the sequence's own."""
         if sequence.next_slot is None:
             return
         previous = sequence.state
@@ -80,20 +80,20 @@ class ConvStatePool:
         sequence.state = ConvState(slot, chunk.end, since)
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """Gives a child that shares the parent's first `num_computed` tokens its state, too, unless
+        """Give a child that shares the parent's first `num_computed` tokens its state, too, unless
         that is already for later ones."""
         if parent.state and parent.state.num_tokens <= child.num_computed:
             self._slots.share([parent.state.slot])
             child.state = parent.state
 
     def release_next(self, sequence: Sequence) -> None:
-        """Frees the slot that the sequence would have written next."""
+        """Free the slot that the sequence would have written next."""
         if sequence.next_slot is not None:
             self._slots.free([sequence.next_slot])
             sequence.next_slot = None
 
     def release(self, sequence: Sequence) -> None:
-        """Frees all slots of a sequence that ends."""
+        """Free all slots of a sequence that ends."""
         self.release_next(sequence)
         self._drop(sequence)
 
@@ -114,7 +114,7 @@ class ConvStatePool:
         return state.since <= zero <= state.num_tokens <= num_computed
 
     def _free_a_slot(self) -> None:
-        """Drops states of waiting sequences, the least important first, until a slot is free."""
+        """Drop states of waiting sequences, the least important first, until a slot is free."""
         for sequence in reversed(list(self._sequences)):
             if self._slots.num_free:
                 return
@@ -165,14 +165,14 @@ class SwapManager:
         self._swapping_in: list[Sequence] = []
 
     def copy_shared(self, table: list[int], index: int, block: int) -> list[int]:
-        """Copies a shared block of a table on the device; returns the table with its copy."""
+        """Copy a shared block of a table on the device; return the table with its copy."""
         shared = table[index]
         self._copies.append((shared, block))
         self._cache.free([shared])
         return [*table[:index], block, *table[index + 1 :]]
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Saves a running sequence's KV to the host if that is possible and worth it.
+        """Save a running sequence's KV to the host if that is possible and worth it.
 
         Its blocks may be freed at once: whatever is written to them comes later.
         """
@@ -202,7 +202,7 @@ class SwapManager:
         self.num_swaps += 1
 
     def swap_in(self, sequence: Sequence, reservations: BlockReservations) -> None:
-        """Copies back what a starting sequence has on the host and not in its blocks already."""
+        """Copy back what a starting sequence has on the host and not in its blocks already."""
         swapped = sequence.swapped
         if swapped is None:
             return
@@ -222,7 +222,7 @@ class SwapManager:
         sequence.set_computed(swapped.num_tokens)
 
     def free_slots(self, sequence: Sequence) -> None:
-        """Frees the host slots of a sequence."""
+        """Free the host slots of a sequence."""
         if sequence.swapped is None:
             return
         slots = set(sequence.swapped.all_slots)
@@ -241,7 +241,7 @@ class SwapManager:
         return sequence in self._swapping_in
 
     def drain(self, computed: list[Chunk]) -> Moves:
-        """Returns the moves of the plan that computes these chunks; each move is returned once."""
+        """Return the moves of the plan that computes these chunks; each move is returned once."""
         if not (self._outs or self._swapping_in or self._copies):
             return Moves()
         arriving = {sequence.request_id for sequence in self._swapping_in}
@@ -328,7 +328,7 @@ class SchedulerState:
         policy: KvPolicy,
         clock: Callable[[], float],
     ) -> "SchedulerState":
-        """Creates the state of an engine without requests; `clock` in seconds."""
+        """Create the state of an engine without requests; `clock` in seconds."""
         size = profile.block_bytes
         num_blocks = profile.kv_pool_bytes // size
         window = profile.window_tokens
@@ -365,7 +365,7 @@ class SchedulerStatistics:
         """Tokens in blocks outside the prefix cache, when they were last counted."""
 
     def collect(self, speculation: Speculation | None) -> SchedulerStats:
-        """Collects the statistics.
+        """Collect the statistics.
 
         Of many sequences `kv_used_bytes` may be a moment old; all else is counted as it changes.
         """

@@ -103,7 +103,7 @@ class TierTransfers:
         return bool(self._offers.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
-        """Returns what the server is to be told since the last call."""
+        """Return what the server is to be told since the last call."""
         offer = self._offers.take_message()
         if offer is not None:
             self._outgoing.append(offer)
@@ -133,11 +133,11 @@ class TierTransfers:
                 self._offers.add(part, _Place(window_block, key, is_window=True))
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Takes the answer to the oldest offer."""
+        """Take the answer to the oldest offer."""
         self._offers.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:
-        """Withdraws all that is stored of texts that begin with a sequence's first block, whose
+        """Withdraw all that is stored of texts that begin with a sequence's first block, whose
         cached blocks are a path; None: of all texts."""
         self._cache.take_keys(None if sequence is None else path)
         chains = None
@@ -190,7 +190,7 @@ class TierTransfers:
         )
 
     def on_found(self, answer: KvFound) -> None:
-        """Takes the answer to a query; one that nobody waits for is given back."""
+        """Take the answer to a query; one that nobody waits for is given back."""
         query = self._queries.get(answer.number)
         if query is None:
             self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
@@ -220,7 +220,7 @@ class TierTransfers:
         return sequence in self._arriving
 
     def place(self, in_flight: Container[Sequence]) -> None:
-        """Gives blocks to the sequences whose answers have come, other than those in flight."""
+        """Give blocks to the sequences whose answers have come, other than those in flight."""
         for query in list(self._queries.values()):
             answer = query.answer
             sequence = query.sequence
@@ -237,7 +237,7 @@ class TierTransfers:
                 self._ask(sequence, first, query.keys, wait_s, wait_s, is_rest=True)
 
     def forget(self, sequence: Sequence) -> bool:
-        """Lets go of what a sequence waits for that is preempted or ends.
+        """Let go of what a sequence waits for that is preempted or ends.
 
         Returns True if its last blocks are without their KV, which was still to be copied in.
         """
@@ -256,7 +256,7 @@ class TierTransfers:
     # plans ---------------------------------------------------------------------------------------
 
     def drain(self, computed: list[Chunk]) -> tuple[Moves, Transfers]:
-        """Returns the copies of the plan that computes these chunks, and what to report of them
+        """Return the copies of the plan that computes these chunks, and what to report of them
         when it is computed; each is returned once."""
         arriving = {sequence.request_id for sequence in self._arriving}
         # What is computed now, or is all there is to do, is copied in first.
@@ -277,11 +277,11 @@ class TierTransfers:
         return moves, Transfers(tuple(slot for slot, _ in granted.stored), read)
 
     def keep(self, transfers: Transfers) -> None:
-        """Keeps the copies of a plan that computes nothing, to be reported with later ones."""
+        """Keep the copies of a plan that computes nothing, to be reported with later ones."""
         self._kept = self._kept.and_those_of(transfers)
 
     def take_kept(self) -> Transfers:
-        """Returns what is kept, for the next plan that computes something."""
+        """Return what is kept, for the next plan that computes something."""
         kept = self._kept
         self._kept = Transfers()
         return kept
@@ -328,7 +328,7 @@ class TierTransfers:
         return query.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
-        """Returns the sequence's keys, at least those of its first `end` blocks."""
+        """Return the sequence's keys, at least those of its first `end` blocks."""
         if len(sequence.keys) < end:
             size = self._cache.block_tokens
             salt = sequence.request.cache_salt

@@ -179,7 +179,7 @@ class EngineApp:
                         await asyncio.to_thread(kv.close)
 
     def _make_tiers(self) -> KvTiers | None:
-        """Makes what keeps KV outside the device; None: nothing is to be kept."""
+        """Make what keeps KV outside the device; None: nothing is to be kept."""
         memory = self._config.memory
         if memory.tiers.host.size == 0 or not memory.prefix_cache:
             return None
@@ -203,7 +203,7 @@ class EngineApp:
         return self._certificates.material if self._certificates is not None else None
 
     async def _open_tiers(self, launch: WorkerLaunch) -> KvTiers | None:
-        """Takes the memory of KV outside the device, for workers that use it; None: there is no
+        """Take the memory of KV outside the device, for workers that use it; None: there is no
         such KV.
 
         Raises:
@@ -249,7 +249,7 @@ class EngineApp:
             entry.add_tier_hits([TierHit(h.tier, h.num_blocks * size, h.seconds) for h in hits])
 
     async def _end(self, supervising: asyncio.Task[None]) -> None:
-        """Waits until every open request has its last message; then sockets may close."""
+        """Wait until every open request has its last message; then sockets may close."""
         try:
             await supervising
         except StartError as error:
@@ -270,7 +270,7 @@ class EngineApp:
         self._journal.end_all(lambda entry: entry.fail(lost))
 
     async def _drain(self, hurry: asyncio.Event) -> None:
-        """Refuses new requests and waits for the open ones, up to the longest request time."""
+        """Refuse new requests and wait for the open ones, up to the longest request time."""
         await self._health.set_ready(False)
         self._engine_status.drain()
         log.info("draining", extra={"open_requests": len(self._journal)})
@@ -306,7 +306,7 @@ class EngineApp:
 
     @contextlib.asynccontextmanager
     async def _credentials(self) -> AsyncIterator[grpc.ServerCredentials | None]:
-        """Returns the TLS credentials of the gRPC server; None without TLS.
+        """Return the TLS credentials of the gRPC server; None without TLS.
 
         Raises:
             ConfigError: the certificate cannot be used.
@@ -435,7 +435,7 @@ class EngineApp:
             await self._adapters.run()
 
     async def _watch_gpus(self) -> None:
-        """Watches the GPUs of this node, once a worker has said that it computes on any."""
+        """Watch the GPUs of this node, once a worker has said that it computes on any."""
         if self._config.device == "cpu":
             return
         while (ready := self._engine_status.ready) is None:
@@ -519,7 +519,7 @@ def _engine_lost(message: str) -> ServiceError:
 
 
 async def _first_of(*awaitables: "asyncio.Future[Any] | Coroutine[Any, Any, Any]") -> None:
-    """Returns when one of them is done; tasks go on, bare coroutines are cancelled."""
+    """Return when one of them is done; tasks go on, bare coroutines are cancelled."""
     given = {asyncio.ensure_future(item): asyncio.isfuture(item) for item in awaitables}
     try:
         await asyncio.wait(given, return_when=asyncio.FIRST_COMPLETED)

@@ -53,7 +53,7 @@ class Interrupted(Exception):
 
 
 async def compile_apart(text: str) -> str:
-    """Returns why a grammar cannot be compiled, as a separate process finds; empty if it can.
+    """Return why a grammar cannot be compiled, as a separate process finds; empty if it can.
 
     Raises:
         Interrupted: the machine had not the time or the memory for that process.
@@ -106,7 +106,7 @@ class GrammarCheck:
         self._verdicts: OrderedDict[str, str] = OrderedDict()
 
     async def text(self, request: pb.GenerateRequest) -> str:
-        """Returns a request's grammar, checked and in llguidance's form; empty if it has none.
+        """Return a request's grammar, checked and in llguidance's form; empty if it has none.
 
         Raises:
             ServiceError: it is malformed, not supported, or too large.
@@ -141,7 +141,7 @@ class GrammarCheck:
 
 
 def grammar_text(grammar: pb.Grammar) -> tuple[str, str]:
-    """Returns the name of the field that is set, and the grammar in llguidance's form, not
+    """Return the name of the field that is set, and the grammar in llguidance's form, not
     compiled."""
     kind = grammar.WhichOneof("kind")
     field = f"grammar.{kind}"
@@ -167,7 +167,7 @@ def _from_choice(field: str, choice: pb.Choice) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Returns a regular expression that matches just the text."""
+    """Return a regular expression that matches just the text."""
     return "".join("\\" + each if each in _SPECIAL else each for each in text)
 
 
@@ -197,7 +197,7 @@ def _parsed(field: str, text: str) -> object:
 
 
 def _depth(value: object) -> int:
-    """Counts the nested levels of objects and arrays."""
+    """Count the nested levels of objects and arrays."""
     level: list[Any] = [value]
     depth = 0
     while level := [each for each in level if isinstance(each, dict | list)]:
@@ -208,7 +208,7 @@ def _depth(value: object) -> int:
 
 
 async def _place(grammar: pb.Grammar, error: str) -> str:
-    """Returns where in a JSON Schema the error is, as `.properties.name`; empty: the whole, or
+    """Return where in a JSON Schema the error is, as `.properties.name`; empty: the whole, or
     unknown.
 
     The deepest part that by itself has the same error.
@@ -231,7 +231,7 @@ def _place_in(schema: dict[str, object], error: str) -> str:
 
 
 def _parts(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
-    """Yields all schemas within a schema with their paths, inner ones first."""
+    """Yield all schemas within a schema with their paths, inner ones first."""
     if not isinstance(schema, dict):
         return
     for key in _MAPS:

@@ -71,7 +71,7 @@ class RestartPolicy:
     """Seconds between asking a worker to stop and killing it."""
 
     def backoff(self, num_failures: int) -> float | None:
-        """Returns the seconds before the next start after so many failures in a row (at least 1).
+        """Return the seconds before the next start after so many failures in a row (at least 1).
 
         None: the budget is spent.
         """
@@ -145,7 +145,7 @@ class HealthScore:
         self._since = 0.0
 
     def value(self, now: float) -> float:
-        """Returns 1 - loss * e^(-t / recovery), t seconds after the last fault."""
+        """Return 1 - loss * e^(-t / recovery), t seconds after the last fault."""
         return 1.0 - self._loss * math.exp(-(now - self._since) / self._recovery_s)
 
     def fault(self, now: float, factor: float = 0.5) -> None:
@@ -170,7 +170,7 @@ class ProcStats:
 
 
 def read_proc_stats(pid: int) -> ProcStats | None:
-    """Reads the stats of a process and its children as one; None when it is gone.
+    """Read the stats of a process and its children as one; None when it is gone.
 
     A rank waits for the others most of the time, so one that sleeps means nothing by itself; and
     one that is stopped stops them all.
@@ -208,7 +208,7 @@ def _ticks(fields: list[str]) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """Lists the children of the main thread, which starts all ranks."""
+    """List the children of the main thread, which starts all ranks."""
     try:
         return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
@@ -216,7 +216,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _fields(path: Path) -> list[str]:
-    """Returns a stat file's fields from the third, the state, on; the second may hold blanks."""
+    """Return a stat file's fields from the third, the state, on; the second may hold blanks."""
     return path.read_text().rpartition(")")[2].split()
 
 
@@ -279,24 +279,24 @@ class HangDetector:
         self._thread_ticks = None
 
     def on_progress(self) -> None:
-        """Records a finished step or a stage of loading. A heartbeat alone is no progress."""
+        """Record a finished step or a stage of loading. A heartbeat alone is no progress."""
         self._waiting_s = 0.0
 
     def on_step(self, seconds: float) -> None:
-        """Records a finished step that took `seconds`."""
+        """Record a finished step that took `seconds`."""
         self._steps.append(seconds)
         self._num_steps += 1
         self.on_progress()
 
     def tick(self, elapsed_s: float, *, is_loading: bool, has_work: bool) -> None:
-        """Counts the time since the last tick."""
+        """Count the time since the last tick."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         self._silent_s += elapsed_s
         # Without work a worker owes nothing: the time it takes counts from when it gets some.
         self._waiting_s = self._waiting_s + elapsed_s if is_loading or has_work else 0.0
 
     def observe(self, stats: ProcStats, elapsed_s: float) -> None:
-        """Counts the time since the last tick by what the kernel says of the worker."""
+        """Count the time since the last tick by what the kernel says of the worker."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         is_still = stats.is_waiting and stats.cpu_ticks == self._cpu_ticks
         self._cpu_ticks = stats.cpu_ticks
@@ -310,7 +310,7 @@ class HangDetector:
         self._busy_s = max(spent, default=0) / _TICKS_PER_S
 
     def reason(self, *, is_loading: bool) -> str:
-        """Returns why the worker counts as hung; empty while it does not."""
+        """Return why the worker counts as hung; empty while it does not."""
         policy = self._policy
         if self._stopped_s > policy.stopped_after_s:
             return "stopped by a signal"
@@ -345,7 +345,7 @@ class StepLimits:
 
     @contextlib.contextmanager
     def held(self, limit_s: float) -> Iterator[None]:
-        """Keeps a limit within the block; 0 is none."""
+        """Keep a limit within the block; 0 is none."""
         if limit_s <= 0.0:
             yield
             return
@@ -448,7 +448,7 @@ class EngineStatus:
         self._wake()
 
     def worker_state(self, state: WorkerState) -> None:
-        """Takes a worker's report; steps that ran out of memory since the last lower the health."""
+        """Take a worker's report; steps that ran out of memory since the last lower the health."""
         num_survived = state.num_oom_events - (self.state.num_oom_events if self.state else 0)
         self.state = state
         for _ in range(num_survived):
@@ -470,18 +470,18 @@ class EngineStatus:
         self._wake()
 
     def stay_out(self, reason: str) -> None:
-        """Serves nothing from now on; there is no way back."""
+        """Serve nothing from now on; there is no way back."""
         self.serving = False
         self.not_ready_reason = reason
         self._wake()
 
     def drain(self) -> None:
-        """Refuses new requests from now on; there is no way back."""
+        """Refuse new requests from now on; there is no way back."""
         self.draining = True
         self._wake()
 
     async def changed(self, within_s: float) -> None:
-        """Waits for the next change, or until the time is up."""
+        """Wait for the next change, or until the time is up."""
         try:
             async with asyncio.timeout(within_s):
                 await self._changed.wait()

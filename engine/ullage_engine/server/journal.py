@@ -57,7 +57,7 @@ class News:
         """Wakes the reader for tokens that waited."""
 
     def tell(self) -> None:
-        """Wakes the reader now."""
+        """Wake the reader now."""
         self._has_come = True
         if self._timer is not None:
             self._timer.cancel()
@@ -65,7 +65,7 @@ class News:
         self._wake()
 
     def tell_from(self, due: float) -> None:
-        """Wakes the reader at a time on the event loop's clock, or now if that has passed."""
+        """Wake the reader at a time on the event loop's clock, or now if that has passed."""
         loop = asyncio.get_running_loop()
         if loop.time() >= due:
             self.tell()
@@ -73,11 +73,11 @@ class News:
             self._timer = loop.call_at(due, self.tell)
 
     def forget(self) -> None:
-        """Forgets what nobody has waited for."""
+        """Forget what nobody has waited for."""
         self._has_come = False
 
     async def wait(self, until: float) -> bool:
-        """Waits for news, at most until a time on the event loop's clock; returns whether there are
+        """Wait for news, at most until a time on the event loop's clock; return whether there are
         any."""
         if not self._has_come:
             await self._woken(until)
@@ -206,7 +206,7 @@ class JournalEntry:
         return self._preemptions_before + self._preemptions_now
 
     def restore(self, answer: PartialAnswer) -> None:
-        """Begins with output that the client has from another engine; a sample that had ended there
+        """Begin with output that the client has from another engine; a sample that had ended there
         has ended, and another one is admitted like a new one, or refused."""
         prefix = self._update.text
         self._update = Update()
@@ -220,7 +220,7 @@ class JournalEntry:
             self.finish = Finish(answer.reason)
 
     def engine_request(self) -> EngineRequest:
-        """Builds the request for a worker: the prompt and all output received so far."""
+        """Build the request for a worker: the prompt and all output received so far."""
         request = self.job.request
         return msgspec.structs.replace(
             request,
@@ -264,7 +264,7 @@ class JournalEntry:
         self.is_inexact |= len(self.output_ids) > self.num_restored
 
     def append_output(self, output: TokenOutput) -> None:
-        """Appends a step's output; a stop string may end the request before the worker does."""
+        """Append a step's output; a stop string may end the request before the worker does."""
         self.take()
         self._num_tokens_here += len(output.token_ids)
         if self.has_decoded:
@@ -280,14 +280,14 @@ class JournalEntry:
             self._news.tell_from(self._due)
 
     def set_embedding(self, embedding: Embedding) -> None:
-        """Ends the request with the embedding that it asked for."""
+        """End the request with the embedding that it asked for."""
         self.take()
         self.num_cached_tokens = embedding.num_cached_tokens
         self._update.embedding = embedding.vector
         self._finish(Finish("stop"))
 
     def end(self, reason: Reason) -> None:
-        """Ends the request with the text so far; does nothing if it is over."""
+        """End the request with the text so far; do nothing if it is over."""
         if self.is_over:
             return
         piece = self._detokenizer.flush()
@@ -298,7 +298,7 @@ class JournalEntry:
             self._finish(Finish(reason))
 
     def fail(self, error: ServiceError) -> None:
-        """Ends the request with an error; does nothing if it is over."""
+        """End the request with an error; do nothing if it is over."""
         if not self.is_over:
             self.failure = error
             self._news.tell()
@@ -362,7 +362,7 @@ class Submission(NamedTuple):
 
 
 def submissions(entries: Iterable[JournalEntry]) -> Iterator[Submission]:
-    """Lists those of the entries that the present worker has not been sent and that need one.
+    """List those of the entries that the present worker has not been sent and that need one.
 
     Samples that no worker has taken yet go together, and so do the hypotheses of a search, of
     which nothing is known before its end. Others have parted: each goes by itself.
@@ -415,22 +415,22 @@ class Journal:
         self._empty.clear()
 
     def close(self, entry: JournalEntry) -> None:
-        """Removes an entry whose client has been sent everything or has gone."""
+        """Remove an entry whose client has been sent everything or has gone."""
         self._entries.pop(entry.key, None)
         if not self._entries:
             self._empty.set()
 
     def get(self, key: str) -> JournalEntry | None:
-        """Returns an open entry; None when it is closed, as after a cancel that crossed its
+        """Return an open entry; None when it is closed, as after a cancel that crossed its
         tokens."""
         return self._entries.get(key)
 
     def submissions(self) -> Iterator[Submission]:
-        """Lists all that the present worker has not been sent, oldest first."""
+        """List all that the present worker has not been sent, oldest first."""
         return submissions(self._entries.values())
 
     def unfinished(self) -> list[JournalEntry]:
-        """Lists the entries that still need a worker, oldest first."""
+        """List the entries that still need a worker, oldest first."""
         return [entry for entry in self._entries.values() if not entry.is_over]
 
     def end_all(self, end: Callable[[JournalEntry], None]) -> None:
@@ -438,7 +438,7 @@ class Journal:
             end(entry)
 
     async def emptied(self, within_s: float) -> int:
-        """Waits until no entry is open; returns how many are when the time is up."""
+        """Wait until no entry is open; return how many are when the time is up."""
         try:
             async with asyncio.timeout(within_s):
                 await self._empty.wait()

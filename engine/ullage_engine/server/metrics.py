@@ -68,14 +68,14 @@ class EngineMetrics:
         self._e2e = names.E2E.tallies(native, *self._values)
 
     def watch_certificates(self, certificates: Certificates) -> None:
-        """Exports the state of the server's certificate from now on."""
+        """Export the state of the server's certificate from now on."""
         problems = names.CERTIFICATE_PROBLEMS
         expiry = names.CERTIFICATE_EXPIRY
         self._gauge(problems).set_function(lambda: bool(certificates.problem))
         self._gauge(expiry).set_function(lambda: certificates.material.expires.timestamp())
 
     def worker_ready(self, ready: Ready) -> None:
-        """Begins with a new worker, whose own counters start at zero."""
+        """Begin with a new worker, whose own counters start at zero."""
         for place in ready.ranks:
             fields = msgspec.structs.asdict(place)
             own = (str(fields[name]) for name in names.RANK_LAYERS.labels[len(self._values) :])
@@ -86,7 +86,7 @@ class EngineMetrics:
         self.worker_state(ready.state)
 
     def worker_state(self, state: WorkerState) -> None:
-        """Exports a worker's gauges and counters, which go on over its replacements."""
+        """Export a worker's gauges and counters, which go on over its replacements."""
         self._worker.state = state
         self._blocks.set(state.kv_pool_bytes // self._block_bytes)
         self._used_blocks.set(state.kv_held_bytes // self._block_bytes)
@@ -100,7 +100,7 @@ class EngineMetrics:
         stats: Callable[[], list[TierStats]],
         not_loaded: Callable[[], Mapping[tuple[str, str], int]],
     ) -> None:
-        """Exports the figures of tiers outside the device, read when they are asked for.
+        """Export the figures of tiers outside the device, read when they are asked for.
 
         `not_loaded`: returns the blocks that requests did not begin with, by tier and reason.
         """
@@ -123,7 +123,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_peers(self, stats: Callable[[], PeerTraffic]) -> None:
-        """Exports what other engines read and write here, read when it is asked for."""
+        """Export what other engines read and write here, read when it is asked for."""
 
         def collect() -> Iterable[Metric]:
             return _families(names.PEERS.items(), [(self._values, stats())])
@@ -131,7 +131,7 @@ class EngineMetrics:
         self._native.register(AtScrape(collect))
 
     def watch_gpus(self, monitor: GpuMonitor) -> None:
-        """Exports the driver's latest answers, read when they are asked for."""
+        """Export the driver's latest answers, read when they are asked for."""
 
         def collect() -> Iterable[Metric]:
             gpus = [((*self._values, gpu.index, gpu.uuid), gpu) for gpu in monitor.samples]
@@ -155,7 +155,7 @@ class EngineMetrics:
         self._steps[()] += 1
 
     def tokens(self, entry: JournalEntry, num_tokens: int) -> None:
-        """Counts new tokens of a request, which came together."""
+        """Count new tokens of a request, which came together."""
         if not num_tokens:
             return
         now = time.monotonic()
@@ -176,13 +176,13 @@ class EngineMetrics:
             self._degraded[what] += 1
 
     def embedding(self, entry: JournalEntry) -> None:
-        """Counts a request whose embedding is there."""
+        """Count a request whose embedding is there."""
         entry.last_token_at = time.monotonic()
         self._ttft.observe(entry.last_token_at - entry.accepted_at)
         self._prompt_tokens.inc(entry.job.request.num_prompt_tokens)
 
     def ended(self, entry: JournalEntry, outcome: str) -> None:
-        """Counts a request's end: stop, length, timeout, cancelled or an error's reason."""
+        """Count a request's end: stop, length, timeout, cancelled or an error's reason."""
         self.refused(outcome)
         if outcome not in _SUCCESS or entry.last_token_at is None:
             return
@@ -192,7 +192,7 @@ class EngineMetrics:
             self._per_token.observe(took / num_tokens)
 
     def refused(self, outcome: str) -> None:
-        """Counts a request that never had a journal entry."""
+        """Count a request that never had a journal entry."""
         self._requests[outcome] += 1
 
     def _gauge(self, name: GaugeName) -> Gauge:
@@ -206,7 +206,7 @@ def _families(
     table: Iterable[tuple[CounterName | GaugeName, Callable[[_Owner], float | None]]],
     owners: Collection[tuple[tuple[str, ...], _Owner]],
 ) -> Iterable[Metric]:
-    """Yields a table's metrics with a sample of every owner that has one; an owner's labels stand
+    """Yield a table's metrics with a sample of every owner that has one; an owner's labels stand
     beside it."""
     for name, read in table:
         family = name.family()
@@ -251,7 +251,7 @@ class _WorkerCollector(Collector):
         self._seen = (state, {**counts, name: counts[name] + count}, tallies, changes)
 
     def replace(self) -> None:
-        """Keeps what the worker has counted: the next one counts from zero."""
+        """Keep what the worker has counted: the next one counts from zero."""
         self._seen = (None, *_sums(self._seen))
 
     def describe(self) -> Iterable[Metric]:
@@ -275,7 +275,7 @@ class _WorkerCollector(Collector):
 
 
 def _sums(seen: _Seen) -> _Sums:
-    """Returns what all workers have counted."""
+    """Return what all workers have counted."""
     state, counts, tallies, (grown, shrunk) = seen
     if state is None:
         return counts, tallies, (grown, shrunk)
@@ -314,7 +314,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 def _success(requests: Metric) -> Metric:
-    """Returns how many requests ended as vLLM's do."""
+    """Return how many requests ended as vLLM's do."""
     counts = dict.fromkeys(_FINISHED_REASONS.values(), 0.0)
     values: tuple[str, ...] = ()
     for sample in requests.samples:
@@ -330,7 +330,7 @@ def _success(requests: Metric) -> Metric:
 
 
 def _cache_config(families: dict[str, Metric]) -> Metric:
-    """Returns vLLM's constant gauge whose labels carry the size of the KV pool."""
+    """Return vLLM's constant gauge whose labels carry the size of the KV pool."""
 
     def value(name: GaugeName) -> str:
         samples = families[name.name].samples
@@ -342,6 +342,6 @@ def _cache_config(families: dict[str, Metric]) -> Metric:
 
 
 def _resident_bytes() -> float:
-    """Returns the resident memory of this process in bytes, from the kernel."""
+    """Return the resident memory of this process in bytes, from the kernel."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return float(pages * 4096)

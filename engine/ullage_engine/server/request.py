@@ -65,7 +65,7 @@ class SamplePlan:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Returns the seed of answer `index`: (seed + index * 0x9E3779B97F4A7C15) mod 2^64.
+    """Return the seed of answer `index`: (seed + index * 0x9E3779B97F4A7C15) mod 2^64.
 
     The first answer has the request's own. The stride is odd, so no two answers share a seed; asked
     for alone with its seed an answer is the same.
@@ -74,7 +74,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def sample_plan(samples: pb.Samples) -> SamplePlan:
-    """Returns the plan of samples that were checked."""
+    """Return the plan of samples that were checked."""
     n = num_answers(samples)
     if not samples.HasField("beam"):
         return SamplePlan(n, samples.best_of if samples.HasField("best_of") else n)
@@ -147,7 +147,7 @@ class ValidatedRequest:
 
 
 def check_request(request: pb.GenerateRequest, model: ModelLimits) -> None:
-    """Checks all that does not depend on the prompt's tokens; cheap, so done before tokenising.
+    """Check all that does not depend on the prompt's tokens; cheap, so done before tokenising.
 
     Raises:
         ServiceError: a field is out of range, or the model is another one.
@@ -339,7 +339,7 @@ def _unknown_change(change: str) -> ServiceError:
 
 
 def lowered(request: EngineRequest, level: DegradeLevel, *, change_sampling: bool) -> EngineRequest:
-    """Returns the request within a level's limits; nothing is ever raised."""
+    """Return the request within a level's limits; nothing is ever raised."""
     sampling = request.sampling
     if change_sampling and request.beam is None:
         sampling = _lowered_sampling(sampling, level)
@@ -349,7 +349,7 @@ def lowered(request: EngineRequest, level: DegradeLevel, *, change_sampling: boo
 
 
 def changes(before: EngineRequest, after: EngineRequest) -> tuple[str, ...]:
-    """Lists what differs, as `name=value`, the form that clients read."""
+    """List what differs, as `name=value`, the form that clients read."""
     pairs = (
         ("max_tokens", before.max_tokens, after.max_tokens),
         ("temperature", before.sampling.temperature, after.sampling.temperature),
@@ -366,6 +366,6 @@ def _lowered_sampling(sampling: SamplingParams, level: DegradeLevel) -> Sampling
 
 
 def _capped(value: float, limit: float | None) -> float:
-    """Returns at most `limit`. Values came as float32, so 0.8 arrives a little larger and is no
+    """Return at most `limit`. Values came as float32, so 0.8 arrives a little larger and is no
     excess."""
     return value if limit is None or float(f"{value:.7g}") <= limit else limit

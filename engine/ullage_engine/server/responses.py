@@ -109,14 +109,14 @@ class SampleGroup:
         return max(self.entries, key=lambda entry: entry.last_token_at or 0.0)
 
     def end(self, reason: Reason) -> list[JournalEntry]:
-        """Ends the unfinished samples with their text so far and returns them."""
+        """End the unfinished samples with their text so far and return them."""
         ended = [entry for entry in self.entries if not entry.is_over]
         for entry in ended:
             entry.end(reason)
         return ended
 
     async def next_updates(self, until: float = math.inf) -> list[Update] | None:
-        """Waits for news and returns updates, possibly none; each finish comes once.
+        """Wait for news and returns updates, possibly none; each finish comes once.
 
         None: no news came until a time on the event loop's clock.
 
@@ -141,7 +141,7 @@ class SampleGroup:
             self._unfinished = list(self._returned)
 
     def _take(self, entry: JournalEntry) -> Update | None:
-        """Returns the update of one sample, under the number by which the client knows it."""
+        """Return the update of one sample, under the number by which the client knows it."""
         update = entry.pop_update()
         if update is None:
             return None
@@ -154,7 +154,7 @@ class SampleGroup:
 
 
 def _sample_job(job: ValidatedRequest, index: int) -> ValidatedRequest:
-    """Returns the request of one sample, with a key and a seed of its own."""
+    """Return the request of one sample, with a key and a seed of its own."""
     request = job.request
     sampling = job.request.sampling
     if job.samples.is_ranked and sampling.top_logprobs is None:
@@ -221,7 +221,7 @@ def delta(update: Update, job: ValidatedRequest, token_bytes: TokenBytes) -> pb.
 
 
 def sample_finished(update: Update) -> pb.GenerateResponse:
-    """Builds the message that ends one of several samples."""
+    """Build the message that ends one of several samples."""
     assert update.finish is not None, "a sample that goes on"
     message = pb.SampleFinished(
         sample=update.sample,
@@ -250,7 +250,7 @@ def finished(group: SampleGroup, engine_status: EngineStatus) -> pb.GenerateResp
 
 
 def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
-    """Writes where the KV of the prompt was found, which all samples share."""
+    """Write where the KV of the prompt was found, which all samples share."""
     first = group.entries[0]
     hits = [hit for hit in first.tier_hits if hit.num_tokens]
     message.cached_tokens = first.num_cached_tokens + sum(hit.num_tokens for hit in hits)
@@ -263,7 +263,7 @@ def _write_cached(group: SampleGroup, message: pb.Accepted | pb.Usage) -> None:
 def model_response(
     config: EngineConfig, tokenizer: ModelTokenizer, engine_status: EngineStatus
 ) -> pb.GetModelResponse:
-    """Builds the description of a loaded model."""
+    """Build the description of a loaded model."""
     ready = engine_status.ready
     assert ready is not None
     return pb.GetModelResponse(

@@ -113,13 +113,13 @@ class InferenceService(rpc.InferenceServiceServicer):
         self._tokenizer_bundle: TokenizerBundle | None = None
 
     def unservable(self, ready: Ready) -> str:
-        """Returns why the loaded tokenizer does not do for a model that is ready; empty if it
+        """Return why the loaded tokenizer does not do for a model that is ready; empty if it
         does."""
         bundle = self._tokenizer_bundle
         return bundle.token_bytes.problem if bundle and ready.task == "generate" else ""
 
     def set_tokenizer(self, tokenizer_bundle: TokenizerBundle) -> None:
-        """Sets the loaded tokenizer; until then no request is accepted."""
+        """Set the loaded tokenizer; until then no request is accepted."""
         self._tokenizer_bundle = tokenizer_bundle
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -273,7 +273,7 @@ class InferenceService(rpc.InferenceServiceServicer):
     async def _stream(
         self, group: SampleGroup, tokenizer_bundle: TokenizerBundle, context: Context
     ) -> Finish:
-        """Sends the whole answer; Accepted goes out with the first news, when admission is sure."""
+        """Send the whole answer; Accepted goes out with the first news, when admission is sure."""
         deadline = asyncio.get_running_loop().time() + self._time_limit(context)
         updates = await self._next_updates(group, deadline)
         if (
@@ -307,7 +307,7 @@ class InferenceService(rpc.InferenceServiceServicer):
             await context.write(responses.sample_finished(update))
 
     async def _next_updates(self, group: SampleGroup, deadline: float) -> list[Update]:
-        """Waits for news; ends the samples when the deadline has passed, or when none came for as
+        """Wait for news; end the samples when the deadline has passed, or when none came for as
         long as there may be no token of an answer that is sent while it grows."""
         now = asyncio.get_running_loop().time()
         news_by = now + self._config.limits.request_timeout if group.is_streamed else deadline
@@ -351,12 +351,12 @@ class InferenceService(rpc.InferenceServiceServicer):
 
 
 def _pace_of(context: Context) -> Pace:
-    """Returns how tokens of a call leave together: one that shares no stream has each at once."""
+    """Return how tokens of a call leave together: one that shares no stream has each at once."""
     return context.pace if isinstance(context, CallContext) else AT_ONCE
 
 
 def _tiers(accepted: pb.Accepted) -> dict[str, object]:
-    """Returns where the KV of a prompt was, for its line in the log; empty where it was nowhere."""
+    """Return where the KV of a prompt was, for its line in the log; empty where it was nowhere."""
     if not accepted.cached_by_tier:
         return {}
     return {
@@ -367,7 +367,7 @@ def _tiers(accepted: pb.Accepted) -> dict[str, object]:
 
 
 def _refusal_fields(error: ServiceError) -> dict[str, object]:
-    """Returns what an error says beside its reason, for its line in the log."""
+    """Return what an error says beside its reason, for its line in the log."""
     after_s = error.retry_after_s
     return {**error.metadata, "retry_after_s": after_s} if after_s else dict(error.metadata)
 

@@ -164,7 +164,7 @@ class WorkerSupervisor:
         return self._worker.process.pid if self._worker else None
 
     def serving_pids(self) -> list[int]:
-        """Returns the process ids of a worker that is ready, and of its other ranks."""
+        """Return the process ids of a worker that is ready, and of its other ranks."""
         worker = self._worker
         if worker is None or worker.ready_at is None:
             return []
@@ -175,13 +175,13 @@ class WorkerSupervisor:
         return [worker.process.pid]
 
     def submit(self, entries: list[JournalEntry]) -> None:
-        """Sends a request's open entries to the worker, now or when the next one is ready."""
+        """Send a request's open entries to the worker, now or when the next one is ready."""
         if self._worker and self._worker.ready_at is not None and self._suspect is None:
             for submission in submissions(entries):
                 self._send(self._worker, submission)
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Cancels an entry in the worker, since its client has gone or has its answer."""
+        """Cancel an entry in the worker, since its client has gone or has its answer."""
         if self._worker and entry.submitted:
             is_answered = entry.finish is not None and entry.finish.reason == "stop"
             self._worker.link.post(Cancel(request_id=entry.key, is_answered=is_answered))
@@ -193,7 +193,7 @@ class WorkerSupervisor:
             self._worker.link.post(LimitBatch(share=share))
 
     def inject_oom(self, after_steps: int) -> int | None:
-        """Makes a coming step of the worker run out of memory; returns its process id, if any."""
+        """Make a coming step of the worker run out of memory; return its process id, if any."""
         if self._worker is None or self._worker.ready_at is None:
             return None
         self._worker.link.post(Fault(after_steps=after_steps))
@@ -225,7 +225,7 @@ class WorkerSupervisor:
         return self._profile
 
     def stop_profile(self) -> None:
-        """Ends a look at steps before its time; its answer comes even so."""
+        """End a look at steps before its time; its answer comes even so."""
         if self._worker is not None and self._profile is not None:
             self._worker.link.post(StopProfile())
 
@@ -278,14 +278,14 @@ class WorkerSupervisor:
                 answer.set_exception(WorkerEndedError())
 
     def kill_worker(self) -> int | None:
-        """Sends SIGKILL to the worker; returns its process id, None without a worker."""
+        """Send SIGKILL to the worker; return its process id, None without a worker."""
         if self._worker is None:
             return None
         self._worker.process.kill()
         return self._worker.process.pid
 
     async def run(self, launch: WorkerLaunch, kv: KvTiers | None = None) -> None:
-        """Runs workers, one after the other, until `stop`.
+        """Run workers, one after the other, until `stop`.
 
         `kv`: tiers of KV that all of them use; None: there are none.
 
@@ -303,7 +303,7 @@ class WorkerSupervisor:
                 await self._standby.close()
 
     async def stop(self) -> None:
-        """Asks the worker to end, then kills it. Returns when its process is gone."""
+        """Ask the worker to end, then kills it. Returns when its process is gone."""
         self._stopping.set()
         worker = self._worker
         if worker is None:
@@ -317,7 +317,7 @@ class WorkerSupervisor:
         await asyncio.wait({worker.exited})
 
     async def _run_worker(self, launch: WorkerLaunch) -> WorkerHandle:
-        """Runs one worker from start to end, its last messages included."""
+        """Run one worker from start to end, its last messages included."""
         self._num_starts += 1
         worker = await self._start(launch)
         receiving = asyncio.create_task(self._receive(worker))
@@ -370,7 +370,7 @@ class WorkerSupervisor:
         return command if self._kv is None else [*command, *self._kv.worker_options]
 
     async def _keep_standby(self, launch: WorkerLaunch) -> None:
-        """Starts the worker that is to be the next one, and replaces it when it is lost."""
+        """Start the worker that is to be the next one, and replace it when it is lost."""
         now = time.monotonic()
         if self._standby is None and now >= self._standby_at:
             self._standby_at = now + self._policy.max_backoff_s
@@ -528,7 +528,7 @@ class WorkerSupervisor:
         self._send_waiting(worker)
 
     def _compare_fingerprints(self, before: Fingerprint, now: Fingerprint) -> None:
-        """Marks the answers that a worker with another fingerprint than the last one's goes on
+        """Mark the answers that a worker with another fingerprint than the last one's goes on
         with."""
         differing = differences({"before": before, "now": now})
         if not differing:
@@ -539,7 +539,7 @@ class WorkerSupervisor:
             entry.on_other_fingerprint()
 
     async def _open_tiers(self, worker: WorkerHandle, ready: Ready) -> bool:
-        """Lets a worker use the tiers of KV; False: they cannot be had, and it is killed."""
+        """Let a worker use the tiers of KV; False: they cannot be had, and it is killed."""
         if self._kv is None:
             return True
         try:
@@ -702,7 +702,7 @@ def _is_group_lost(status: int, ready: Ready | None) -> bool:
 
 
 def rejection_error(rejected: Rejected) -> ServiceError:
-    """Returns the error that the client of a rejected request gets."""
+    """Return the error that the client of a rejected request gets."""
     facts = {
         "needed_bytes": str(rejected.needed_bytes),
         "available_bytes": str(rejected.available_bytes),

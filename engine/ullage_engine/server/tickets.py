@@ -82,7 +82,7 @@ class TicketVerifier:
     def admit(
         self, request: pb.GenerateRequest, metadata: "grpc.aio.Metadata | tuple[()] | None"
     ) -> None:
-        """Takes the request's ticket, if it has one, and holds the request to its claims.
+        """Take the request's ticket, if it has one, and hold the request to its claims.
 
         Raises:
             ServiceError: UNAUTHENTICATED or PERMISSION_DENIED.
@@ -113,7 +113,7 @@ class TicketVerifier:
             raise _refused(error.reason, str(error)) from error
 
     def _count(self, claims: Claims) -> None:
-        """Counts one more use of a ticket."""
+        """Count one more use of a ticket."""
         if not self._uses.has_room_for(claims.id):
             raise _too_many()
         if self._uses.count(claims.id) >= max(1, claims.uses):  # older routers leave it out

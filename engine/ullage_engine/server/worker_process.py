@@ -57,11 +57,11 @@ class ChildProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Returns the exit status; None while it runs."""
+        """Return the exit status; None while it runs."""
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Waits for the exit status; minus the signal's number when a signal killed the process."""
+        """Wait for the exit status; minus the signal's number when a signal killed the process."""
         return await asyncio.to_thread(self._process.wait)
 
     def terminate(self) -> None:
@@ -100,7 +100,7 @@ class StandbyWorker:
             its_end.close()
 
     def failure(self) -> str:
-        """Returns why it cannot take over; empty: it can, or is going to. Call it regularly."""
+        """Return why it cannot take over; empty: it can, or is going to. Call it regularly."""
         status = self._process.poll()
         if status is not None:
             return f"ended with status {status}"
@@ -111,7 +111,7 @@ class StandbyWorker:
         return ""
 
     def begin(self) -> ChildProcess:
-        """Lets it go on as the worker."""
+        """Let it go on as the worker."""
         with self._socket, contextlib.suppress(BrokenPipeError):
             self._socket.send(b"\n")
         return self._process
@@ -133,13 +133,13 @@ class EndpointError(Exception):
 
 
 def endpoint(run_dir: Path, number: int) -> str:
-    """Returns the path of the socket for the worker with this number; sockets of its ranks have
+    """Return the path of the socket for the worker with this number; sockets of its ranks have
     longer names."""
     return f"{run_dir}/{_PREFIX}{number}.ipc"
 
 
 def clear_endpoints(run_dir: Path) -> None:
-    """Removes sockets that killed workers left behind. Call it while there is no worker."""
+    """Remove sockets that killed workers left behind. Call it while there is no worker."""
     for path in run_dir.glob(f"{_PREFIX}*"):
         if not path.is_dir():
             path.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ class ServerLink:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def post(self, message: ToWorker) -> None:
-        """Sends a message, or queues it; it is lost if the worker dies before taking it."""
+        """Send a message, or queues it; it is lost if the worker dies before taking it."""
         try:
             data = framed(self._encoder.encode(message))
         except Exception as error:
@@ -181,7 +181,7 @@ class ServerLink:
             self._write(self._socket)
 
     async def receive(self) -> ToServer:
-        """Waits for the next message.
+        """Wait for the next message.
 
         Raises:
             msgspec.MsgspecError: the worker sent something that is not a message.
@@ -238,7 +238,7 @@ class ServerLink:
                 reader.set_result(None)
 
     def _write(self, connected: socket.socket) -> None:
-        """Sends as much as the worker's buffer takes, and the rest when it takes more."""
+        """Send as much as the worker's buffer takes, and the rest when it takes more."""
         try:
             del self._unsent[: connected.send(self._unsent)]
         except BlockingIOError:
@@ -258,7 +258,7 @@ class ServerLink:
 
 
 def _listener(path: str) -> socket.socket:
-    """Returns a socket that one worker may connect to.
+    """Return a socket that one worker may connect to.
 
     Raises:
         EndpointError: it cannot be made.
@@ -351,7 +351,7 @@ class WorkerHandle:
             self._submitted_at = time.monotonic()
 
     def check_health(self, has_work: bool) -> str:
-        """Returns why the worker counts as hung; empty while it does not. Call it regularly."""
+        """Return why the worker counts as hung; empty while it does not. Call it regularly."""
         now = time.monotonic()
         elapsed = now - self._checked_at
         self._checked_at = now
@@ -371,7 +371,7 @@ class WorkerHandle:
         return self.served or time.monotonic() - self.ready_at > policy.stable_after_s
 
     def on_progress(self, loading: Loading) -> None:
-        """Logs how far the start is: a rank's stages, their ends, and once a second."""
+        """Log how far the start is: a rank's stages, their ends, and once a second."""
         stage, logged_at = self._logged
         loading_stage = loading.stage, loading.rank
         now = time.monotonic()
@@ -448,7 +448,7 @@ def worker_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Returns `WORKER_ENV` for `threads` compute threads; ranks inherit it from rank 0.
+    """Return `WORKER_ENV` for `threads` compute threads; ranks inherit it from rank 0.
 
     `owns_cores`: no other engine computes on the cores that this one may use. Several ranks share
     them with one another.
@@ -466,7 +466,7 @@ def vllm_env(
     *,
     owns_cores: bool = False,
 ) -> dict[str, str]:
-    """Returns the environment of a worker with vLLM, which sets its allocator itself."""
+    """Return the environment of a worker with vLLM, which sets its allocator itself."""
     own = {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_NO_USAGE_STATS": "1",
@@ -481,7 +481,7 @@ def vllm_env(
 
 
 def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]]) -> dict[str, str]:
-    """Returns what `worker_env` or `vllm_env` is for a configuration, on this node."""
+    """Return what `worker_env` or `vllm_env` is for a configuration, on this node."""
     threads = config.server.threads or max(1, usable_cores() // config.num_local_ranks)
     owns_cores = config.server.owns_cores
     nccl = config.parallelism.nccl

@@ -77,11 +77,11 @@ class Detokenizer:
         self._stops = StopMatcher(stop_strings)
 
     def push(self, token_id: int) -> TextPiece:
-        """Takes a token; after a piece with a stop string nothing more may be pushed."""
+        """Take a token; after a piece with a stop string nothing more may be pushed."""
         return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
-        """Returns what was held back; an incomplete character becomes U+FFFD."""
+        """Return what was held back; an incomplete character becomes U+FFFD."""
         piece = self._stops.push(self._characters.decode(b"", final=True))
         if piece.stop_string:
             return piece
@@ -118,7 +118,7 @@ class StopMatcher:
         return held
 
     def _advance(self, character: str) -> str:
-        """Takes one character; the stop string it completes, or nothing."""
+        """Take one character; the stop string it completes, or nothing."""
         completed = ""
         for index, stop in enumerate(self._stops):
             matched = self._matched[index]
@@ -131,7 +131,7 @@ class StopMatcher:
 
 
 def _borders(text: str) -> list[int]:
-    """Returns for each prefix the length of its longest proper prefix that is also its suffix."""
+    """Return for each prefix the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     length = 0
     for place in range(1, len(text)):
@@ -175,7 +175,7 @@ class _ByteLevelSpelling:
 
 
 def _spell_sentencepiece(token: str) -> bytes:
-    """Converts SentencePiece's text to bytes: `▁` is a space and `<0xE2>` a byte."""
+    """Convert SentencePiece's text to bytes: `▁` is a space and `<0xE2>` a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("\u2581", " ").encode()

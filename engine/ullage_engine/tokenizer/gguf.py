@@ -55,7 +55,7 @@ class GgufError(Exception):
 
 
 def read_metadata(path: Path) -> dict[str, Value]:
-    """Reads all key-value pairs of a GGUF file.
+    """Read all key-value pairs of a GGUF file.
 
     Raises:
         GgufError: the file is missing, is no GGUF file, or ends inside its header.
@@ -129,7 +129,7 @@ class _Reader:
         return self._take(int(self._scalar("Q"))).decode("utf-8", "replace")
 
     def _strings(self, count: int) -> list[Value]:
-        """Reads many strings; a vocabulary and its merges are 100,000 of them."""
+        """Read many strings; a vocabulary and its merges are 100,000 of them."""
         data = self._data
         at = self._at
         texts = list[Value]()

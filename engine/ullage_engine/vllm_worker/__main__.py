@@ -17,7 +17,7 @@ from ullage_engine.worker import loop
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a worker, or what computes on a further node of its engine; returns the exit status."""
+    """Run a worker, or what computes on a further node of its engine; return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--follow" in given:
         from ullage_engine.vllm_worker.group import follow
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compute(arguments: Sequence[str]) -> int:
-    """Computes a node's part for the follower that started this process."""
+    """Compute a node's part for the follower that started this process."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m ullage_engine.vllm_worker")
     parser.add_argument("--node", type=int, required=True, help="rank of this node")

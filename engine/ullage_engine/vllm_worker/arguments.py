@@ -47,7 +47,7 @@ def engine_args(
     node: Node | None = None,
     adapter_slots: int = 0,
 ) -> dict[str, Any]:
-    """Returns the arguments for a checked configuration whose checkpoint is in `folder`.
+    """Return the arguments for a checked configuration whose checkpoint is in `folder`.
 
     Args:
         device_share: share of a GPU's memory that vLLM may plan with, 0 to 1; None on CPUs.
@@ -115,7 +115,7 @@ def _node_args(config: EngineConfig, node: Node) -> dict[str, Any]:
 
 
 def _chunk_args(chunk_tokens: int | None, max_sequences: int) -> dict[str, Any]:
-    """Returns the arguments of prompt chunks; none leaves them to vLLM."""
+    """Return the arguments of prompt chunks; none leaves them to vLLM."""
     if chunk_tokens is None:
         return {}
     if chunk_tokens == 0:
@@ -149,7 +149,7 @@ def _adapter_args(config: EngineConfig, adapter_slots: int, is_cpu: bool) -> dic
 
 
 def core_binding(cores: Sequence[int], num_ranks: int) -> str:
-    """Returns the cores of each rank's threads, as VLLM_CPU_OMP_THREADS_BIND has them."""
+    """Return the cores of each rank's threads, as VLLM_CPU_OMP_THREADS_BIND has them."""
     share = len(cores) // num_ranks
     if share == 0:
         return "nobind"

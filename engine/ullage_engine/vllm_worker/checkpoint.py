@@ -31,7 +31,7 @@ _LOOK_S = 1.0
 def checkpoint_folder(
     files: ModelFiles, dtype: str, folder: Path, on_wait: Callable[[], None] = lambda: None
 ) -> Path:
-    """Returns the folder of a model's checkpoint; of a GGUF file, one made of it below `folder`.
+    """Return the folder of a model's checkpoint; of a GGUF file, one made of it below `folder`.
 
     It is made once for a file, in its full precision of `dtype`. `on_wait` is called about every
     second while another engine of this host makes one.
@@ -63,7 +63,7 @@ def checkpoint_folder(
 
 
 def written_bytes(folder: Path) -> int:
-    """Returns the size of the checkpoint that is being made below `folder`."""
+    """Return the size of the checkpoint that is being made below `folder`."""
     sizes = []
     for path in (folder / _UNFINISHED).glob("*"):
         with contextlib.suppress(FileNotFoundError):  # it has just been finished
@@ -72,7 +72,7 @@ def written_bytes(folder: Path) -> int:
 
 
 def _acquire(lock: BinaryIO, on_wait: Callable[[], None]) -> None:
-    """Waits for another engine of this host. The kernel drops the lock of one that dies."""
+    """Wait for another engine of this host. The kernel drops the lock of one that dies."""
     is_waiting = False
     while True:
         try:
@@ -137,7 +137,7 @@ def _check_whole(path: Path, missing: Collection[str]) -> None:
 
 
 def _save(model: "PreTrainedModel", folder: Path) -> None:
-    """Writes a model as if it had never been a GGUF file, which transformers refuses to."""
+    """Write a model as if it had never been a GGUF file, which transformers refuses to."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict()

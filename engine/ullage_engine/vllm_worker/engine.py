@@ -105,7 +105,7 @@ class VllmEngine:
         return self._num_steps
 
     def stats(self) -> SchedulerStats:
-        """Collects the statistics."""
+        """Collect the statistics."""
         size = self._profile.block_bytes
         reservations = self.reservations
         blocks = self._core.blocks
@@ -141,7 +141,7 @@ class VllmEngine:
         )
 
     def releases(self) -> list[ReleaseState]:
-        """Lists predicted releases of memory, soonest first."""
+        """List predicted releases of memory, soonest first."""
         return soonest_releases(self._expected_releases())
 
     # requests in and out -------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class VllmEngine:
         ]
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drops a request and frees its memory; an unknown id is no error.
+        """Drop a request and free its memory; an unknown id is no error.
 
         `is_answered`: a stop string ended the answer, whose length is observed like any other.
         """
@@ -199,11 +199,11 @@ class VllmEngine:
         self.reservations.num_withheld = -(-num_bytes // size) if size else 0
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Makes one step fail when `after_steps` more have been computed."""
+        """Make one step fail when `after_steps` more have been computed."""
         self._faults.append(self._num_steps + after_steps)
 
     def take_failed(self) -> list[RequestFailed]:
-        """Returns the requests given up since the last call."""
+        """Return the requests given up since the last call."""
         failed = self._failed
         self._failed = []
         return failed
@@ -211,7 +211,7 @@ class VllmEngine:
     # a step --------------------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput | Embedding]:
-        """Computes one step.
+        """Compute one step.
 
         Raises:
             Exception: vLLM's engine is broken; another worker resumes all requests.
@@ -279,7 +279,7 @@ class VllmEngine:
         )
 
     def _observe(self, seconds: float, outputs: list[CoreOutput]) -> bool:
-        """Counts the time of a step and what was computed in it; returns whether anything was."""
+        """Count the time of a step and what was computed in it; return whether anything was."""
         num_decodes = num_prompts = 0
         is_advanced = bool(outputs)
         num_parts = len(outputs)
@@ -348,7 +348,7 @@ class VllmEngine:
         return None
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Makes sequences of one arrival; all but the first are children of the first if they have
+        """Make sequences of one arrival; all but the first are children of the first if they have
         a common prefix that vLLM keeps."""
         self._num_submitted += 1
         if not self._limits.keeps_prompts:
@@ -392,7 +392,7 @@ class VllmEngine:
         return longest
 
     def _num_blocks(self, sequence: Sequence, num_tokens: int, *, resumed: bool = False) -> int:
-        """Counts the blocks of a sequence of so many tokens, `resumed` of one that goes on with
+        """Count the blocks of a sequence of so many tokens, `resumed` of one that goes on with
         them after a preemption, less those that it is going to share with a parent."""
         shared = 0
         if sequence.parent is not None:
@@ -412,8 +412,8 @@ class VllmEngine:
         return refuse_never_fits(requests, self._profile, longest, needed_bytes)
 
     def _start_group(self, group: list[Sequence]) -> Rejected | None:
-        """Gives the first of new samples to vLLM and reserves the blocks of all; refuses them where
-        they do not fit, and keeps nothing."""
+        """Give the first of new samples to vLLM and reserve the blocks of all; refuse them where
+        they do not fit, and keep nothing."""
         needed = sum(self._num_blocks(each, each.charged_tokens) for each in group)
         together = group
         if needed > self._core.blocks.num_blocks:
@@ -465,7 +465,7 @@ class VllmEngine:
     # running and waiting -------------------------------------------------------------------------
 
     def _start(self, sequence: Sequence, spared: int = 0, *, is_cached: bool = False) -> bool:
-        """Gives a sequence to vLLM with all its blocks reserved; False where they do not fit.
+        """Give a sequence to vLLM with all its blocks reserved; False where they do not fit.
 
         `is_cached`: what vLLM keeps of it is likely to matter; otherwise it is looked for only if
         the sequence does not fit without.
@@ -489,7 +489,7 @@ class VllmEngine:
         return False
 
     def _give(self, sequence: Sequence) -> bool:
-        """Gives a sequence to vLLM; one that vLLM refuses has failed and does not run."""
+        """Give a sequence to vLLM; one that vLLM refuses has failed and does not run."""
         request = sequence.request
         if len(sequence.token_ids) > len(request.token_ids):
             request = structs.replace(request, token_ids=list(sequence.token_ids))
@@ -513,7 +513,7 @@ class VllmEngine:
         return True
 
     def _stop(self, sequence: Sequence) -> None:
-        """Takes a sequence back from vLLM, if it has it, and ends its reservation. Samples that
+        """Take a sequence back from vLLM, if it has it, and end its reservation. Samples that
         waited for it wait for blocks now."""
         if sequence.is_running:
             self._core.abort(sequence.request_id)
@@ -532,14 +532,14 @@ class VllmEngine:
             self._defer(child)
 
     def _remove(self, sequence: Sequence) -> None:
-        """Forgets a sequence."""
+        """Forget a sequence."""
         self._stop(sequence)
         if sequence in self._deferred:
             self._deferred.remove(sequence)
         self._by_id.pop(sequence.request_id, None)
 
     def _start_children(self, parent: Sequence) -> None:
-        """Starts the samples that waited until vLLM has the blocks of their prompt."""
+        """Start the samples that waited until vLLM has the blocks of their prompt."""
         children = parent.children
         parent.children = []
         for child in children:
@@ -557,7 +557,7 @@ class VllmEngine:
         return self.adapters.slot_for(sequence, self._by_id.values(), self._deferred)
 
     def _start_deferred(self) -> None:
-        """Starts those that wait, the most important first. Nobody overtakes for blocks: small ones
+        """Start those that wait, the most important first. Nobody overtakes for blocks: small ones
         would starve a large one. Those that wait for an adapter's slot are passed over."""
         while first := next(self.adapters.with_slots(self._by_id.values(), self._deferred), None):
             self._deferred.remove(first)
@@ -566,14 +566,14 @@ class VllmEngine:
                 return
 
     def _shrink_reservations(self) -> None:
-        """Reserves only what decodes need, once windows have slid past the steps of prompts."""
+        """Reserve only what decodes need, once windows have slid past the steps of prompts."""
         for request_id, sequence in list(self._shrinking.items()):
             num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
             if self.reservations.shrink(request_id, num_blocks):
                 del self._shrinking[request_id]
 
     def _extend_reservations(self) -> None:
-        """Reserves a block more for each sequence that comes near the end of what it has."""
+        """Reserve a block more for each sequence that comes near the end of what it has."""
         for sequence in list(self._growing.values()):
             if not sequence.is_running or sequence.num_left > _MARGIN_TOKENS:
                 continue
@@ -584,7 +584,7 @@ class VllmEngine:
                 self._growing.pop(sequence.request_id, None)
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Reserves what a sequence is charged for, preempting the least important, maybe itself."""
+        """Reserve what a sequence is charged for, preempting the least important, maybe itself."""
         num_blocks = self._num_blocks(sequence, sequence.charged_tokens)
         while not self.reservations.extend(sequence.request_id, num_blocks):
             holders = (each for each in self._by_id.values() if each.is_running or each.parent)
@@ -594,7 +594,7 @@ class VllmEngine:
                 return
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence's blocks, to go on when they can be had again."""
+        """Take a sequence's blocks, to go on when they can be had again."""
         if sequence.is_running:
             sequence.num_preemptions += 1
             self.events.on_preempted(sequence.request, sequence.num_preemptions, False)
@@ -608,7 +608,7 @@ class VllmEngine:
             self.reservations.keep_session(key, sequence.request_id)
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yields for each sequence in how many seconds it is expected to release how many bytes."""
+        """Yield for each sequence in how many seconds it is expected to release how many bytes."""
         expected = self._output_lengths.estimate
         for each in self._by_id.values():
             num_prompt = 0 if each.has_token else len(each.token_ids)

@@ -99,7 +99,7 @@ class Roster:
         return [rank for rank in range(1, self._num_nodes) if rank not in self._joined]
 
     def refusal(self, message: Join) -> str:
-        """Returns why a follower cannot join; empty if it can."""
+        """Return why a follower cannot join; empty if it can."""
         if message.revision != self._revision:
             return f"the leader is of revision {self._revision!r}, and you of {message.revision!r}"
         if not 0 < message.rank < self._num_nodes:
@@ -141,7 +141,7 @@ class Connection:
         self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self) -> bytes | None:
-        """Returns a message when data has come; None if more of it is to come.
+        """Return a message when data has come; None if more of it is to come.
 
         Raises:
             OSError: the connection is lost, or the message too long.
@@ -157,7 +157,7 @@ class Connection:
 
 
 def _unmapped(address: str) -> str:
-    """Returns an address of IPv4 as such where a socket of IPv6 reports it."""
+    """Return an address of IPv4 as such where a socket of IPv6 reports it."""
     return address.removeprefix("::ffff:")
 
 
@@ -177,7 +177,7 @@ class Leader:
         self._ranks: dict[int, Connection] = {}
 
     def gather(self, on_wait: Callable[[list[int]], None]) -> str:
-        """Waits until all followers have joined, and tells them to start; returns the address by
+        """Wait until all followers have joined, and tell them to start; return the address by
         which they reach this node.
 
         `on_wait` is called about every second with the ranks that are missing.
@@ -202,7 +202,7 @@ class Leader:
         return next(iter(self._ranks.values())).own_address
 
     def watch(self, on_lost: Callable[[int], None]) -> None:
-        """Calls `on_lost` with the rank of the first follower that is lost, from another thread."""
+        """Call `on_lost` with the rank of the first follower that is lost, from another thread."""
 
         def wait() -> None:
             with selectors.DefaultSelector() as selector:
@@ -215,12 +215,12 @@ class Leader:
         threading.Thread(target=wait, name="followers", daemon=True).start()
 
     def close(self) -> None:
-        """Ends all connections, and so the followers' vLLM."""
+        """End all connections, and so the followers' vLLM."""
         for connection in self._ranks.values():
             connection.close()
 
     def _on_event(self, selector: selectors.BaseSelector, connection: Connection | None) -> None:
-        """Accepts a connection, or takes what one has brought."""
+        """Accept a connection, or take what one has brought."""
         if connection is None:
             connection = Connection(self._listener.accept()[0])
             selector.register(connection, selectors.EVENT_READ, connection)
@@ -265,7 +265,7 @@ def _try_send(connection: Connection, message: Start | Refused) -> None:
 
 
 def end_worker(rank: int) -> NoReturn:
-    """Ends this process and so the ranks of its node: the group cannot compute without `rank`."""
+    """End this process and so the ranks of its node: the group cannot compute without `rank`."""
     log.error("the connection to the follower of rank %d is lost; this worker ends", rank)
     # vLLM may wait in another thread for what never comes. The server starts the worker again.
     os._exit(GROUP_LOST)

@@ -77,7 +77,7 @@ class WorkerExtension:
         return int(self.init_snapshot.free_memory)  # type: ignore[attr-defined]
 
     def ullage_blank_slots(self) -> int:
-        """Returns the bytes of this rank's slots of adapters. Nothing is in them, so that zeros are
+        """Return the bytes of this rank's slots of adapters. Nothing is in them, so that zeros are
         written: memory is not resident before."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         num_bytes = {}  # by place: some are parts of others
@@ -113,7 +113,7 @@ class WorkerExtension:
         return ""
 
     def ullage_follow_resumed(self) -> None:
-        """Makes the model runner count a request's former output as its own."""
+        """Make the model runner count a request's former output as its own."""
         # Slow to import, and only used here: followers hold vLLM's processes and compute nothing.
         import torch
 
@@ -136,7 +136,7 @@ class WorkerExtension:
         batch.add_request = add
 
     def ullage_receive_stages(self) -> None:
-        """Gives the model runner for CPUs what it takes the output of the stage before in, which it
+        """Give the model runner for CPUs what it takes the output of the stage before in, which it
         makes in a warm-up that it leaves out where nothing is compiled."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         has_stages = runner.parallel_config.pipeline_parallel_size > 1

@@ -95,13 +95,13 @@ class Reservations:
         return sum(each.prefix.num_blocks for each in self._sessions.values())
 
     def reserved(self, request_id: str) -> int:
-        """Returns the blocks of a reservation, held ones included."""
+        """Return the blocks of a reservation, held ones included."""
         return self._reserved[request_id]
 
     # changes -------------------------------------------------------------------------------------
 
     def reserve(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserves blocks for a request; False where they do not fit beside `spared` ones."""
+        """Reserve blocks for a request; False where they do not fit beside `spared` ones."""
         assert request_id not in self._reserved, "reserved already"
         if num_blocks + spared > self.num_unreserved:
             return False
@@ -110,7 +110,7 @@ class Reservations:
         return True
 
     def reserve_with_prefix(self, request_id: str, num_blocks: int, spared: int = 0) -> bool:
-        """Reserves blocks for a request that vLLM has, less those that the prefix cache has of it,
+        """Reserve blocks for a request that vLLM has, less those that the prefix cache has of it,
         which are held from then on; False where they do not fit beside `spared` ones."""
         assert request_id not in self._reserved, "reserved already"
         self._prefixes[request_id] = self._hold_prefix(request_id)
@@ -122,7 +122,7 @@ class Reservations:
         return True
 
     def extend(self, request_id: str, num_blocks: int) -> bool:
-        """Raises a reservation to so many blocks, if it has fewer; False where they do not fit."""
+        """Raise a reservation to so many blocks, if it has fewer; False where they do not fit."""
         missing = num_blocks - self._reserved[request_id]
         if missing > 0:
             if missing > self.num_unreserved:
@@ -140,14 +140,14 @@ class Reservations:
         return True
 
     def release(self, request_id: str) -> None:
-        """Ends a reservation; what the request holds is vLLM's to free. One without is no error."""
+        """End a reservation; what the request holds is vLLM's to free. One without is no error."""
         # The request may have ended a moment ago, which gave blocks back.
         self._forget_sums()
         self._reserved.pop(request_id, None)
         self._let_go(request_id)
 
     def on_step(self) -> None:
-        """Lets go of prefixes whose requests have started and hold the blocks themselves."""
+        """Let go of prefixes whose requests have started and hold the blocks themselves."""
         self._forget_sums()
         for request_id in [each for each in self._prefixes if self._blocks.num_held(each)]:
             self._let_go(request_id)
@@ -157,7 +157,7 @@ class Reservations:
     # sessions ------------------------------------------------------------------------------------
 
     def keep_session(self, key: str, request_id: str) -> None:
-        """Holds the cached blocks of a request that has just ended, for the session's next."""
+        """Hold the cached blocks of a request that has just ended, for the session's next."""
         if not self._session_blocks:
             return
         prefix = self._hold_prefix(request_id)
@@ -179,13 +179,13 @@ class Reservations:
         return True
 
     def end_idle_sessions(self) -> None:
-        """Ends sessions that were not used for their idle time."""
+        """End sessions that were not used for their idle time."""
         oldest = self._clock() - self._session_idle_s
         for key in [key for key, each in self._sessions.items() if each.used_at <= oldest]:
             self._drop_session(key)
 
     def end_all_sessions(self) -> None:
-        """Ends all sessions."""
+        """End all sessions."""
         for key in list(self._sessions):
             self._drop_session(key)
 
@@ -236,7 +236,7 @@ class Reservations:
         self._blocks.release(prefix)
 
     def _make_free(self) -> None:
-        """Ends the longest unused sessions until reserved blocks are free and not only
+        """End the longest unused sessions until reserved blocks are free and not only
         reclaimable."""
         while self._sessions and self._blocks.num_free < self.num_committed:
             self._drop_session(next(iter(self._sessions)))

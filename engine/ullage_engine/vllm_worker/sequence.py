@@ -85,7 +85,7 @@ class Sequence:
 
 
 def no_beams(request: EngineRequest) -> RequestFailed:
-    """Returns the answer to one hypothesis of a beam search."""
+    """Return the answer to one hypothesis of a beam search."""
     return RequestFailed(
         request_id=request.request_id,
         field="samples.beam",

@@ -149,7 +149,7 @@ class Started:
             raise MemoryShortError(f"others took {mib(missing)} of the device") from error
 
     def stop(self) -> None:
-        """Ends the processes of other ranks."""
+        """End the processes of other ranks."""
         self.core.close()
         self.shared_memory.close()
 
@@ -311,7 +311,7 @@ def compute(config: EngineConfig, node: Node, rank_bytes: int) -> None:
 
 
 def _prepare(config: EngineConfig, node: int = 0) -> SharedMemory:
-    """Checks what can be checked before anything is loaded, and clears what killed ranks left.
+    """Check what can be checked before anything is loaded, and clears what killed ranks left.
 
     `node`: this one's number in the engine.
 
@@ -424,7 +424,7 @@ def _facts(core: vllm_core.VllmCore, config: EngineConfig, weights: str) -> dict
 def _kv_space(
     core: vllm_core.VllmCore, facts: dict[str, str], profile: MemoryProfile, host_tier: HostTier
 ) -> bytes:
-    """Returns the namespace of the KV that is kept outside the device: all that the bytes of a
+    """Return the namespace of the KV that is kept outside the device: all that the bytes of a
     block depend on beside its tokens. Empty: none is kept."""
     try:
         block_bytes, block_format = core.tier_format()
@@ -458,7 +458,7 @@ class _Progress:
         self._total = self._first = self._most = 0
 
     def begin(self, stage: str, total_bytes: int = 0) -> None:
-        """Ends the stage before, and begins one that is going to take so many bytes; 0: unknown."""
+        """End the stage before, and begin one that is going to take so many bytes; 0: unknown."""
         with self._lock:
             self._end()
             self._stage = stage

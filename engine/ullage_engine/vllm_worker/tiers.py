@@ -130,20 +130,20 @@ class TierTransfers:
         self._requests[name] = _Request(request)
 
     def forget(self, name: str) -> None:
-        """Lets go of what a request waits for that has ended; an unknown one is no error."""
+        """Let go of what a request waits for that has ended; an unknown one is no error."""
         state = self._requests.pop(name, None)
         if state is not None:
             self._drop_query(state)
 
     def num_loaded_tokens(self, name: str) -> int:
-        """Returns how many tokens a request has begun with from tiers."""
+        """Return how many tokens a request has begun with from tiers."""
         state = self._requests.get(name)
         return state.num_loaded * self._block_tokens if state else 0
 
     # messages ------------------------------------------------------------------------------------
 
     def take_messages(self) -> list[FromKv]:
-        """Returns what the server is to be told since the last call."""
+        """Return what the server is to be told since the last call."""
         offer = self._offers.take_message()
         if offer is not None:
             self._outgoing.append(offer)
@@ -152,11 +152,11 @@ class TierTransfers:
         return outgoing
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Takes the answer to the oldest offer."""
+        """Take the answer to the oldest offer."""
         self._offers.on_granted(slots)
 
     def on_found(self, answer: KvFound) -> None:
-        """Takes the answer to a query; one that nobody waits for is given back."""
+        """Take the answer to a query; one that nobody waits for is given back."""
         query = self._queries.get(answer.number)
         if query is None:
             self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
@@ -166,7 +166,7 @@ class TierTransfers:
     # what vLLM asks ------------------------------------------------------------------------------
 
     def num_matched(self, name: str, token_ids: Sequence[int], num_cached: int) -> int | None:
-        """Returns how many blocks a request can load behind the `num_cached` that the device has;
+        """Return how many blocks a request can load behind the `num_cached` that the device has;
         None: that is not known yet."""
         state = self._requests.get(name)
         if state is None:
@@ -186,7 +186,7 @@ class TierTransfers:
         return 0 if state.query is None else None
 
     def load(self, name: str, block_ids: Sequence[int], num_blocks: int) -> None:
-        """Loads the blocks that `num_matched` has returned: those behind the cached ones of the
+        """Load the blocks that `num_matched` has returned: those behind the cached ones of the
         request's `block_ids`."""
         state = self._requests[name]
         query = state.query
@@ -223,7 +223,7 @@ class TierTransfers:
                 self._offered_content[block] = content
 
     def plan(self) -> Copies:
-        """Returns the copies of the step that is planned; each is returned once."""
+        """Return the copies of the step that is planned; each is returned once."""
         granted = self._offers.take_granted(
             lambda place: self._content_of(place.block) == place.content
         )
@@ -275,7 +275,7 @@ class TierTransfers:
                 self._outgoing.append(KvRead(number=query.number, num_blocks=0))
 
     def _keys(self, state: _Request, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Returns the request's keys, at least those of its first `end` blocks."""
+        """Return the request's keys, at least those of its first `end` blocks."""
         if len(state.keys) < end:
             size = self._block_tokens
             salt = state.request.cache_salt

@@ -120,7 +120,7 @@ def names_of(sizes: Mapping[int, int]) -> str:
 
 
 def prepare_device(config: EngineConfig, rank: int) -> torch.device:
-    """Prepares a rank's device with everything that computing starts there, and returns it.
+    """Prepare a rank's device with everything that computing starts there, and return it.
 
     Raises:
         WorkerStartError: there is no such device.
@@ -160,7 +160,7 @@ def _cuda_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) -> Ledger:
-    """Opens the ledger of this rank's device: a GPU, or its share of the host's memory.
+    """Open the ledger of this rank's device: a GPU, or its share of the host's memory.
 
     `host_tier`: bytes of host memory that KV outside the device has taken.
     """
@@ -175,7 +175,7 @@ def open_ledger(config: EngineConfig, device: torch.device, host_tier: int = 0) 
 
 
 def with_budget(config: EngineConfig, device_bytes: int | None) -> EngineConfig:
-    """Returns the configuration with the CPU budget that rank 0 decided; None leaves it as it
+    """Return the configuration with the CPU budget that rank 0 decided; None leaves it as it
     is."""
     if device_bytes is None:
         return config
@@ -435,7 +435,7 @@ def check_pinned(num_bytes: int, free_host_bytes: int, num_ranks: int) -> None:
 
 
 def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Makes mapped weights resident now; else they would be read while serving."""
+    """Make mapped weights resident now; else they would be read while serving."""
     if device.type != "cpu":
         return
     for tensor in tensors:
@@ -443,7 +443,7 @@ def touch_pages(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def give_back_freed() -> None:
-    """Returns freed memory to the kernel, so that what loading took is not taken for used."""
+    """Return freed memory to the kernel, so that what loading took is not taken for used."""
     trim_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

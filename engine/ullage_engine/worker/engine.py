@@ -79,21 +79,21 @@ class Runner(Protocol):
     """The executor of step plans on one device or on several ranks."""
 
     def move(self, moves: Moves) -> None:
-        """Copies whole blocks: all of swap_out, then swap_in, then copy.
+        """Copy whole blocks: all of swap_out, then swap_in, then copy.
 
         Allocates nothing. Reads of one kind never see writes of the same kind.
         """
         ...
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Computes a step; returns one token for each chunk with `sampling`, in the plan's order.
+        """Compute a step; return one token for each chunk with `sampling`, in the plan's order.
 
         Computing a plan again after an error gives what it would have given.
         """
         ...
 
     def sync(self) -> None:
-        """Waits until all ranks have done what they were asked for."""
+        """Wait until all ranks have done what they were asked for."""
         ...
 
 
@@ -101,11 +101,11 @@ class PipelinedRunner(Runner, Protocol):
     """A runner whose stages compute different plans at the same time."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Begins to compute a step; moves and steps are done in the order of their calls."""
+        """Begin to compute a step; moves and steps are done in the order of their calls."""
         ...
 
     def collect(self) -> list[SampledToken]:
-        """Waits for the oldest step that was submitted and not collected; see `execute`."""
+        """Wait for the oldest step that was submitted and not collected; see `execute`."""
         ...
 
 
@@ -233,17 +233,17 @@ class EngineCore:
         return self.scheduler.submit_group(requests, resumed=resumed)
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drops a request; see `Scheduler.cancel`."""
+        """Drop a request; see `Scheduler.cancel`."""
         self.grammars.close(request_id)
         if not self._beams.cancel(request_id):
             self.scheduler.cancel(request_id, is_answered=is_answered)
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Makes one step run out of memory when `after_steps` more have been computed."""
+        """Make one step run out of memory when `after_steps` more have been computed."""
         self._faults.append(self.scheduler.stats().num_steps + after_steps)
 
     def step(self) -> list[TokenOutput]:
-        """Computes one step for all sequences that have a part in it.
+        """Compute one step for all sequences that have a part in it.
 
         Raises:
             MemoryShortError: others hold memory that it needs, for too long.
@@ -257,7 +257,7 @@ class EngineCore:
         return outputs
 
     def _committed(self, sampled: list[SampledToken]) -> list[TokenOutput]:
-        """Commits the oldest plan in flight; returns what clients get of it."""
+        """Commit the oldest plan in flight; return what clients get of it."""
         outputs = self.scheduler.commit(self._with_token(sampled))
         if timed := self._timed:
             # All but one token of an output are draft tokens that were right.
@@ -270,7 +270,7 @@ class EngineCore:
         return self._beams.filter_outputs(outputs)
 
     def take_failed(self) -> list[RequestFailed]:
-        """Returns the requests given up since the last call."""
+        """Return the requests given up since the last call."""
         failed = self._failed
         self._failed = []
         for each in failed:
@@ -300,7 +300,7 @@ class EngineCore:
         return answer
 
     def _constrained(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan with grammars' masks; gives up requests whose grammar fails."""
+        """Return the plan with grammars' masks; gives up requests whose grammar fails."""
         plan, failed = self.grammars.constrain(plan)
         for request_id, reason in failed.items():
             self.scheduler.cancel(request_id)
@@ -341,7 +341,7 @@ class EngineCore:
         return []
 
     def _move(self, plan: StepPlan) -> None:
-        """Does a plan's moves once, before it is computed as often as it takes."""
+        """Do a plan's moves once, before it is computed as often as it takes."""
         if plan.moves:
             began = time.perf_counter()
             log.debug("KV is copied between device and host")
@@ -374,7 +374,7 @@ class EngineCore:
         self._timed = _Timed(seconds, num_chunks - len(prompts), num_prompt_tokens)
 
     def _one_by_one(self, plan: StepPlan, cause: Exception) -> list[SampledToken]:
-        """Computes a failed plan's chunks alone and gives up those that fail again.
+        """Compute a failed plan's chunks alone and gives up those that fail again.
 
         Raises:
             Exception: `cause`; every chunk fails, so it is not a request's fault, or a chunk alone
@@ -525,7 +525,7 @@ class PipelinedEngine(EngineCore):
         return self._collect_oldest() if self._in_flight else []
 
     def _submit_next(self) -> bool:
-        """Submits the next plan; returns False if there is nothing more to compute now."""
+        """Submit the next plan; returns False if there is nothing more to compute now."""
         scheduled = self.scheduler.schedule()
         plan = self._constrained(scheduled)
         self._move(plan)

@@ -37,7 +37,7 @@ class VocabularyError(GrammarError):
 
 
 def vocabulary(tokenizer: ModelTokenizer, vocab_size: int) -> LLTokenizer:
-    """Builds the model's tokens as grammars need them; takes about 0.5 s for 50,000.
+    """Build the model's tokens as grammars need them; takes about 0.5 s for 50,000.
 
     Raises:
         GrammarError: no grammar can be used with this model.
@@ -60,7 +60,7 @@ class _Progress:
         self._num_taken = 0
 
     def allowed(self, chunk: Chunk) -> bytes:
-        """Returns the mask of what may follow the chunk, whose output begins with that seen before.
+        """Return the mask of what may follow the chunk, whose output begins with that seen before.
 
         Raises:
             GrammarError: the grammar has become too complex.
@@ -106,15 +106,15 @@ class Grammars:
         return compilation
 
     def open(self, request: EngineRequest, compiled: LLMatcher) -> None:
-        """Makes answers of the request match its grammar from now on, until `close`."""
+        """Make answers of the request match its grammar from now on, until `close`."""
         self._open[request.request_id] = _Progress(compiled.deep_copy())
 
     def close(self, request_id: str) -> None:
-        """Drops a request's state; one without a grammar is no error."""
+        """Drop a request's state; one without a grammar is no error."""
         self._open.pop(request_id, None)
 
     def constrain(self, plan: StepPlan) -> tuple[StepPlan, dict[str, str]]:
-        """Returns the plan with masks, less chunks that cannot go on; and why, by request."""
+        """Return the plan with masks, less chunks that cannot go on; and why, by request."""
         if not self._open:
             return plan, {}
         chunks = []
@@ -154,12 +154,12 @@ class Grammars:
 
 
 def no_vocabulary() -> LLTokenizer:
-    """Raises GrammarError: the loader of engines that have no tokenizer."""
+    """Raise GrammarError: the loader of engines that have no tokenizer."""
     raise GrammarError("this engine has no tokenizer, which grammars need")
 
 
 def _without(mask: bytes, banned: Sequence[int]) -> bytes:
-    """Returns the mask less some tokens; unchanged when nothing else may follow."""
+    """Return the mask less some tokens; unchanged when nothing else may follow."""
     allowed = np.frombuffer(mask, np.uint8).copy()
     for token in banned:
         allowed[token // 8] &= ~np.uint8(1 << token % 8)

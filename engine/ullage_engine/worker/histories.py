@@ -30,7 +30,7 @@ class _Recent(Generic[T]):
         """With the number of the plan; the one used last is last."""
 
     def begin_plan(self) -> None:
-        """Counts a plan, and forgets what none of the latest has used."""
+        """Count a plan, and forget what none of the latest has used."""
         self._num_plans += 1
         while self._kept and next(iter(self._kept.values()))[1] <= self._num_plans - KEPT_PLANS:
             self._kept.popitem(last=False)
@@ -52,11 +52,11 @@ class SentHistories:
         """History of each request, and the number of its tokens that were sent."""
 
     def begin_plan(self) -> None:
-        """Forgets requests of old plans; called once before the chunks of each plan."""
+        """Forget requests of old plans; called once before the chunks of each plan."""
         self._recent.begin_plan()
 
     def shorten(self, chunk: Chunk) -> Chunk:
-        """Returns a chunk with what is new of its history: all of it where it is another list than
+        """Return a chunk with what is new of its history: all of it where it is another list than
         in the request's last chunk."""
         history, start = self._recent.pop(chunk.request_id, ([], 0))
         if history is not chunk.history:
@@ -72,11 +72,11 @@ class ReceivedHistories:
         self._recent: _Recent[list[int]] = _Recent(max_requests)
 
     def begin_plan(self) -> None:
-        """Forgets what the sender does; called once before the chunks of each plan."""
+        """Forget what the sender does; called once before the chunks of each plan."""
         self._recent.begin_plan()
 
     def complete(self, chunk: Chunk) -> Chunk:
-        """Returns a chunk with its whole history, the same list in each of a request's steps."""
+        """Return a chunk with its whole history, the same list in each of a request's steps."""
         history = self._recent.pop(chunk.request_id, [])
         if chunk.history_start == 0:
             history = []

@@ -121,7 +121,7 @@ class Link:
             raise ServerGoneError from error
 
     def receive(self, timeout_s: float) -> ToWorker | None:
-        """Returns the next message; None if none came in time."""
+        """Return the next message; None if none came in time."""
         try:
             message = self._link.receive(timeout_s)
         except OSError as error:
@@ -136,13 +136,13 @@ class KvTransfers(Protocol):
     """KV outside the device, as the loop sees it."""
 
     def take_messages(self) -> list[FromKv]:
-        """Returns what the server is to be told since the last call."""
+        """Return what the server is to be told since the last call."""
 
     def on_granted(self, slots: list[KvSlot]) -> None:
-        """Takes the answer to the oldest offer."""
+        """Take the answer to the oldest offer."""
 
     def on_found(self, answer: KvFound) -> None:
-        """Takes the answer to a query."""
+        """Take the answer to a query."""
 
 
 class LoraAdapters(Protocol):
@@ -196,16 +196,16 @@ class WorkerEngine(Protocol):
         of which nothing is left to produce."""
 
     def cancel(self, request_id: str, *, is_answered: bool = False) -> None:
-        """Drops a request; an unknown id is no error."""
+        """Drop a request; an unknown id is no error."""
 
     def inject_out_of_memory(self, after_steps: int) -> None:
-        """Makes one step run out of memory when `after_steps` more have been computed."""
+        """Make one step run out of memory when `after_steps` more have been computed."""
 
     def step(self) -> Sequence[TokenOutput | Embedding]:
-        """Computes one step."""
+        """Compute one step."""
 
     def take_failed(self) -> list[RequestFailed]:
-        """Returns the requests given up since the last call."""
+        """Return the requests given up since the last call."""
 
     def set_batch_share(self, share: float) -> None:
         """Limits the batch to a share of `batching.max_sequences`, 0 to 1."""
@@ -228,10 +228,10 @@ class StartedEngine(Protocol):
         """Return the message that describes the model and the worker, with its first state."""
 
     def log_start(self) -> None:
-        """Writes what was started to the log."""
+        """Write what was started to the log."""
 
     def stop(self) -> None:
-        """Ends what computes in other processes."""
+        """End what computes in other processes."""
 
 
 class Worker:
@@ -334,7 +334,7 @@ class Worker:
             self._engine.events.forget(failed.request_id, "failed")
 
     def _take_messages(self) -> None:
-        """Takes the messages there are, for at most `DRAIN_S`; waits for one only when there is
+        """Take the messages there are, for at most `DRAIN_S`; waits for one only when there is
         nothing to compute.
 
         A lone request starts at once. When two or more came together more are likely on their way,
@@ -404,7 +404,7 @@ class Worker:
                 self._is_stopping = True
 
     def _submit(self, message: Submit) -> None:
-        """Submits requests, or keeps them until their grammar is compiled, beside the steps."""
+        """Submit requests, or keep them until their grammar is compiled, beside the steps."""
         first = message.requests[0]
         if first.grammar and not self._engine.is_compiled(first):
             self._compiling.append(message)
@@ -443,7 +443,7 @@ class Worker:
         self._log_prefix_hits(state)
 
     def _log_prefix_hits(self, state: WorkerState) -> None:
-        """Logs how much of new prompts the prefix cache had, now and then while there are any."""
+        """Log how much of new prompts the prefix cache had, now and then while there are any."""
         looked_up = state.prefix_lookup_tokens - self._logged.prefix_lookup_tokens
         if looked_up <= 0 or self._reported_at < self._log_at:
             return
@@ -454,7 +454,7 @@ class Worker:
         self._log_at = self._reported_at + _LOG_INTERVAL_S
 
     def _judged(self) -> WorkerState:
-        """Returns the present state with its pressure level, which the batch size follows."""
+        """Return the present state with its pressure level, which the batch size follows."""
         state = self._pressure.judge(self._started.state())
         if self._profile:
             self._profile.on_state(state)
@@ -470,7 +470,7 @@ def _step_done(outputs: Sequence[TokenOutput | Embedding]) -> StepDone:
 
 
 def _left(message: Submit, cancelled: str) -> list[Submit]:
-    """Returns the message without a cancelled request; empty if that was all of it."""
+    """Return the message without a cancelled request; empty if that was all of it."""
     requests = [request for request in message.requests if request.request_id != cancelled]
     return [msgspec.structs.replace(message, requests=requests)] if requests else []
 
@@ -488,7 +488,7 @@ def run(
     arguments: Sequence[str] | None,
     import_libraries: Callable[[], object] = lambda: None,
 ) -> int:
-    """Runs a worker whose command has the options of `parser` and those of every worker; returns
+    """Run a worker whose command has the options of `parser` and those of every worker; return
     the exit status.
 
     `import_libraries`: what `start` begins with, for a worker that stands by.
@@ -571,7 +571,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when `parent` ends, however it ends."""
+    """Ask the kernel to kill this process when `parent` ends, however it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was asked
         sys.exit(0)

@@ -37,13 +37,13 @@ class _Recorder(Protocol):
         """Whether it should look at no further step, since it holds as much as it may."""
 
     def on_state(self, state: WorkerState) -> None:
-        """Takes a report of memory and load."""
+        """Take a report of memory and load."""
 
     def stop(self) -> None:
-        """Looks at no further step."""
+        """Look at no further step."""
 
     def write(self, path: Path) -> None:
-        """Writes what was seen, in any thread."""
+        """Write what was seen, in any thread."""
 
 
 class _Operations:
@@ -136,16 +136,16 @@ class Profile:
         )
 
     def on_state(self, state: WorkerState) -> None:
-        """Takes a report of memory and load."""
+        """Take a report of memory and load."""
         if self._writing is None:
             self._recorder.on_state(state)
 
     def stop_soon(self) -> None:
-        """Ends the look when `advance` is called next."""
+        """End the look when `advance` is called next."""
         self._until = 0.0
 
     def advance(self, num_steps: int) -> ProfileDone | None:
-        """Ends the look when it is time to; returns the answer when the file is there."""
+        """End the look when it is time to; return the answer when the file is there."""
         if self._writing is None:
             self._num_steps = num_steps - self._first_step
             if self._recorder.is_full:
@@ -161,7 +161,7 @@ class Profile:
         return ProfileDone(num_steps=self._num_steps, error=self._error)
 
     def stop(self) -> None:
-        """Looks at no further step, and begins to write what was seen."""
+        """Look at no further step, and begin to write what was seen."""
         if self._writing is not None:
             return
         self._recorder.stop()

@@ -113,7 +113,7 @@ _TRANSFER_TIMEOUT_S = 60.0
 
 
 def chunk_tokens(token_s: float, most: int) -> int:
-    """Returns the prompt tokens of a step that takes about as long as decodes should wait, by the
+    """Return the prompt tokens of a step that takes about as long as decodes should wait, by the
     seconds of one token at a prompt's beginning; later ones take longer. Never so few that products
     get slower, and at most `most`."""
     fitting = int(_PREFILL_S / token_s) // _CHUNK_UNIT * _CHUNK_UNIT if token_s > 0 else most
@@ -309,7 +309,7 @@ class RankStartup:
         return self.config.memory.host_kv // self.block_bytes
 
     def load(self) -> None:
-        """Maps or copies the weights that this rank computes with."""
+        """Map or copy the weights that this rank computes with."""
         context = self.meter.used_bytes()
         self.ledger.record("context", context)
         if self.rank == 0 and self.device.type == "cpu" and self.config.server.standby_worker:
@@ -320,7 +320,7 @@ class RankStartup:
         touch_pages(self._loaded.tensors.values(), self.device)
 
     def allocate_arenas(self, store: Path | None = None) -> None:
-        """Joins the other ranks, at `store` where there are any, and allocates a step's buffers.
+        """Join the other ranks, at `store` where there are any, and allocates a step's buffers.
 
         The last phase before ranks compute together: what one of them may lack it misses here.
         """
@@ -483,7 +483,7 @@ class RankStartup:
         return max(0.0, deep - first) / (tokens * context)
 
     def close(self) -> None:
-        """Ends the transfers to other ranks."""
+        """End the transfers to other ranks."""
         if self._group is not None:
             self._group.close()
 
@@ -506,7 +506,7 @@ class RankStartup:
         )
 
     def _shard(self, model_config: ModelConfig, encodings: dict[str, Encoding]) -> Slicer:
-        """Returns how this rank's part is cut from the whole model."""
+        """Return how this rank's part is cut from the whole model."""
         pool = self.config.server.pool
         layout = self.layout
         try:
@@ -584,7 +584,7 @@ class RankStartup:
         log.info("%s of host memory are %d slots for swapped KV", mib(slots * block), slots)
 
     def _host_kv_bytes(self) -> int:
-        """Returns what of the host's slots lies on the device: all of this rank's share where it is
+        """Return what of the host's slots lies on the device: all of this rank's share where it is
         the host, else the two blocks of staging that they are copied through."""
         if self.device.type == "cpu":
             return self.runner.kv_block_bytes * self.num_host_slots
@@ -592,7 +592,7 @@ class RankStartup:
         return self.runner.kv_block_bytes * 2 * bool(is_staged)
 
     def _shared_slots(self) -> torch.Tensor | None:
-        """Returns this rank's part of the slots of the host tier [slots, bytes]; None without.
+        """Return this rank's part of the slots of the host tier [slots, bytes]; None without.
 
         A slot has the parts of all ranks, one behind the other.
         """
@@ -610,7 +610,7 @@ class RankStartup:
         return slots[:, start : start + self._part_bytes(self.rank)]
 
     def _part_bytes(self, rank: int) -> int:
-        """Returns the bytes of a KV block that a rank has."""
+        """Return the bytes of a KV block that a rank has."""
         limits = self.step_limits
         own = rank_model_config(self.model_config, self.layout, rank)
         return kv_block_bytes(own, limits.block_tokens, self.kv_itemsize, windowed=limits.windowed)
@@ -702,7 +702,7 @@ class RankStartup:
         return ProofFile(Path(self.config.server.weights_dir), self.weights_key, facts)
 
     def _check_prices(self, kv_pool_bytes: int) -> None:
-        """Compares what was allocated with the formulas that admission and the router use."""
+        """Compare what was allocated with the formulas that admission and the router use."""
         allocated = self.runner.allocated_bytes()
         if self.layout.world > 1:
             # Parts of a mapped file count for what they are, not for the whole file.
@@ -720,7 +720,7 @@ class RankStartup:
             raise WorkerStartError(error)
 
     def _settle_workspace(self) -> None:
-        """Records what the workspace holds in the end: the pool may have taken freed parts of it.
+        """Record what the workspace holds in the end: the pool may have taken freed parts of it.
 
         What exceeds it, such as the pool's bookkeeping, is staging.
         """
@@ -763,7 +763,7 @@ def fitting_blocks(ledger: Ledger, limit: int | None, block_bytes: int, chunk_bl
 
 
 def read_layout(config: EngineConfig) -> RankLayout:
-    """Reads the configuration's arrangement of ranks.
+    """Read the configuration's arrangement of ranks.
 
     Raises:
         WorkerStartError: it contradicts itself.
@@ -783,5 +783,5 @@ def read_layout(config: EngineConfig) -> RankLayout:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Sums the bytes of tensors, each in whole pages, as they lie in the prepared file."""
+    """Sum the bytes of tensors, each in whole pages, as they lie in the prepared file."""
     return sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)

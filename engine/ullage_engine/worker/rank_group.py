@@ -129,7 +129,7 @@ ToRank0 = Answer | Loading
 
 
 def for_rank(plan: StepPlan, sent: SentHistories | None) -> StepPlan:
-    """Returns the plan as another rank needs it: without moves, which go before by themselves, and
+    """Return the plan as another rank needs it: without moves, which go before by themselves, and
     without histories and masks, which only the rank that samples reads.
 
     `sent`: what the rank has of histories; None where it does not sample.
@@ -174,7 +174,7 @@ class RankProcesses:
     def __init__(
         self, world: int, endpoint_base: Path, command: RankCommandLine, report: Report
     ) -> None:
-        """Starts the processes. Call it on the main thread: the kernel ends them with it.
+        """Start the processes. Call it on the main thread: the kernel ends them with it.
 
         `report` receives the loading progress of ranks while they are waited for.
         """
@@ -207,7 +207,7 @@ class RankProcesses:
             link.send(encoded)
 
     def wait_done(self) -> list[Done]:
-        """Waits for every rank's answer to the last command; returns them in the order of ranks.
+        """Wait for every rank's answer to the last command; return them in the order of ranks.
 
         Raises:
             RankFailedError: one of them cannot go on.
@@ -219,7 +219,7 @@ class RankProcesses:
         return [answer for answer in answers.values() if isinstance(answer, Done)]
 
     def wait_failure(self, timeout_s: float) -> RankFailedError | None:
-        """Returns why a rank cannot go on, if one reports in time; drops other answers."""
+        """Return why a rank cannot go on, if one reports in time; drops other answers."""
         deadline = time.monotonic() + timeout_s
         failed = dict[int, Failed]()
         while True:
@@ -235,7 +235,7 @@ class RankProcesses:
                 return rank_failed(failed) if failed else None
 
     def wait_sampled(self, rank: int) -> Sampled:
-        """Waits for the tokens of the oldest step that was sent and not waited for."""
+        """Wait for the tokens of the oldest step that was sent and not waited for."""
         answer = self._answer(rank)
         if not isinstance(answer, Sampled):
             raise GroupLostError(f"rank {rank} answered {type(answer).__name__}, not tokens")
@@ -250,7 +250,7 @@ class RankProcesses:
         return total
 
     def stop(self) -> None:
-        """Asks the processes to end and kills those that have not after a grace period."""
+        """Ask the processes to end and kills those that have not after a grace period."""
         self._is_stopping.set()
         encoded = self._encoder.encode(Stop())
         for link in self._links.values():
@@ -264,7 +264,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the processes without asking: one that still loads does not listen."""
+        """End the processes without asking: one that still loads does not listen."""
         self._is_stopping.set()
         for process in self._popens.values():
             process.kill()
@@ -279,7 +279,7 @@ class RankProcesses:
         return link
 
     def _answer(self, rank: int) -> Answer:
-        """Returns the next answer of a rank; a rank that is gone has sent its last already."""
+        """Return the next answer of a rank; a rank that is gone has sent its last already."""
         while isinstance(answer := self._message(rank), Loading):
             self._report(answer)
         return answer
@@ -295,7 +295,7 @@ class RankProcesses:
         return self._decoder.decode(link.recv())
 
     def _watch(self, rank: int) -> None:
-        """Ends this process as soon as another rank has ended without a report."""
+        """End this process as soon as another rank has ended without a report."""
         status = self._popens[rank].wait()
         if status in (OUT_OF_MEMORY, HOST_SHORT):  # for which the group may be about to end already
             log.error("rank %d ran out of memory; the group starts again", rank)
@@ -309,7 +309,7 @@ class RankProcesses:
 
 
 def rank_failed(failed: Mapping[int, Failed]) -> RankFailedError:
-    """Returns one error for what ranks reported. An error that another start would not mend is the
+    """Return one error for what ranks reported. An error that another start would not mend is the
     cause of the unforeseen ones."""
     for rank, each in failed.items():
         if not each.may_retry:
@@ -339,7 +339,7 @@ class DistributedRunner:
         self._sent = SentHistories(max_sequences)
 
     def move(self, moves: Moves) -> None:
-        """Moves blocks on every rank; see `ullage_engine.worker.engine.Runner`."""
+        """Move blocks on every rank; see `ullage_engine.worker.engine.Runner`."""
         self._processes.broadcast(Move(moves))
         try:
             self._own_runner.move(moves)
@@ -347,7 +347,7 @@ class DistributedRunner:
             raise GroupLostError(f"rank 0 cannot move blocks: {error}") from error
 
     def execute(self, plan: StepPlan) -> list[SampledToken]:
-        """Computes a step on every rank; see `ullage_engine.worker.engine.Runner`.
+        """Compute a step on every rank; see `ullage_engine.worker.engine.Runner`.
 
         Raises:
             GroupLostError: the group is of no more use.
@@ -356,7 +356,7 @@ class DistributedRunner:
         return tokens if self._sampling_rank == 0 else self.collect()
 
     def submit(self, plan: StepPlan) -> None:
-        """Begins a step of a group with several stages; returns when the first has computed it and
+        """Begin a step of a group with several stages; returns when the first has computed it and
         the next one has received its rows.
 
         Raises:
@@ -365,7 +365,7 @@ class DistributedRunner:
         self._begin(plan)
 
     def collect(self) -> list[SampledToken]:
-        """Waits for the tokens of the oldest step that was submitted and not collected.
+        """Wait for the tokens of the oldest step that was submitted and not collected.
 
         Raises:
             GroupLostError: the group is of no more use.
@@ -373,13 +373,13 @@ class DistributedRunner:
         return self._processes.wait_sampled(self._sampling_rank).tokens
 
     def sync(self) -> None:
-        """Waits until all ranks have done what they were asked for; no step may be in flight."""
+        """Wait until all ranks have done what they were asked for; no step may be in flight."""
         self._processes.broadcast(Sync())
         self._own_runner.sync()
         self._processes.wait_done()
 
     def _begin(self, plan: StepPlan) -> list[SampledToken]:
-        """Sends a plan to every rank and computes rank 0's part; returns the tokens that it
+        """Send a plan to every rank and computes rank 0's part; return the tokens that it
         chose."""
         unsampled = Execute(for_rank(plan, None))
         for rank in self._processes.ranks:

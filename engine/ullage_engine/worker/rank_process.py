@@ -132,7 +132,7 @@ def prepare(rank: RankStartup, link: Rank0Link) -> None:
 
 
 def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: int) -> None:
-    """Computes this rank's part of every step until a Stop."""
+    """Compute this rank's part of every step until a Stop."""
     received = ReceivedHistories(max_sequences)
     while True:
         match link.receive():
@@ -152,14 +152,14 @@ def serve_steps(runner: Runner, samples: bool, link: Rank0Link, max_sequences: i
 
 
 def with_histories(plan: StepPlan, received: ReceivedHistories) -> StepPlan:
-    """Returns the plan with the whole history of every request whose penalties read it."""
+    """Return the plan with the whole history of every request whose penalties read it."""
     received.begin_plan()
     chunks = [received.complete(each) if reads_history(each) else each for each in plan.chunks]
     return StepPlan(chunks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a rank; returns the exit status."""
+    """Run a rank; return the exit status."""
     options = _parse(arguments)
     die_with_parent(options.parent)
     dump_on_signal()

@@ -139,7 +139,7 @@ class Started:
         log.info("worker serves %s", self.name, extra=facts)
 
     def stop(self) -> None:
-        """Ends the other ranks."""
+        """End the other ranks."""
         self.stop_ranks()
 
 
@@ -150,7 +150,7 @@ def start(
     rank_command: RankCommand,
     host_tier: HostTier | None = None,
 ) -> Started:
-    """Loads the model, sizes every buffer and returns an engine that steps.
+    """Load the model, sizes every buffer and return an engine that steps.
 
     Sockets of other ranks have paths that begin with `group_path`; `rank_command` makes their
     command lines.
@@ -189,7 +189,7 @@ def start(
 
 
 def _start_error(error: BaseException, processes: RankProcesses) -> Exception | None:
-    """Returns the failed rank's error that caused an error of the start; None: the error stands.
+    """Return the failed rank's error that caused an error of the start; None: the error stands.
 
     When one rank is gone the others fail too, in the middle of what they compute together.
     """
@@ -205,7 +205,7 @@ def _start_error(error: BaseException, processes: RankProcesses) -> Exception | 
 
 
 def _start_group(own: RankStartup, processes: RankProcesses, group_path: Path) -> Started:
-    """Starts all ranks phase by phase; none begins a phase before all have ended the previous."""
+    """Start all ranks phase by phase; none begins a phase before all have ended the previous."""
     own.load()
     if any(answer.weights_key != own.weights_key for answer in processes.wait_done()):
         # As when the source changed meanwhile; the next start maps one file for all.
@@ -333,7 +333,7 @@ def _grammars(own: RankStartup) -> Grammars:
 
 
 def group_ledger(own: Ledger, others: list[Done]) -> Ledger:
-    """Sums reservations of all ranks by name; every rank has kept within its own budget."""
+    """Sum reservations of all ranks by name; every rank has kept within its own budget."""
     total = own.total_bytes + sum(answer.total_bytes for answer in others)
     ledger = Ledger(total, own.threshold, configurable=True)
     entries = [own.states(), *(answer.ledger for answer in others)]

@@ -122,7 +122,7 @@ def group_pool(pool: str) -> str:
 
 
 def stable_pool(pool: str) -> str:
-    """Returns the pool of the spec that a pool, its followers or its canary's pods are of."""
+    """Return the pool of the spec that a pool, its followers or its canary's pods are of."""
     return pool.removesuffix(_GROUP).removesuffix(_CANARY)
 
 
@@ -131,7 +131,7 @@ def is_canary_pool(pool: str) -> bool:
 
 
 def leaders_name(group: str) -> str:
-    """Returns the StatefulSet of the leaders of the followers in StatefulSet `group`."""
+    """Return the StatefulSet of the leaders of the followers in StatefulSet `group`."""
     return group.removesuffix(_GROUP)
 
 
@@ -230,7 +230,7 @@ class Kind(NamedTuple):
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def path(self, namespace: str, name: str = "") -> str:
-        """Returns the path of an object or, without a name, of all in a namespace; "" is all
+        """Return the path of an object or, without a name, of all in a namespace; "" is all
         namespaces."""
         root = f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
         scope = f"/namespaces/{namespace}" if namespace else ""

@@ -56,7 +56,7 @@ _ELSEWHERE = {
 
 
 def conflicts(given: Any, own: Any, path: str) -> Iterator[Problem]:
-    """Yields the fields of a pod template that the operator sets itself, to other values.
+    """Yield the fields of a pod template that the operator sets itself, to other values.
 
     Args:
         given: the template, or a part of it.
@@ -113,7 +113,7 @@ _HANDLERS = frozenset(("exec", "grpc", "httpGet", "sleep", "tcpSocket"))
 
 
 def overlap(path: str, mounts: Iterable[str]) -> str | None:
-    """Returns how a path of a container stands to a mount that it lies in or that lies in it."""
+    """Return how a path of a container stands to a mount that it lies in or that lies in it."""
     for each in mounts:
         if lies_in(path, each):
             return f"lies in {each}"
@@ -132,7 +132,7 @@ MERGE_KEYS = ("mountPath", "containerPort", "name")
 
 
 def merge_key(desired: list[Any], live: list[Any]) -> str | None:
-    """Returns the field that identifies a list's items, as in server-side apply; None for other
+    """Return the field that identifies a list's items, as in server-side apply; None for other
     lists.
 
     What others add to such a list, such as an injected container, is theirs.

@@ -232,7 +232,7 @@ def structure(schema: Schema, value: Any) -> Iterator[Problem]:
 
 
 def standard(schema: Schema) -> dict[str, Any]:
-    """Returns the schema in plain JSON Schema, which knows nothing of int-or-string."""
+    """Return the schema in plain JSON Schema, which knows nothing of int-or-string."""
     result = dict(schema)
     if schema.get("x-kubernetes-int-or-string"):
         result["type"] = ["integer", "string"]

@@ -33,7 +33,7 @@ _SECONDS = {
 
 
 def parse_bytes(value: int | str) -> int:
-    """Returns the bytes of `2Gi`, `500M`, `1.5Gi` or 1024; a fraction of a byte is rounded up.
+    """Return the bytes of `2Gi`, `500M`, `1.5Gi` or 1024; a fraction of a byte is rounded up.
 
     Raises:
         ValueError: the text is not such a quantity.
@@ -46,7 +46,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def scale(suffix: str) -> int:
-    """Returns the bytes of one unit: Ki is 1024, k is 1000, no suffix is 1."""
+    """Return the bytes of one unit: Ki is 1024, k is 1000, no suffix is 1."""
     if not suffix:
         return 1
     power = "kmgtpe".index(suffix[0].lower()) + 1
@@ -157,7 +157,7 @@ _API_WORDS = {
 
 
 def api_word(word: str) -> str:
-    """Returns how the API spells a word of a configuration file: in CamelCase."""
+    """Return how the API spells a word of a configuration file: in CamelCase."""
     return _API_WORDS.get(word, word[:1].upper() + word[1:])
 
 
@@ -166,7 +166,7 @@ Reader = Callable[[Any, str], Any]
 
 
 def section_reader(section: type[Strict]) -> Reader:
-    """Returns what renames a section's fields to snake case and turns its quantities into bytes
+    """Return what renames a section's fields to snake case and turn its quantities into bytes
     and seconds.
 
     The reader raises msgspec.ValidationError for a quantity that cannot be read, and for a field
@@ -252,7 +252,7 @@ def _section_reader(kind: inspect.StructType) -> Reader:
 
 
 def field_names(section: type[Strict]) -> set[str]:
-    """Returns the names of a section's fields, and of those of the sections in it."""
+    """Return the names of a section's fields, and of those of the sections in it."""
     return set(_field_names(inspect.type_info(section)))
 
 

@@ -88,7 +88,7 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
             split(self.address)
 
     def name(self, service: str) -> str:
-        """Returns the step's name in headers, metrics and logs.
+        """Return the step's name in headers, metrics and logs.
 
         Args:
             service: whose cascade it is.

@@ -117,7 +117,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def pool_lines(service: Service, settings: Settings) -> list[str]:
-    """Returns for each pool the engine that its pods will be, why, and their image, and where they
+    """Return for each pool the engine that its pods will be, why, and their image, and where they
     keep KV beside the device."""
     spec = service.spec
     image = engine_image(spec, settings)
@@ -207,7 +207,7 @@ def run_key(options: argparse.Namespace) -> int:
 
 
 def add_entry(path: Path, line: str) -> None:
-    """Adds a line, so that earlier keys go on working."""
+    """Add a line, so that earlier keys go on working."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         old = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -262,7 +262,7 @@ def quantize(command: list[str]) -> int:
 
 
 def _wait_for(command: list[str]) -> int:
-    """Waits for the command to clean up, however this process is ended."""
+    """Wait for the command to clean up, however this process is ended."""
     with subprocess.Popen(command) as process:
         previous = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
         try:

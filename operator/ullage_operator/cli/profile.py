@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
-    """Writes the file as it comes; returns its bytes, and how many steps it has."""
+    """Write the file as it comes; return its bytes, and how many steps it has."""
     size = num_seen = 0
     is_live = sys.stderr.isatty()
     with path.open("wb") as file:
@@ -165,7 +165,7 @@ def _first_pool(namespace: str, service: str) -> str:
 
 
 def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
-    """Returns an engine of a running `ullage up`."""
+    """Return an engine of a running `ullage up`."""
     pool = re.escape(options.pool) if options.pool else "[a-z0-9]+"
     pattern = re.compile(f"{re.escape(options.service)}-{pool}-{options.engine}")
     engines = [engine for folder in local_folders() for engine in _engines_of(folder)]
@@ -181,7 +181,7 @@ def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def _engines_of(folder: Path) -> list[dict[str, Any]]:
-    """Returns the engines of an `ullage up`; none of one that has just ended."""
+    """Return the engines of an `ullage up`; none of one that has just ended."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

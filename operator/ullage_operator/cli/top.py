@@ -113,7 +113,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def watch(router: "Router", options: argparse.Namespace) -> None:
-    """Shows frames until it is interrupted; the first sample must come, later ones may fail.
+    """Show frames until it is interrupted; the first sample must come, later ones may fail.
 
     Raises:
         LocalFailure: the router does not answer the first time.
@@ -139,7 +139,7 @@ def watch(router: "Router", options: argparse.Namespace) -> None:
 
 
 def frames_of(router: "Router", interval_s: float) -> Iterator[tuple[Frame | None, str]]:
-    """Yields a frame every interval, or what was wrong when none could be had."""
+    """Yield a frame every interval, or what was wrong when none could be had."""
     before = router.sample()
     while True:
         time.sleep(interval_s)
@@ -171,7 +171,7 @@ class Router:
         self._http.close()
 
     def sample(self) -> Sample:
-        """Reads both pages.
+        """Read both pages.
 
         Raises:
             LocalFailure: the router does not answer, or not with these pages.
@@ -220,7 +220,7 @@ class PortForward:
         self._stop()
 
     def url(self) -> str:
-        """Returns where the port is on this machine.
+        """Return where the port is on this machine.
 
         Raises:
             LocalFailure: kubectl is not here, or cannot forward it.

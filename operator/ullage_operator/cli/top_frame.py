@@ -107,7 +107,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def read_metrics(text: str) -> dict[tuple[str, ...], float]:
-    """Returns `Sample.totals` of Prometheus' text."""
+    """Return `Sample.totals` of Prometheus' text."""
     totals: dict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         if family.type not in ("counter", "gauge"):
@@ -121,7 +121,7 @@ def read_metrics(text: str) -> dict[tuple[str, ...], float]:
 
 
 def make_frame(before: Sample | None, now: Sample) -> Frame:
-    """Returns what is to be shown; rates are 0 without a sample before."""
+    """Return what is to be shown; rates are 0 without a sample before."""
     stats = now.stats
     queue = now.stats["queue"]
     processes = stats.get("processes", 1)
@@ -191,7 +191,7 @@ def _decisions(before: Sample | None, now: Sample) -> tuple[DecisionRow, ...]:
 
 
 def _counts(sample: Sample) -> dict[tuple[str, str], int]:
-    """Returns decisions by action and reason. Of several processes only what their metrics say can
+    """Return decisions by action and reason. Of several processes only what their metrics say can
     be added up: the action, and of refusals the reason."""
     counts: Counter[tuple[str, str]] = Counter()
     if sample.stats.get("processes", 1) == 1:
@@ -215,13 +215,13 @@ def _rate(before: Sample | None, now: Sample, name: str) -> float:
 
 
 def _per_s(before: Sample | None, now: Sample, grown: float) -> float:
-    """Returns the growth a second; 0 where a router that began anew counts less than before."""
+    """Return the growth a second; 0 where a router that began anew counts less than before."""
     if before is None or now.at <= before.at:
         return 0.0
     return round(max(0.0, grown) / (now.at - before.at), 2)
 
 
 def total_headroom(engines: Iterable[EngineRow]) -> tuple[int, int]:
-    """Returns the headroom and the size of all KV pools, bytes."""
+    """Return the headroom and the size of all KV pools, bytes."""
     rows = list(engines)
     return sum(row.headroom_bytes for row in rows), sum(row.pool_bytes for row in rows)

@@ -67,7 +67,7 @@ class Step(NamedTuple):
     fields: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns it as a line of `-o json`."""
+        """Return it as a line of `-o json`."""
         at = self.at.isoformat(timespec="microseconds").replace("+00:00", "Z")
         own = {"time": at, "process": self.process, "pod": self.pod, "event": self.event}
         return own | self.fields
@@ -130,7 +130,7 @@ class Log(NamedTuple):
 
 
 def local_folders() -> list[Path]:
-    """Returns the folders of `ullage up` without --run-dir that are running, the newest first.
+    """Return the folders of `ullage up` without --run-dir that are running, the newest first.
 
     Raises:
         LocalFailure: there is none.
@@ -153,7 +153,7 @@ def _modified(path: Path) -> float:
 
 
 def of_files(folder: Path) -> list[Log]:
-    """Reads the logs of a folder, one of each pod.
+    """Read the logs of a folder, one of each pod.
 
     Raises:
         LocalFailure: it is no folder, or has none.
@@ -171,7 +171,7 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
-    """Reads the logs of the pods of a namespace, and of the containers before a restart.
+    """Read the logs of the pods of a namespace, and of the containers before a restart.
 
     Raises:
         LocalFailure: kubectl is not here or fails, or there is no pod.
@@ -210,7 +210,7 @@ def of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
 
 
 def _restarts_of(pod: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns a pod's name, and how often its containers were started anew."""
+    """Return a pod's name, and how often its containers were started anew."""
     statuses = pod.get("status", {}).get("containerStatuses", [])
     return pod["metadata"]["name"], sum(status.get("restartCount", 0) for status in statuses)
 
@@ -228,7 +228,7 @@ def _kubectl(namespace: str, *arguments: str) -> str:
 
 
 def steps_of(request_id: str, logs: Iterable[Log]) -> list[Step]:
-    """Finds what was done for a request, in the order in which it was."""
+    """Find what was done for a request, in the order in which it was."""
     steps: list[Step] = []
     for log in logs:
         lines = [line for text in log.lines if (line := _parsed(text, request_id))]
@@ -242,7 +242,7 @@ def steps_of(request_id: str, logs: Iterable[Log]) -> list[Step]:
 
 
 def _merged(steps: list[Step]) -> Iterator[Step]:
-    """Yields the steps of all processes in one order, each process's in its own.
+    """Yield the steps of all processes in one order, each process's in its own.
 
     Times only grow: lines have whole milliseconds, and what a router's timeline has of the same one
     may be later than what came of it.
@@ -266,7 +266,7 @@ def _order(step: Step) -> tuple[datetime, int]:
 
 
 def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
-    """Returns a line of the request; None for others, and for what is no line of a process."""
+    """Return a line of the request; None for others, and for what is no line of a process."""
     if json.dumps(request_id, ensure_ascii=False)[1:-1] not in text:
         return None
     try:
@@ -304,7 +304,7 @@ _WHOLE = (
 
 
 def _timeline(line: dict[str, Any], pod: str) -> Iterator[Step]:
-    """Yields what a router's last line of a request says."""
+    """Yield what a router's last line of a request says."""
     arrived = float(line["arrived"])
 
     def at(seconds: float) -> datetime:
@@ -323,7 +323,7 @@ def _timeline(line: dict[str, Any], pod: str) -> Iterator[Step]:
 
 
 def render(request_id: str, steps: list[Step]) -> Iterator[str]:
-    """Yields the lines that people read."""
+    """Yield the lines that people read."""
     first = steps[0].at
     yield f"request {request_id}, {first.isoformat(timespec='milliseconds')}"
     pods = max(len(step.pod) for step in steps)

@@ -135,7 +135,7 @@ def collector(text: str) -> TracingSection:
 
 
 def traced_to(service: Service, section: TracingSection) -> Service:
-    """Returns the service with its spans going there."""
+    """Return the service with its spans going there."""
     replaced = msgspec.structs.replace
     observability = replaced(service.spec.observability, tracing=section)
     return replaced(service, spec=replaced(service.spec, observability=observability))
@@ -183,7 +183,7 @@ def run_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
-    """Runs the plan until SIGINT or SIGTERM; another of them ends what still stops.
+    """Run the plan until SIGINT or SIGTERM; another of them ends what still stops.
 
     Raises:
         LocalFailure: a pod can never work; everything is stopped by then.
@@ -247,7 +247,7 @@ async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> A
 async def first_of(
     followed: "asyncio.Future[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
 ) -> None:
-    """Returns when one of them is done; a failed pod is raised."""
+    """Return when one of them is done; a failed pod is raised."""
     stopped = asyncio.create_task(stop.wait())
     waited: set[asyncio.Future[Any]] = {followed, stopped}
     if ready:

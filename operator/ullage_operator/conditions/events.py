@@ -76,7 +76,7 @@ def _title(condition: Mapping[str, Any]) -> str:
 
 
 def clipped(text: str) -> str:
-    """Cuts a text to what an Event may say, without splitting a character."""
+    """Cut a text to what an Event may say, without splitting a character."""
     data = text.encode()
     if len(data) <= MAX_NOTE_BYTES:
         return text

@@ -151,7 +151,7 @@ def is_ready(pod: Pod) -> bool:
 
 
 def ready_since(pod: Pod) -> datetime | None:
-    """Returns when the pod's readiness last changed, in UTC."""
+    """Return when the pod's readiness last changed, in UTC."""
     return parse_time(_condition(pod, "Ready").get("lastTransitionTime"))
 
 
@@ -162,7 +162,7 @@ def has_started(pod: Pod) -> bool:
 
 
 def restart_count(pod: Pod) -> int:
-    """Returns how often the pod's containers were restarted."""
+    """Return how often the pod's containers were restarted."""
     return sum(each.get("restartCount", 0) for each in _containers(pod))
 
 
@@ -305,7 +305,7 @@ def _placing_remedy(pod: Pod, message: str) -> str:
 
 
 def _section(pod: Pod) -> str:
-    """Returns the part of the spec that the pod is made of."""
+    """Return the part of the spec that the pod is made of."""
     pool = naming.stable_pool(pool_of(pod))
     return f"spec.pools.{pool}" if pool else "spec.router"
 
@@ -504,7 +504,7 @@ def _unmounted(pod: Pod, now: datetime, warnings: Warnings) -> PodProblem | None
 
 
 def _mounted_objects(pod: Pod) -> list[str]:
-    """Returns the objects that a pod's volumes are made of, as `Secret NAME`."""
+    """Return the objects that a pod's volumes are made of, as `Secret NAME`."""
     sources = (
         ("Secret", "secret", "secretName"),
         ("ConfigMap", "configMap", "name"),
@@ -553,7 +553,7 @@ def missing_pods(
 def lacking_workloads(
     workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
 ) -> list[WorkloadPods]:
-    """Returns those that have lacked pods for too long."""
+    """Return those that have lacked pods for too long."""
     return [*filter(_lacks, workloads)] if _progressing_s(status, now) >= WAIT_S else []
 
 
@@ -601,7 +601,7 @@ def _message(workload: WorkloadPods, warnings: Warnings) -> str:
 
 
 def _failure(live: Mapping[str, Any]) -> str:
-    """Returns why a Deployment's controller could not create a pod; empty where it could."""
+    """Return why a Deployment's controller could not create a pod; empty where it could."""
     listed = live.get("status", {}).get("conditions", ())
     failed = (each for each in listed if each["type"] == "ReplicaFailure")
     return next((each.get("message", "") for each in failed if each["status"] == "True"), "")

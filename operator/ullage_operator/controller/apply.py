@@ -137,7 +137,7 @@ def failed_status(manifest: Object, observed: Observed, problems: Iterable[Probl
 
 
 def with_applied_hash(desired: Mapping[str, Any]) -> Object:
-    """Returns `desired` with its hash as an annotation."""
+    """Return `desired` with its hash as an annotation."""
     meta = desired["metadata"]
     text = json.dumps(desired, sort_keys=True, separators=(",", ":"))
     applied_hash = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -200,7 +200,7 @@ class AppliedChanges:
     deleted: list[str] = field(default_factory=list)
 
     def on_applied(self, desired: Object, before: Object | None, after: Object) -> None:
-        """Records an object that was applied.
+        """Record an object that was applied.
 
         Args:
             desired: with its applied hash.
@@ -214,7 +214,7 @@ class AppliedChanges:
             names.append(object_name(desired))
 
     def notes(self, is_new: bool) -> list[EventNote]:
-        """Returns one note for all objects of each sort of change.
+        """Return one note for all objects of each sort of change.
 
         Args:
             is_new: of the service: that its objects are created goes without saying.
@@ -233,7 +233,7 @@ class AppliedChanges:
 
 
 def object_name(obj: Mapping[str, Any]) -> str:
-    """Returns `Kind name`."""
+    """Return `Kind name`."""
     return f"{obj['kind']} {obj['metadata']['name']}"
 
 
@@ -290,7 +290,7 @@ class ApplyResult:
         return is_other and obj["metadata"]["name"] in self._unwritten_config_maps
 
     def on_unseen(self, obj: Object) -> None:
-        """Records an object that is not written because its kind cannot be watched."""
+        """Record an object that is not written because its kind cannot be watched."""
         if obj["kind"] == "ConfigMap":
             self._unwritten_config_maps.add(obj["metadata"]["name"])
 
@@ -332,7 +332,7 @@ class Applier:
         self._recorder = recorder
 
     async def report(self, key: ServiceKey, manifest: Object, status: Object) -> None:
-        """Writes a service's status, and an Event for each change of its conditions and sizes."""
+        """Write a service's status, and an Event for each change of its conditions and sizes."""
         try:
             written = await self._cluster.apply_status(manifest, status)
         except ClusterDenied as error:
@@ -405,7 +405,7 @@ class Applier:
         _logger.info("%s: applied %s", key, object_name(desired))
 
     async def _create(self, manifest: Object, desired: Object) -> Object:
-        """Makes an object that the cache lacks, or takes back one that is the service's."""
+        """Make an object that the cache lacks, or take back one that is the service's."""
         try:
             return await self._cluster.create(desired)
         except ClusterConflict:
@@ -425,7 +425,7 @@ class Applier:
         return await self._cluster.apply(desired)
 
     def _check_current(self, key: ServiceKey, manifest: Object) -> None:
-        """Raises Replaced for a service that is gone, before anything is written for it."""
+        """Raise Replaced for a service that is gone, before anything is written for it."""
         present = self._cache.service(key)
         if present is None or present["metadata"]["uid"] != manifest["metadata"]["uid"]:
             raise Replaced
@@ -465,7 +465,7 @@ def _is_awaited(config_map: Object, live: Object | None) -> bool:
 
 
 def _config_hash(obj: Object) -> Any:
-    """Returns the fingerprint of the configuration that a workload's pods start with."""
+    """Return the fingerprint of the configuration that a workload's pods start with."""
     annotations = obj["spec"]["template"]["metadata"].get("annotations") or {}
     return annotations.get(naming.CONFIG_HASH)
 

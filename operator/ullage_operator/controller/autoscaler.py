@@ -115,7 +115,7 @@ class Autoscaler(Generic[Key]):
             service.task.cancel()
 
     def drop(self) -> None:
-        """Forgets all services: what another operator decides meanwhile is not known here."""
+        """Forget all services: what another operator decides meanwhile is not known here."""
         for key in list(self._services):
             self.forget(key)
 
@@ -155,7 +155,7 @@ class Autoscaler(Generic[Key]):
     def _take(
         self, key: Key, service: _Service, reports: Mapping[str, list[RouterReport]], problem: str
     ) -> None:
-        """Decides anew, and says so where it makes a difference."""
+        """Decide anew, and says so where it makes a difference."""
         before = service.decisions
         if not reports:
             service.decisions = ScalingDecisions(before.pools, problem, before.changes)

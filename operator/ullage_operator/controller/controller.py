@@ -76,11 +76,11 @@ class WorkQueue(Generic[Key]):
         return list(self._workers)
 
     async def close(self) -> None:
-        """Cancels all runs and waits for their end."""
+        """Cancel all runs and wait for their end."""
         await asyncio.gather(*self._cancelled(), return_exceptions=True)
 
     def drop(self) -> None:
-        """Cancels all runs and forgets all keys."""
+        """Cancel all runs and forget all keys."""
         self._cancelled()
 
     def _cancelled(self) -> list[asyncio.Task[None]]:

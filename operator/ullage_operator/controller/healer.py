@@ -84,7 +84,7 @@ class Healer:
         self._events.pop(key, None)
 
     def drop(self) -> None:
-        """Forgets all services; their restarts are in their status."""
+        """Forget all services; their restarts are in their status."""
         self._streams.drop()
         self._events.clear()
 
@@ -109,7 +109,7 @@ class Healer:
         return sorted(recent, key=lambda each: each.at)
 
     async def _lost(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Returns those of the nodes that are gone or do not answer; none where asking is
+        """Return those of the nodes that are gone or do not answer; none where asking is
         forbidden."""
         return frozenset([name for name in nodes if await self._is_lost(name)])
 
@@ -205,12 +205,12 @@ class HeadroomStreams(Generic[Key]):
             timer.cancel()
 
     def pressure_levels(self, key: Key) -> PressureLevels:
-        """Returns memory pressure by pool, as last reported: it changes at most once in
+        """Return memory pressure by pool, as last reported: it changes at most once in
         `status_interval_s`."""
         return self._reported[key][1] if key in self._reported else {}
 
     def engine_health(self, key: Key) -> dict[str, EngineHealth]:
-        """Returns the present health of engines by the pods' uid."""
+        """Return the present health of engines by the pods' uid."""
         return {uid: self._health_of(each) for uid, each in self._streams.get(key, {}).items()}
 
     async def close(self) -> None:
@@ -315,7 +315,7 @@ class HeadroomStreams(Generic[Key]):
         )
 
     async def _tick(self) -> None:
-        """Counts the time that this process runs: silence while it was stopped is no engine's."""
+        """Count the time that this process runs: silence while it was stopped is no engine's."""
         loop = asyncio.get_running_loop()
         tick_s = self._times.tick_s
         while True:

@@ -324,7 +324,7 @@ def restart_decision(service: Service, observed: Observed) -> RestartDecision:
 
 
 def _recheck_times_s(service: Service, healing: RestartDecision, observed: Observed) -> list[float]:
-    """Returns the seconds until healing wants to decide again, a pod becomes stable or has been
+    """Return the seconds until healing wants to decide again, a pod becomes stable or has been
     lacking for too long, or a node is to be asked for."""
     stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
@@ -581,7 +581,7 @@ def _pod_to_delete(pod: Mapping[str, Any]) -> LiveObject:
 
 
 def group_revision(pod: Manifest) -> str:
-    """Returns the revision of the group that a pod or pod template is of; empty for others."""
+    """Return the revision of the group that a pod or pod template is of; empty for others."""
     annotations = pod["metadata"].get("annotations") or {}
     return str(annotations.get(naming.GROUP_REVISION, ""))
 
@@ -706,7 +706,7 @@ def canary_pods(observed: Observed) -> list[LiveObject]:
 
 
 def stable_pods(observed: Observed) -> list[LiveObject]:
-    """Returns all pods but a canary's: its problems are the rollout's and make nothing unready."""
+    """Return all pods but a canary's: its problems are the rollout's and make nothing unready."""
     return [pod for pod in observed.pods if not is_canary(pod)]
 
 
@@ -808,7 +808,7 @@ def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]
 
 
 def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
-    """Returns the fingerprints of engines that have served, by the names of their pods."""
+    """Return the fingerprints of engines that have served, by the names of their pods."""
     engines = {}
     for pod in observed.pods:
         meta = pod["metadata"]
@@ -837,7 +837,7 @@ def adapter_reports(observed: Observed) -> Reports:
 
 
 def warned_objects(service: Service, observed: Observed) -> list[str]:
-    """Returns the uids of the pods and workloads whose Events may say why pods do not start."""
+    """Return the uids of the pods and workloads whose Events may say why pods do not start."""
     pods = [pod for pod in observed.pods if is_unmounted(pod, observed.now)]
     workloads = workload_pods(service, observed)
     lacking = lacking_workloads(workloads, observed.status, observed.now)
@@ -846,14 +846,14 @@ def warned_objects(service: Service, observed: Observed) -> list[str]:
 
 
 def was_progressing(status: Mapping[str, Any]) -> bool:
-    """Returns what a service's status says of Progressing; True for one without a status."""
+    """Return what a service's status says of Progressing; True for one without a status."""
     listed = status.get("conditions", ())
     progressing = (each["status"] == "True" for each in listed if each["type"] == PROGRESSING)
     return next(progressing, True)
 
 
 def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:
-    """Returns the router's Deployment and the stable StatefulSets, with their pods."""
+    """Return the router's Deployment and the stable StatefulSets, with their pods."""
     status = observed.status
     live = observed.objects
     pods = Counter(map(pool_of, filter(is_counted, observed.pods)))
@@ -897,7 +897,7 @@ def fetching_condition(
 
 
 def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
-    """Returns the stable engines by pool."""
+    """Return the stable engines by pool."""
     by_pool = {}
     for name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
@@ -909,7 +909,7 @@ def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
 def with_canary_engines(
     service: Service, pool: Workload, rollout: RolloutPlan, observed: Observed
 ) -> Workload:
-    """Adds the canary's engines, by which routers serve what no stable engine can."""
+    """Add the canary's engines, by which routers serve what no stable engine can."""
     if pool.name not in rollout.pools:
         return pool
     name = naming.pool_name(service.name, naming.canary_pool(pool.name))

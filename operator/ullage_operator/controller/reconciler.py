@@ -151,7 +151,7 @@ class Reconciler:
         return result, None
 
     def _backoff_s(self, key: ServiceKey, least_s: float) -> float:
-        """Returns the seconds until the next try, which double while nothing else is seen to
+        """Return the seconds until the next try, which double while nothing else is seen to
         change."""
         self._failures[key] = tries = min(self._failures.get(key, 0) + 1, _MAX_COUNTED_TRIES)
         delay_s = self._times.retry_s * 2.0 ** (tries - 1)
@@ -261,7 +261,7 @@ class Reconciler:
         )
 
     async def _with_router_view(self, service: Service, observed: Observed) -> Observed:
-        """Adds the silent pools that no router reaches either to `observed`."""
+        """Add the silent pools that no router reaches either to `observed`."""
         pools = silent_pools(observed.engine_health.values(), service.spec.healing.silent_after)
         if not pools:
             return observed
@@ -281,7 +281,7 @@ class Reconciler:
     async def _with_warnings(
         self, key: ServiceKey, service: Service, observed: Observed
     ) -> Observed:
-        """Adds what Events say about pods that do not start to `observed`."""
+        """Add what Events say about pods that do not start to `observed`."""
         warnings = {}
         missing_rights = observed.missing_rights
         try:
@@ -372,7 +372,7 @@ class Reconciler:
         )
 
     def _with_replicas(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
-        """Adds the numbers of engines that are decided for its pools to `observed`."""
+        """Add the numbers of engines that are decided for its pools to `observed`."""
         policies = own_policies(service)
         routers, leaving = router_addresses(observed.pods if policies else ())
         scaled = ScaledService(policies, routers, leaving)

@@ -126,7 +126,7 @@ class RouterClient:
 
 
 def running(pods: Iterable[Pod]) -> Iterator[Pod]:
-    """Returns pods whose containers run, also while they end."""
+    """Return pods whose containers run, also while they end."""
     return (pod for pod in pods if pod.get("status", {}).get("phase") == "Running")
 
 

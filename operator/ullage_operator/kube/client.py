@@ -125,7 +125,7 @@ class Cluster:
         return max((answer or {}).get("items") or (), key=_seen_at, default=None)
 
     async def check(self, kind: Kind, namespace: str) -> None:
-        """Looks whether a kind can be watched.
+        """Look whether a kind can be watched.
 
         Raises:
             KindAbsent: the API server does not serve the kind.
@@ -184,7 +184,7 @@ class Cluster:
         return answer
 
     async def keep_replicas(self, live: Object) -> None:
-        """Makes the number of an object's pods belong to another manager too.
+        """Make the number of an object's pods belong to another manager too.
 
         What nobody else owns an apply that leaves it out would set back to its default.
 
@@ -201,7 +201,7 @@ class Cluster:
         await self._apply(_kind(live), body, SCALE_MANAGER)
 
     async def apply_status(self, service: Object, status: Object) -> Object | None:
-        """Sets the LLMService's status; None where the service is gone."""
+        """Set the LLMService's status; None where the service is gone."""
         meta = service["metadata"]
         body = {
             "apiVersion": API_VERSION,
@@ -212,7 +212,7 @@ class Cluster:
         return await self._apply(SERVICE, body, subresource="status")
 
     async def create(self, obj: Object) -> Object:
-        """Makes an object that must not exist yet.
+        """Make an object that must not exist yet.
 
         Its fields are those of a manager that updates. Before an apply may take any of them away
         they have to be claimed (`claim_fields`).
@@ -229,7 +229,7 @@ class Cluster:
         return answer
 
     async def claim_fields(self, live: Object) -> Object:
-        """Makes the fields that `create` set those of the manager that applies, so that an apply
+        """Make the fields that `create` set those of the manager that applies, so that an apply
         takes away what it leaves out.
 
         Raises:
@@ -263,7 +263,7 @@ class Cluster:
         return answer
 
     async def create_lease(self, lease: Object) -> Object:
-        """Makes the Lease, by which this process may come to write anything.
+        """Make the Lease, by which this process may come to write anything.
 
         Raises:
             ClusterConflict: it exists.
@@ -280,7 +280,7 @@ class Cluster:
         return answer
 
     async def replace(self, obj: Object) -> Object:
-        """Writes an object whole.
+        """Write an object whole.
 
         Raises:
             ClusterConflict: it is no longer of the resourceVersion that `obj` carries, or is gone.
@@ -299,7 +299,7 @@ class Cluster:
         return answer
 
     async def delete(self, obj: Mapping[str, Any], grace_s: int | None = None) -> None:
-        """Deletes exactly this object, not another that has taken its name since.
+        """Delete exactly this object, not another that has taken its name since.
 
         Args:
             grace_s: a pod's, by default its own; 0 forgets it without its node's word.
@@ -473,7 +473,7 @@ def resource_of(kind: Kind) -> Resource:
 
 
 def _seen_at(event: Mapping[str, Any]) -> str:
-    """Returns when an Event was last seen, as Kubernetes writes times; it has four fields for it,
+    """Return when an Event was last seen, as Kubernetes writes times; it has four fields for it,
     of which its writer chose some."""
     last = (event.get("series") or {}).get("lastObservedTime")
     times = (last, event.get("deprecatedLastTimestamp"), event.get("eventTime"))

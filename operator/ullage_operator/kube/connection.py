@@ -77,7 +77,7 @@ class Connection:
         return self._api
 
     async def renew(self, refused: Configuration | None) -> None:
-        """Reads the credentials anew, once for all requests that were refused together."""
+        """Read the credentials anew, once for all requests that were refused together."""
         async with self._renewing:
             current = self._api and self._api.configuration
             if current is not refused:

@@ -68,11 +68,11 @@ class EventRecorder:
             self._writer = asyncio.create_task(self._write_all(), name="events")
 
     def drop(self) -> None:
-        """Forgets what waits: another operator leads."""
+        """Forget what waits: another operator leads."""
         self._waiting.clear()
 
     async def close(self) -> None:
-        """Writes what a burst may, and drops the rest."""
+        """Write what a burst may, and drop the rest."""
         if self._writer is not None:
             await asyncio.wait([self._writer], timeout=CLOSE_S)
             self._writer.cancel()

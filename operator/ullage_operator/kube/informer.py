@@ -94,7 +94,7 @@ class WatchMetrics:
         self._objects = OBJECTS.register(registry)
 
     def count(self, kinds: Iterable[str], counts: Callable[[], Mapping[str, int]]) -> None:
-        """Exports how many objects of each kind are known whenever somebody asks."""
+        """Export how many objects of each kind are known whenever somebody asks."""
         for kind in kinds:
             self._objects.labels(kind=kind).set_function(functools.partial(_of, counts, kind))
 
@@ -141,7 +141,7 @@ class Informers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def sweep(self, kind: Kind, namespace: str) -> None:
-        """Looks soon what is gone of a kind: a write has found an object missing."""
+        """Look soon what is gone of a kind: a write has found an object missing."""
         for scope, informer in self._informers.items():
             if scope.kind == kind and scope.namespace in ("", namespace):
                 informer.sweep()
@@ -211,7 +211,7 @@ class Informer:
             await asyncio.sleep(self._backoff.next_s(at_least_s))
 
     async def _watch(self) -> Never:
-        """Lets kopf watch until it ends, which it should not."""
+        """Let kopf watch until it ends, which it should not."""
         self._has_listed = False
         self._watches = 0
         self._mark_active()

@@ -118,7 +118,7 @@ def release(lease: Object, where: tuple[str, str], now: datetime) -> Object:
 
 
 def lease_with(lease: Object | None, where: tuple[str, str], spec: Object) -> Object:
-    """Returns the Lease of a spec, with the resourceVersion of the one that was read."""
+    """Return the Lease of a spec, with the resourceVersion of the one that was read."""
     namespace, name = where
     meta = {"namespace": namespace, "name": name}
     if lease is not None:
@@ -200,7 +200,7 @@ class LeaderElection:
         self._task = asyncio.create_task(self._stand(), name="leader election")
 
     async def close(self) -> None:
-        """Gives the lead up, so that another need not wait for its end."""
+        """Give the lead up, so that another need not wait for its end."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

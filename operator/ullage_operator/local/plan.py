@@ -160,7 +160,7 @@ def mount_paths(container: Mapping[str, Any], run_dir: Path, pod_name: str) -> d
 
 
 def translate(text: str, env: Mapping[str, str], mounts: Mapping[str, Path]) -> str:
-    """Expands $(NAME) as the kubelet does, and mount paths to folders of this machine."""
+    """Expand $(NAME) as the kubelet does, and mount paths to folders of this machine."""
     for name, value in env.items():
         text = text.replace(f"$({name})", value)
     for path, folder in mounts.items():
@@ -230,7 +230,7 @@ def reserve(port: int, name: str, reserved: contextlib.ExitStack) -> int:
 
 
 def secret_folders(objects: Iterable[Manifest], secrets: Path | None) -> dict[str, dict[str, Path]]:
-    """Returns by pod name the folder on this machine of every path at which a Secret is mounted.
+    """Return by pod name the folder on this machine of every path at which a Secret is mounted.
 
     Args:
         secrets: folder with one folder a Secret, by its name.
@@ -389,7 +389,7 @@ def first_sizes(service: Service) -> dict[str, int]:
 
 
 def adapted(service: Service, log_level: str) -> Service:
-    """Returns the service as this machine runs it.
+    """Return the service as this machine runs it.
 
     Every engine that there can ever be has its ports and files from the start; routers would share
     one port, so there is one; and a service that names no log level has this one.
@@ -418,7 +418,7 @@ def adapted(service: Service, log_level: str) -> Service:
 
 
 def kv_folders(files: Iterable[File]) -> list[Path]:
-    """Returns the folders of all engines' file tiers, each once."""
+    """Return the folders of all engines' file tiers, each once."""
     engines = [yaml.safe_load(f.text) for f in files if f.path.name == naming.ENGINE_CONFIG]
     tiers = [engine["memory"]["tiers"]["file"] for engine in engines if has_file_tier(engine)]
     return [Path(path) for path in dict.fromkeys(tier["path"] for tier in tiers)]
@@ -595,7 +595,7 @@ def local_router(
     ports: Mapping[str, int],
     targets: Mapping[str, Sequence[str]],
 ) -> dict[str, Document]:
-    """Returns the router's files by name, of those that it has in a cluster.
+    """Return the router's files by name, of those that it has in a cluster.
 
     A pool's Service name becomes the addresses of its engines; a pool without any is left out. The
     name of a Service is the name of the StatefulSet behind it. There is nothing beside which a

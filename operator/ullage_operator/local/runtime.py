@@ -47,7 +47,7 @@ class PodFailed(LocalFailure):
 
 
 def die_with_parent() -> None:
-    """Runs in the child: the kernel kills it when the parent is gone, however that went.
+    """Run in the child: the kernel kills it when the parent is gone, however that went.
 
     SIGKILL, because then nobody is left to insist. An engine's worker asks for the same.
     """
@@ -73,7 +73,7 @@ class PodProcess:
         return self._process.pid if self._process else 0
 
     async def run(self) -> None:
-        """Keeps the process running until `stop`.
+        """Keep the process running until `stop`.
 
         Raises:
             PodFailed: it exited with the status that says a restart cannot help, or too often.
@@ -281,7 +281,7 @@ class LocalRuntime:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Future[None]]:
-        """Starts every pod; inside, the yielded future ends only by `PodFailed`.
+        """Start every pod; inside, the yielded future ends only by `PodFailed`.
 
         On leaving, routers stop before engines so that streams end as answers and not as errors.
         """
@@ -300,7 +300,7 @@ class LocalRuntime:
                 self._failed.exception()  # which nobody may have waited for
 
     async def scale(self, pool: str, size: int) -> None:
-        """Starts pods of a pool, or stops the last ones and waits for their end."""
+        """Start pods of a pool, or stop the last ones and wait for their end."""
         sizes = {pool: size}
         for pod in self._pods:
             if pod.part != f"pools.{pool}":
@@ -317,12 +317,12 @@ class LocalRuntime:
                 self._on_progress(pod.name, "asleep" if size == 0 else "stopped")
 
     def kill(self) -> None:
-        """Ends all processes at once, without a grace."""
+        """End all processes at once, without a grace."""
         for process in self.processes:
             process.kill()
 
     async def ready(self) -> None:
-        """Returns once every pod answers its readiness probe."""
+        """Return once every pod answers its readiness probe."""
         await asyncio.gather(*(self._ready(process.pod) for process in self.processes))
 
     async def _ready(self, pod: Pod) -> None:
@@ -333,7 +333,7 @@ class LocalRuntime:
         self._runs[process.pod.name] = asyncio.create_task(self._run(process))
 
     async def _end_runs(self) -> None:
-        """Waits for the end of all processes, which were asked to stop."""
+        """Wait for the end of all processes, which were asked to stop."""
         if self._runs:
             await asyncio.wait(self._runs.values(), timeout=END_TIMEOUT_S)
         for run in self._runs.values():
@@ -369,7 +369,7 @@ def write_files(files: Sequence[File]) -> None:
 
 
 def make_folders(folders: Sequence[Path]) -> None:
-    """Makes the folders of file tiers.
+    """Make the folders of file tiers.
 
     Raises:
         LocalFailure: one cannot be made, or not be written to.

@@ -199,7 +199,7 @@ def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
 
 
 def engines_server_name(service: Service) -> str:
-    """Returns the name in the certificate of a service's engines, which are called by address."""
+    """Return the name in the certificate of a service's engines, which are called by address."""
     engines = service.spec.tls.engines
     default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
     return (engines.server_name if engines else None) or default

@@ -224,7 +224,7 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
 
 
 def of_group(template: Manifest, revision: str) -> Manifest:
-    """Returns a pod template with the revision of the group that its pods are of."""
+    """Return a pod template with the revision of the group that its pods are of."""
     annotations = template["metadata"].get("annotations", {}) | {naming.GROUP_REVISION: revision}
     return {**template, "metadata": {**template["metadata"], "annotations": annotations}}
 
@@ -274,13 +274,13 @@ def group_objects(
 
 
 def max_engines(pool: PoolSpec) -> int:
-    """Returns the number of engines that a pool may have."""
+    """Return the number of engines that a pool may have."""
     scaling = autoscaling_of(pool)
     return max(pool.replicas, scaling.max_replicas if scaling else 0)
 
 
 def followers(pool: PoolSpec) -> int:
-    """Returns the number of followers of all engines of a pool."""
+    """Return the number of followers of all engines of a pool."""
     return pool.replicas * (pool.nodes - 1)
 
 
@@ -356,7 +356,7 @@ class Builder:
 
 
 def owner_references(service: Service) -> list[Manifest]:
-    """Makes the garbage collector delete the object with its service; none outside Kubernetes."""
+    """Make the garbage collector delete the object with its service; none outside Kubernetes."""
     owner = {
         "apiVersion": naming.API_VERSION,
         "kind": naming.KIND,
@@ -388,7 +388,7 @@ def policy_port(number: int) -> Manifest:
 
 
 def from_operator(number: int, settings: Settings) -> Manifest:
-    """Allows the operator to follow the engines' headroom and ask routers for measures, and nothing
+    """Allow the operator to follow the engines' headroom and ask routers for measures, and nothing
     else."""
     pods = {"matchLabels": naming.operator_selector()}
     own = settings.namespace
@@ -400,7 +400,7 @@ def from_operator(number: int, settings: Settings) -> Manifest:
 
 
 def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
-    """Allows those who may read metrics; no rule where that is nobody, for an empty list is
+    """Allow those who may read metrics; no rule where that is nobody, for an empty list is
     everybody."""
     peers = service.spec.observability.metrics_from
     if peers is None and settings.metrics_namespace:
@@ -458,7 +458,7 @@ def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> 
 
 
 def rules(pace: Pace) -> Manifest:
-    """Returns KEDA's scaling rules: the policy that lets more pods change holds, as with the
+    """Return KEDA's scaling rules: the policy that lets more pods change holds, as with the
     operator's own."""
     period = max(1, round(pace.period))
     policies = [{"type": "Pods", "value": pace.pods, "periodSeconds": period}]

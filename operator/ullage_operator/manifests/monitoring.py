@@ -89,7 +89,7 @@ def pod_monitor(service: Service, component: str, name: str) -> Manifest:
 
 
 def labelled(manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
-    """Returns the manifest with people's labels under the operator's."""
+    """Return the manifest with people's labels under the operator's."""
     meta = manifest["metadata"]
     return manifest | {"metadata": meta | {"labels": {**labels, **meta["labels"]}}}
 

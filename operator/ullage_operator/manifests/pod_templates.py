@@ -233,7 +233,7 @@ def claims_of(service: Service) -> list[str]:
 
 
 def claim_volume_names(service: Service) -> dict[str, str]:
-    """Returns the names of the volumes by the claims."""
+    """Return the names of the volumes by the claims."""
     return {claim: f"models-{i}" if i else "models" for i, claim in enumerate(claims_of(service))}
 
 
@@ -323,7 +323,7 @@ def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem
 
 
 def kv_folder_problems(service: Service, pool_name: str, pool: PoolSpec) -> Iterator[Problem]:
-    """Yields why the folder of a pool's file tier cannot be where it is to be."""
+    """Yield why the folder of a pool's file tier cannot be where it is to be."""
     file = pool.memory.tiers.file
     if file is None:
         return
@@ -489,7 +489,7 @@ def _given_variables(pool: PoolSpec) -> list[Manifest]:
 
 
 def group_env(pool: PoolSpec) -> list[Manifest]:
-    """Returns environment of pods that are not an engine by themselves."""
+    """Return environment of pods that are not an engine by themselves."""
     if pool.nodes == 1:
         return []
     revision = f"metadata.annotations['{naming.GROUP_REVISION}']"
@@ -624,7 +624,7 @@ def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
 
 
 def shm_size(service: Service, pool: PoolSpec) -> int | str:
-    """Returns the size of /dev/shm: the pool's, or enough for ranks to exchange data."""
+    """Return the size of /dev/shm: the pool's, or enough for ranks to exchange data."""
     if pool.shm_size is not None:
         return pool.shm_size
     ranks = VLLM_SHM_BYTES * pool.gpus_per_pod if may_be_vllm(service.spec) else 0

@@ -117,7 +117,7 @@ def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
 
 
 def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
-    """Returns where the engines of a pool keep KV beside their devices, in a few words."""
+    """Return where the engines of a pool keep KV beside their devices, in a few words."""
     tiers = pool.memory.tiers
     vllm = is_vllm(service.spec, pool, settings)
     host_bytes = _host_tier_bytes(service, pool, vllm=vllm)
@@ -131,7 +131,7 @@ def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
 
 
 def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
-    """Returns the most memory that an engine takes for its host tier; it has no tiers without a
+    """Return the most memory that an engine takes for its host tier; it has no tiers without a
     prefix cache, nor with vLLM on several stages or nodes."""
     memory = pool.memory
     is_parted = pool.nodes > 1 or pool.parallelism.pipeline > 1

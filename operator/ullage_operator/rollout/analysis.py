@@ -72,7 +72,7 @@ class Analysis:
 def analyze(
     canary: Variant, stable: Variant, rollout: RolloutSpec, is_last: bool = False
 ) -> Analysis:
-    """Compares the counts of one step.
+    """Compare the counts of one step.
 
     Args:
         is_last: there is no more time: what is known must do.
@@ -148,7 +148,7 @@ def slowness(
 
 
 def summary(canary: Variant, stable: Variant) -> str:
-    """Returns the measures in one line."""
+    """Return the measures in one line."""
     parts = [
         f"{canary.failed} of {canary.ended} requests failed (stable {stable.failed} of "
         f"{stable.ended})"
@@ -161,7 +161,7 @@ def summary(canary: Variant, stable: Variant) -> str:
 
 
 def percentile(counts: Mapping[float, int], share: float = PERCENTILE) -> float:
-    """Returns the percentile in seconds, as if times were spread evenly within a bucket."""
+    """Return the percentile in seconds, as if times were spread evenly within a bucket."""
     remaining = share * sum(counts.values())
     for low, end, count in buckets(counts):
         if count and remaining <= count:
@@ -214,7 +214,7 @@ def binomial_tail(count: int, total: int, share: float) -> float:
 
 
 def sum_variants(variants: Iterable[Variant]) -> Variant:
-    """Adds up the counts of several routers; each sees the restarts of all engines."""
+    """Add up the counts of several routers; each sees the restarts of all engines."""
     total = Variant()
     for variant in variants:
         total = Variant(

@@ -358,7 +358,7 @@ def _is_of_many(
 def outdated_pools(
     service: Service, observation: RolloutObservation, state: RolloutState, settings: Settings
 ) -> tuple[str, ...]:
-    """Returns the pools whose stable engines this operator makes of another pod template than the
+    """Return the pools whose stable engines this operator makes of another pod template than the
     one that was applied, though nobody's edit asks for it.
 
     Routers read an edit of what both sides share at once, so engines must not wait with it. Any

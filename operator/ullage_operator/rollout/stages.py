@@ -157,7 +157,7 @@ class RolloutProgress:
 
 
 def initial_progress(revision: str, now: datetime) -> RolloutProgress:
-    """Returns the progress of a service that is seen for the first time: its spec is the stable
+    """Return the progress of a service that is seen for the first time: its spec is the stable
     revision."""
     return RolloutProgress(revision, now, unserved_since=now)
 
@@ -236,7 +236,7 @@ def _keep_stable(
 
 
 def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
-    """Makes the stable engines anew, where the operator makes other pods of them than another one
+    """Make the stable engines anew, where the operator makes other pods of them than another one
     did."""
     reason = _renewal_reason(facts, policy)
     if reason == ROLLING_OUT:
@@ -245,7 +245,7 @@ def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
 
 def _renewal(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> str:
-    """Does the same after a rollback, which stays what it is: it ends when all are ready."""
+    """Do the same after a rollback, which stays what it is: it ends when all are ready."""
     if state.stage is not RolloutStage.ROLLED_BACK:
         return ""
     if state.renewal == ROLLING_OUT and not facts.is_settled:
@@ -407,7 +407,7 @@ def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -
 
 
 def _waiting(state: RolloutProgress, policy: RolloutSpec, analysis: Analysis) -> str:
-    """Says what a step waits for and until when."""
+    """Say what a step waits for and until when."""
     if analysis.outcome is Outcome.PASS:
         until = _clock(state.since, policy.step_duration)
         return f"good so far, waits for its least time until {until}"

@@ -232,7 +232,7 @@ class RolloutState:
         return other if other and self.tried == target else revision_of(target)
 
     def then(self, progress: RolloutProgress, target: Release) -> "RolloutState":
-        """Returns the state after a decision about the release that the spec asks for."""
+        """Return the state after a decision about the release that the spec asks for."""
         revision = self.revision(target)
         other = _other(progress)
         releases = {_other(self.progress): self.tried, revision: target}
@@ -340,7 +340,7 @@ people's own, such as arguments of vLLM."""
 
 
 def _sealed(release: Mapping[str, Any]) -> Release:
-    """Returns a release with hashes for the values of environment variables."""
+    """Return a release with hashes for the values of environment variables."""
     return _with_pools(release, lambda pools: _with_lists(pools, _sealed_variable))
 
 
@@ -363,13 +363,13 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
 
 
 def _sealed_widely(release: Mapping[str, Any]) -> Release:
-    """Returns a release with hashes for all values of pools that look like variables: as operators
+    """Return a release with hashes for all values of pools that look like variables: as operators
     kept it that did not ask what a list is called, so that both forms are equal."""
     return _with_pools(release, lambda pools: _with_maps(pools, _sealed_variable))
 
 
 def _unsealed(release: Mapping[str, Any], values: Mapping[str, str]) -> Release:
-    """Returns what was sealed, in either form.
+    """Return what was sealed, in either form.
 
     Raises:
         KeyError: nobody has the value any more.
@@ -385,7 +385,7 @@ def _with_pools(release: Mapping[str, Any], change: Callable[[Any], Any]) -> Rel
 
 
 def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a section with every environment variable changed."""
+    """Return a section with every environment variable changed."""
     match section:
         case Mapping():
             return {
@@ -400,7 +400,7 @@ def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _with_maps(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a section with every map changed."""
+    """Return a section with every map changed."""
     match section:
         case Mapping():
             return change({name: _with_maps(item, change) for name, item in section.items()})
@@ -426,7 +426,7 @@ def _unsealed_variable(values: Mapping[str, str], variable: Any) -> Any:
 
 
 def _hashed_values(section: Any) -> Iterator[tuple[str, str]]:
-    """Yields the values of all environment variables of anything, by their hashes.
+    """Yield the values of all environment variables of anything, by their hashes.
 
     Where it is empty, the API server keeps the name alone.
     """

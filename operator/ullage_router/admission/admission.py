@@ -77,7 +77,7 @@ class Reservation:
     """Set when the prefill window closes; None outside of a window."""
 
     def move(self, engine: Engine) -> None:
-        """Moves the reserved memory to another engine."""
+        """Move the reserved memory to another engine."""
         before = self.engine
         credit = self.credit
         self.credit = engine.reserve(self.choices[engine.key], credit.tokens, credit.step_limit_s)
@@ -107,11 +107,11 @@ class PrefillWindow:
         return sum(map(len, self._open.values()))
 
     def as_json(self) -> dict[str, int]:
-        """Returns the counts for /stats."""
+        """Return the counts for /stats."""
         return {"waiting": len(self), "waited": self.waited, "balanced": self.balanced}
 
     async def settle(self, reservation: Reservation) -> None:
-        """Waits until the engine is final; a cancelled request's memory is released."""
+        """Wait until the engine is final; a cancelled request's memory is released."""
         pool = reservation.engine.pool
         is_final = asyncio.Event()
         reservation.is_final = is_final
@@ -153,7 +153,7 @@ class PrefillWindow:
                 self.balanced += 1
 
     def _load(self, engine: Engine, reservations: list[Reservation]) -> EngineLoad:
-        """Returns the engine's load without the requests that are in the window."""
+        """Return the engine's load without the requests that are in the window."""
         own = [r.credit for r in reservations if r.engine is engine]
         return EngineLoad(
             engine.key,
@@ -225,7 +225,7 @@ class Admission:
         self._deferrals = DeferralBook()
 
     async def admit(self, call: Call) -> Reservation:
-        """Goes down the ladder until an engine has room for the request.
+        """Go down the ladder until an engine has room for the request.
 
         Raises:
             ServiceError: it can never fit, does not fit now, or there is no engine.
@@ -319,12 +319,12 @@ class Admission:
         )
 
     def _rare_adapter(self, call: Call) -> str:
-        """Returns the request's adapter where some engines lack it: before engines that it cannot
+        """Return the request's adapter where some engines lack it: before engines that it cannot
         use nobody should wait for it."""
         return "" if self._engines.have_all(call.adapter) else call.adapter
 
     def _limits(self, call: Call) -> TimeLimits:
-        """Returns the times to keep; the objectives hold until the answer has begun."""
+        """Return the times to keep; the objectives hold until the answer has begun."""
         now = time.monotonic()
         deadline = call.deadline
         if call.progress.is_accepted:
@@ -375,7 +375,7 @@ class Admission:
         return passes(self.facts(call, request), views, self.policy)
 
     def _still_refusing(self, call: Call) -> frozenset[str]:
-        """Returns engines that have reported nothing new since they refused the request."""
+        """Return engines that have reported nothing new since they refused the request."""
         engines = ((self._engines.get(key), then) for key, then in call.refused_by.items())
         return frozenset(e.key for e, then in engines if e and e.reports == then)
 
@@ -384,7 +384,7 @@ class Admission:
         return self._balancer.cache_key(name, prompt.token_ids, call.tenant.name, call.adapter)
 
     async def _reserve(self, request: AdmissionRequest, run: Run) -> Reservation:
-        """Reserves the memory, leaves the queue, and balances the request over busy engines."""
+        """Reserve the memory, leaves the queue, and balances the request over busy engines."""
         engine = self._engines.at(run.engine)
         prompt = request.prompt
         available = engine.available
@@ -433,7 +433,7 @@ class Admission:
         _tell(request)
 
     async def _wait(self, request: AdmissionRequest, wait: Wait) -> None:
-        """Waits for the request's turn, but no longer than its answer could still end in time."""
+        """Wait for the request's turn, but no longer than its answer could still end in time."""
         call = request.call
         started = time.monotonic()
         try:
@@ -463,7 +463,7 @@ class Admission:
             call.record.note_queued(waited_s, wait.pool)
 
     def _join(self, request: AdmissionRequest, wait: Wait) -> QueueEntry:
-        """Returns the request's place in a line of the pool, kept while it stays the same line."""
+        """Return the request's place in a line of the pool, kept while it stays the same line."""
         adapter = self._rare_adapter(request.call)
         if request.entry and request.entry.line == (wait.pool, adapter):
             return request.entry
@@ -529,7 +529,7 @@ def _waiter(request: AdmissionRequest, wait: Wait, adapter: str) -> Waiter:
 
 
 def _accepted(call: Call, run: Run, reservation: Reservation) -> Decision:
-    """Returns the decision with a place reserved; its action is the furthest step taken."""
+    """Return the decision with a place reserved; its action is the furthest step taken."""
     before = call.decision
     asked = asked_tokens(call.request)
     degraded = before.degraded

@@ -46,11 +46,11 @@ class LoadBalancer:
     def cache_key(
         self, session: str, token_ids: Sequence[int], tenant: str, adapter: str = ""
     ) -> CacheKey:
-        """Returns the key by which a request's beginning is looked up in the caches of engines."""
+        """Return the key by which a request's beginning is looked up in the caches of engines."""
         return self._affinity.cache_key(session, token_ids, tenant, adapter)
 
     def preferred(self, cache_key: CacheKey, side: Side = Side.STABLE) -> Preferred:
-        """Returns the engine with most of the key in its caches.
+        """Return the engine with most of the key in its caches.
 
         Where this process remembers none, another one may: all of them take the same of two
         engines, for a session the first while it is not much busier than the second, for a block
@@ -116,7 +116,7 @@ class LoadBalancer:
         return self.budget.take(time.monotonic())
 
     def as_json(self) -> dict[str, object]:
-        """Returns the counts for /stats."""
+        """Return the counts for /stats."""
         return {
             "sessions": self._affinity.sessions,
             "prefixes": self._affinity.prefixes,

@@ -77,7 +77,7 @@ class QueueEntry:
         self._event = asyncio.Event()
 
     async def wait_turn(self, timeout_s: float) -> bool:
-        """Waits until the entry is first in line and something has changed; False when the time is
+        """Wait until the entry is first in line and something has changed; False when the time is
         over."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
@@ -100,11 +100,11 @@ class QueueEntry:
         return self._queue.head(self.line) is self
 
     def serve(self) -> None:
-        """Leaves the queue for an engine of the pool."""
+        """Leave the queue for an engine of the pool."""
         self._queue.remove(self, served=True)
 
     def leave(self) -> None:
-        """Gives up the place in the queue; harmless when done twice."""
+        """Give up the place in the queue; harmless when done twice."""
         self._queue.remove(self)
 
 
@@ -133,7 +133,7 @@ class _Holding:
     """The first one is evicted first."""
 
     def shares(self, tenant: str) -> "Iterator[tuple[float, str]]":
-        """Yields (amount / weight, tenant) of each bound."""
+        """Yield (amount / weight, tenant) of each bound."""
         for amount in self.amounts:
             yield amount / self.weight, tenant
 
@@ -177,7 +177,7 @@ class RequestQueue:
         return self._amounts.prompt_bytes
 
     def join(self, pool: str, waiter: Waiter) -> QueueEntry:
-        """Adds an entry to the line of a pool; a new head may decide anew at once.
+        """Add an entry to the line of a pool; a new head may decide anew at once.
 
         Raises:
             QueueFull: a bound is reached, and by nobody who has more than a fair share of it or
@@ -197,7 +197,7 @@ class RequestQueue:
         return entry
 
     def remove(self, entry: QueueEntry, served: bool = False) -> None:
-        """Removes an entry, if it is in the queue, and wakes a new head."""
+        """Remove an entry, if it is in the queue, and wake a new head."""
         if entry.place.number in self._entries:
             self._release(entry)
             self._leave_line(entry, served)
@@ -215,14 +215,14 @@ class RequestQueue:
                     self._wake_head(other)
 
     def wake(self) -> None:
-        """Wakes the head of every line, since memory or an engine may have come."""
+        """Wake the head of every line, since memory or an engine may have come."""
         for line in self._lines.values():
             self._wake_head(line)
 
     def ahead(
         self, priority: int, entry: QueueEntry | None = None, adapter: str = ""
     ) -> Mapping[str, int]:
-        """Returns the bytes that others wait for before a request on all its engines, by pool;
+        """Return the bytes that others wait for before a request on all its engines, by pool;
         absent where it is the next.
 
         All of its own priority count as before it: their order may change with every arrival.
@@ -239,13 +239,13 @@ class RequestQueue:
         return result
 
     def head(self, key: LineKey) -> QueueEntry | None:
-        """Returns the first of a line; None when nobody waits in it."""
+        """Return the first of a line; None when nobody waits in it."""
         line = self._lines.get(key)
         place = line.head if line else None
         return self._entries[place.number] if place else None
 
     def claims(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[LineKey, int]:
-        """Returns the bytes that heads before a request wait for, for which it keeps engines: those
+        """Return the bytes that heads before a request wait for, for which it keeps engines: those
         of the pool that have the adapter. 0 stands for a head that may be passed no more."""
         keys = [key for key in self._lines if key[1] not in ("", adapter)]
         return {
@@ -254,7 +254,7 @@ class RequestQueue:
         }
 
     def passable(self, entry: QueueEntry | None = None, adapter: str = "") -> Mapping[str, int]:
-        """Returns the bytes that the smallest head before a request waits for, of those pools in
+        """Return the bytes that the smallest head before a request waits for, of those pools in
         `ahead` of which each head may be passed once more."""
         sizes: dict[str, int] = {}
         full = set()
@@ -267,7 +267,7 @@ class RequestQueue:
     def on_passed(
         self, pool: str, entry: QueueEntry | None, adapters: Collection[str] = ()
     ) -> None:
-        """Counts a request that takes memory of an engine, if it passes heads by that.
+        """Count a request that takes memory of an engine, if it passes heads by that.
 
         Args:
             pool: of the engine.
@@ -285,11 +285,11 @@ class RequestQueue:
         return head.num_passed >= self._bounds.backfill
 
     def _heads_before(self, entry: QueueEntry | None, adapter: str) -> Iterator[QueueEntry]:
-        """Yields the heads before a request of the lines whose engines include all of its own."""
+        """Yield the heads before a request of the lines whose engines include all of its own."""
         return self._heads(entry, [key for key in self._lines if key[1] in ("", adapter)])
 
     def _heads(self, entry: QueueEntry | None, keys: Iterable[LineKey]) -> Iterator[QueueEntry]:
-        """Yields the heads before a request, of some lines; of other pools than its own, all heads.
+        """Yield the heads before a request, of some lines; of other pools than its own, all heads.
 
         Args:
             entry: of the request; None: it is not in the queue yet, so that all are before it.
@@ -306,7 +306,7 @@ class RequestQueue:
                 yield head
 
     def wake_followers(self, head: QueueEntry, available: int) -> None:
-        """Wakes those behind a head that stays which may fit so many bytes.
+        """Wake those behind a head that stays which may fit so many bytes.
 
         Args:
             available: most bytes that an engine of the pool has.
@@ -317,14 +317,14 @@ class RequestQueue:
                     self._entries[place.number].wake()
 
     def lengths(self) -> Mapping[str, int]:
-        """Returns how many requests wait, by pool."""
+        """Return how many requests wait, by pool."""
         result: dict[str, int] = {}
         for (pool, _), line in self._lines.items():
             result[pool] = result.get(pool, 0) + len(line)
         return result
 
     def waits(self) -> Mapping[str, tuple[int, int, float]]:
-        """Returns (requests, bytes, arrival of the first) of each pool with waiters."""
+        """Return (requests, bytes, arrival of the first) of each pool with waiters."""
         result: dict[str, tuple[int, int, float]] = {}
         for entry in self._entries.values():
             number, size, oldest = result.get(entry.pool, (0, 0, math.inf))
@@ -333,7 +333,7 @@ class RequestQueue:
         return result
 
     def sizes(self) -> Mapping[str, int]:
-        """Returns the bytes that each tenant waits for."""
+        """Return the bytes that each tenant waits for."""
         return {tenant: holding.amounts.size for tenant, holding in sorted(self._holdings.items())}
 
     def _wake_head(self, line: FairLine) -> None:
@@ -341,7 +341,7 @@ class RequestQueue:
             self._entries[line.head.number].wake()
 
     def _make_room(self, waiter: Waiter) -> list[QueueEntry]:
-        """Returns the entries that are evicted for a newcomer, which are counted no more; none
+        """Return the entries that are evicted for a newcomer, which are counted no more; none
         while there is room.
 
         Raises:
@@ -359,14 +359,14 @@ class RequestQueue:
         return losers
 
     def _exceeded(self, waiter: Waiter) -> int | None:
-        """Returns which bound a newcomer would exceed; None when it has room."""
+        """Return which bound a newcomer would exceed; None when it has room."""
         bounds = self._bounds
         limits = (bounds.max_requests, bounds.max_bytes, bounds.max_prompt_bytes)
         pairs = zip(self._amounts.plus(waiter), limits, strict=True)
         return next((i for i, (amount, limit) in enumerate(pairs) if amount > limit), None)
 
     def _loser(self, waiter: Waiter, bound: int) -> QueueEntry | None:
-        """Returns who makes room for a newcomer: of the tenant with the largest share of the bound
+        """Return who makes room for a newcomer: of the tenant with the largest share of the bound
         that is short, while that share stays the larger one; or whoever waits with the lowest
         priority, if the newcomer's is higher."""
         if not self._worths:
@@ -386,7 +386,7 @@ class RequestQueue:
         return entry if priority < waiter.priority else None
 
     def _hold(self, entry: QueueEntry) -> None:
-        """Counts an entry."""
+        """Count an entry."""
         waiter = entry.waiter
         holding = self._holdings.setdefault(waiter.tenant, _Holding(waiter.weight))
         if holding.entries:
@@ -399,7 +399,7 @@ class RequestQueue:
         self._add_shares(waiter.tenant, holding)
 
     def _release(self, entry: QueueEntry) -> None:
-        """Counts an entry no more."""
+        """Count an entry no more."""
         tenant = entry.waiter.tenant
         holding = self._holdings[tenant]
         self._forget_shares(tenant, holding)

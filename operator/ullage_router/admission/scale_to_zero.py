@@ -55,7 +55,7 @@ class ColdStartQueue:
         return sum(map(len, self._held.values()))
 
     def held(self, pool: str) -> int:
-        """Returns the number of requests that wait for this pool to wake."""
+        """Return the number of requests that wait for this pool to wake."""
         return len(self._held.get(pool, ()))
 
     def request_wake(self, pool: str) -> None:
@@ -64,14 +64,14 @@ class ColdStartQueue:
         self._notify()
 
     def wanted(self, pool: str) -> int:
-        """Returns the number of requests for the sleeping pool: held now, or one that came a moment
+        """Return the number of requests for the sleeping pool: held now, or one that came a moment
         ago."""
         requested = self._requested.get(pool)
         is_recent = requested is not None and time.monotonic() - requested <= WANTED_S
         return self.held(pool) or int(is_recent and self._is_scaled_to_zero(pool))
 
     async def hold(self, pool: str, size: int, held_s: float) -> None:
-        """Waits until the pool is awake.
+        """Wait until the pool is awake.
 
         Args:
             size: bytes of this process that the request takes.
@@ -93,7 +93,7 @@ class ColdStartQueue:
             self.held_bytes -= size
 
     def on_engines_change(self) -> None:
-        """Lets requests go whose pool is awake, since engines may have come."""
+        """Let requests go whose pool is awake, since engines may have come."""
         for pool, futures in self._held.items():
             if futures and not self._is_scaled_to_zero(pool):
                 _resolve(futures, True)
@@ -106,17 +106,17 @@ class ColdStartQueue:
             self.end()
 
     def close(self) -> None:
-        """Refuses new requests, so that they go to another router; those held are held on."""
+        """Refuse new requests, so that they go to another router; those held are held on."""
         self.is_closed = True
         self._notify()
 
     def end(self) -> None:
-        """Releases everything that is held or waits."""
+        """Release everything that is held or waits."""
         for futures in self._held.values():
             _resolve(futures, False)
 
     async def wait_until_wanted(self, pools: Iterable[str], within_s: float) -> None:
-        """Waits until one of the pools is wanted, or the time is over."""
+        """Wait until one of the pools is wanted, or the time is over."""
         end = time.monotonic() + within_s
         while not self.is_closed and not any(map(self.wanted, pools)):
             self._changed.clear()
@@ -240,7 +240,7 @@ class ScaleToZero:
         return pool in self.pools and not self._engines.is_awake(pool)
 
     async def wait_for_model(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Holds the request until the model is known: without its tokenizer nothing is priced.
+        """Hold the request until the model is known: without its tokenizer nothing is priced.
 
         Raises:
             ServiceError: see `ColdStartQueue.hold`.
@@ -255,7 +255,7 @@ class ScaleToZero:
         return await proceed(call)
 
     async def wait_for_pool(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Holds the request until its pool has an engine, again if the last engine goes away
+        """Hold the request until its pool has an engine, again if the last engine goes away
         meanwhile.
 
         Raises:
@@ -270,19 +270,19 @@ class ScaleToZero:
         return await proceed(call)
 
     def request_wake(self) -> None:
-        """Wakes the first empty pool for a request that cannot be held and found no engine."""
+        """Wake the first empty pool for a request that cannot be held and found no engine."""
         for pool in self.pools:
             if self.is_scaled_to_zero(pool):
                 self.queue.request_wake(pool)
                 return
 
     def as_json(self) -> dict[str, object]:
-        """Returns the state for /stats."""
+        """Return the state for /stats."""
         wanted = {pool: self.queue.wanted(pool) for pool in self.pools}
         return {"asleep": sorted(self.scaled_to_zero), "wanted": wanted, **self.queue.as_json()}
 
     async def _wait_for_pool(self, call: Call) -> bool:
-        """Waits until the request's pool has an engine, or another one may serve it meanwhile.
+        """Wait until the request's pool has an engine, or another one may serve it meanwhile.
 
         Returns:
             Whether it was held.
@@ -308,7 +308,7 @@ class ScaleToZero:
         return was_held
 
     def _remembered(self, empty: frozenset[str]) -> list[EngineView]:
-        """Returns an idle engine of each empty pool, with the properties of its last one."""
+        """Return an idle engine of each empty pool, with the properties of its last one."""
         now = time.monotonic()
         last = (self._engines.last(pool) for pool in empty)
         views = [engine.view(now) for engine in last if engine]

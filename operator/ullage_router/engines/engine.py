@@ -56,7 +56,7 @@ class ReportSequence:
         self._reported_restarts: int | None = None
 
     def on_connect(self) -> None:
-        """Starts a new sequence: a new stream's numbers do not continue the last one's."""
+        """Start a new sequence: a new stream's numbers do not continue the last one's."""
         self.sequence = 0
 
     def take(self, epoch: int, sequence: int) -> ReportKind:
@@ -72,7 +72,7 @@ class ReportSequence:
         return "gap" if missed else "next"
 
     def on_worker_restarts(self, worker_restarts: int) -> None:
-        """Counts the worker restarts that an accepted report names.
+        """Count the worker restarts that an accepted report names.
 
         Args:
             worker_restarts: since the start of the server.
@@ -154,7 +154,7 @@ class Owner(Protocol):
         """
 
     async def load(self, described: inference_pb2.GetModelResponse) -> Model:
-        """Builds a Model from an engine's answer to GetModel."""
+        """Build a Model from an engine's answer to GetModel."""
 
 
 class WrongModel(Exception):
@@ -276,7 +276,7 @@ class Engine:
     async def _retire(
         self, channel: grpc.aio.Channel, previous: Multiplexer, grace_s: float
     ) -> None:
-        """Closes a channel when its answers have ended, at most `grace_s` later."""
+        """Close a channel when its answers have ended, at most `grace_s` later."""
         if previous.is_open:
             await self._multiplexer.open()
         previous.retire()
@@ -423,13 +423,13 @@ class Engine:
                 return EngineState.UNUSABLE
 
     def state_until(self, now: float) -> float:
-        """Returns when the state changes if no report comes; infinity where silence changes
+        """Return when the state changes if no report comes; infinity where silence changes
         nothing."""
         ends = (self._reported_at + STALE_AFTER_S, self._reported_at + HOPELESS_AFTER_S)
         return next((end for end in ends if end >= now), math.inf)
 
     def view(self, now: float) -> EngineView | None:
-        """Returns the engine as `decide` sees it; None until the engine has described its model.
+        """Return the engine as `decide` sees it; None until the engine has described its model.
 
         Args:
             now: on the monotonic clock.
@@ -493,7 +493,7 @@ class Engine:
         metadata: Metadata,
         flow: FlowControl,
     ) -> Source:
-        """Begins a call; failures of the engine are raised by its first read.
+        """Begin a call; failures of the engine are raised by its first read.
 
         Raises:
             ServiceError: the stream to the engine has just been lost.
@@ -527,13 +527,13 @@ class Engine:
         self._credit.on_accepted(credit)
 
     def on_first_token(self, credit: Credit) -> None:
-        """Records the request's first token."""
+        """Record the request's first token."""
         self._credit.on_first_token(credit)
         self._on_load_change()
         self.breaker.on_first_token(credit)
 
     def release(self, *credits: Credit) -> None:
-        """Gives back the credit of requests that ended in any way."""
+        """Give back the credit of requests that ended in any way."""
         for credit in credits:
             self._credit.release(credit)
             self.breaker.on_end(credit)
@@ -584,7 +584,7 @@ class Engine:
         self._replace_channel(0)
 
     def _log_loss(self, reason: str) -> None:
-        """Logs a loss once: an engine that cannot be reached fails again and again."""
+        """Log a loss once: an engine that cannot be reached fails again and again."""
         if reason != self._loss:
             is_refusal = any(words in reason for words in _REFUSALS)
             level = logging.ERROR if is_refusal else logging.INFO
@@ -680,12 +680,12 @@ class Engine:
 
 @functools.lru_cache(maxsize=64)
 def _shared(profile: MemoryProfile) -> MemoryProfile:
-    """Returns the first one of equal profiles: engines of one kind are recognised by it."""
+    """Return the first one of equal profiles: engines of one kind are recognised by it."""
     return profile
 
 
 def report_interval_ms(num_engines: int) -> int:
-    """Returns the least time between two reports of an engine: as short as the bound on reports of
+    """Return the least time between two reports of an engine: as short as the bound on reports of
     all engines allows."""
     interval_ms = math.ceil(1000 * num_engines / MAX_REPORTS_PER_S)
     return max(MIN_REPORT_INTERVAL_MS, min(MAX_REPORT_INTERVAL_MS, interval_ms))

@@ -106,7 +106,7 @@ class Engines:
         """The differing facts of engines that were logged last, with their values."""
 
     async def start(self) -> None:
-        """Starts resolving engines in the background, and waits a moment for the first answer."""
+        """Start resolving engines in the background, and wait a moment for the first answer."""
         self._task = asyncio.create_task(self._keep_resolving(), name="resolve engines")
         with contextlib.suppress(TimeoutError):  # a silent name server must not hold up the start
             async with asyncio.timeout(FIRST_RESOLVE_S):
@@ -130,7 +130,7 @@ class Engines:
         return self.model_of(Side.STABLE)
 
     def numerics(self, pool: str = "") -> dict[str, Fingerprint]:
-        """Returns what decides the bits of answers, by the names of engines that serve.
+        """Return what decides the bits of answers, by the names of engines that serve.
 
         Args:
             pool: empty: all pools.
@@ -142,11 +142,11 @@ class Engines:
         }
 
     def differences(self) -> Differences:
-        """Returns the facts by which engines that serve compute otherwise than one another."""
+        """Return the facts by which engines that serve compute otherwise than one another."""
         return differences(self.numerics())
 
     def on_numerics_change(self) -> None:
-        """Logs how engines differ, once for each change of that."""
+        """Log how engines differ, once for each change of that."""
         differing = self.differences()
         values = {fact: frozenset(by_value) for fact, by_value in differing.items()}
         if values == self._logged_values:
@@ -159,7 +159,7 @@ class Engines:
             log.info("engines compute alike again")
 
     def model_of(self, side: Side) -> Model | None:
-        """Returns the model of the first engine of that side that is ready, or of any that
+        """Return the model of the first engine of that side that is ready, or of any that
         described its model."""
         models = self.roster.models
         if side not in models:
@@ -191,7 +191,7 @@ class Engines:
         )
 
     def adapter_of(self, name: str, allowed: Collection[str] = ()) -> str:
-        """Returns the adapter that a request names as its model; empty where it names the model.
+        """Return the adapter that a request names as its model; empty where it names the model.
 
         While no engine has described its model, it may have any adapter.
 
@@ -280,7 +280,7 @@ class Engines:
         return not adapter or adapter in self.roster.common_adapters
 
     def claimed(self, claims: Mapping[tuple[str, str], int]) -> Mapping[str, int]:
-        """Returns the smallest claim on each engine, by key; engines without any are absent.
+        """Return the smallest claim on each engine, by key; engines without any are absent.
 
         Args:
             claims: bytes by pool and adapter, each on the pool's engines that have the adapter.
@@ -345,21 +345,21 @@ class Engines:
         return max(present or (e.expected_output for e in self._known()), default=0)
 
     def _known(self) -> list[Engine]:
-        """Returns all engines, and of a pool without any the last it had."""
+        """Return all engines, and of a pool without any the last it had."""
         present = {engine.pool for engine in self._engines.values() if engine.model}
         return self.all() + [e for pool, e in self._last.items() if pool not in present]
 
     def last(self, pool: str) -> Engine | None:
-        """Returns an engine that the pool has or had."""
+        """Return an engine that the pool has or had."""
         return next((e for e in self._known() if e.pool == pool and e.model), None)
 
     def route(self, pool: str) -> str:
-        """Returns the label of a pool: that of an engine that it has or had, else its name."""
+        """Return the label of a pool: that of an engine that it has or had, else its name."""
         engine = self.last(pool)
         return engine.route if engine else pool
 
     def resolve_soon(self) -> None:
-        """Resolves engines as soon as the interval allows."""
+        """Resolve engines as soon as the interval allows."""
         self._relist.set()
 
     @property
@@ -367,7 +367,7 @@ class Engines:
         return bool(self.roster.ready_sides)
 
     def views(self, model: Model, side: Side = Side.STABLE, adapter: str = "") -> list[EngineView]:
-        """Returns every engine that described its model, in order of the pools.
+        """Return every engine that described its model, in order of the pools.
 
         Those without the adapter that a request names cannot be used, nor those of the other side,
         unless no engine of this one is ready.
@@ -422,7 +422,7 @@ class Engines:
         return views
 
     def nearest_two(self, side: Side, point: int) -> list[Engine]:
-        """Returns the two usable engines of the first pool that requests of that place on the ring
+        """Return the two usable engines of the first pool that requests of that place on the ring
         go to, or as many as there are."""
         model = self.model_of(side)
         if model is None:
@@ -431,14 +431,14 @@ class Engines:
         return [self._engines[name] for name in self.roster.nearest_two(key, point)]
 
     def _unusable(self, pool: str, now: float) -> list[EngineView]:
-        """Returns one engine of a pool of which none can be used, if one has described its
+        """Return one engine of a pool of which none can be used, if one has described its
         model."""
         views = (e.view(now) for e in self.roster.engines if e.pool == pool)
         first = next((view for view in views if view), None)
         return [replace(first, standing=EngineState.UNUSABLE)] if first else []
 
     def held_back(self) -> frozenset[str]:
-        """Returns keys of engines that get nothing because requests failed on them."""
+        """Return keys of engines that get nothing because requests failed on them."""
         self._ejected = {engine for engine in self._ejected if not engine.breaker.is_closed}
         if not self._ejected:
             return NONE
@@ -479,16 +479,16 @@ class Engines:
         return self._dialer(address)
 
     def reconnect(self, grace_s: float) -> None:
-        """Opens all channels anew; answers on the old ones have the grace to end."""
+        """Open all channels anew; answer on the old ones have the grace to end."""
         for engine in self._engines.values():
             engine.reconnect(grace_s)
 
     def on_change(self) -> None:
-        """Wakes what waits, since an engine's memory or state may have changed."""
+        """Wake what waits, since an engine's memory or state may have changed."""
         self._on_change()
 
     def on_loss(self, engine: Engine) -> None:
-        """Resolves engines at once: one that comes back may have another address."""
+        """Resolve engines at once: one that comes back may have another address."""
         self._relist.set()
 
     def on_restart(self, engine: Engine) -> None:
@@ -502,11 +502,11 @@ class Engines:
         return any(e.state == "ready" for e in self._engines.values() if e is not engine)
 
     def at(self, key: str) -> Engine:
-        """Returns the engine of a view."""
+        """Return the engine of a view."""
         return self._engines[key]
 
     def get(self, key: str) -> Engine | None:
-        """Returns the engine with a key; None when it is gone."""
+        """Return the engine with a key; None when it is gone."""
         return self._engines.get(key)
 
     async def _keep_resolving(self) -> None:
@@ -528,7 +528,7 @@ class Engines:
         return stable + [(Side.CANARY, pool) for pool in self._canary]
 
     async def _resolve(self) -> None:
-        """Resolves all pools, without waiting for those whose name server is slow: what it says is
+        """Resolve all pools, without waiting for those whose name server is slow: what it says is
         read in a later round."""
         for side, pool in self._sides():
             if (side, pool) not in self._lookups:
@@ -570,7 +570,7 @@ class Engines:
         self._roster = self._max_model_len = None
 
     async def _forget(self) -> None:
-        """Closes engines that left DNS and fell silent."""
+        """Close engines that left DNS and fell silent."""
         for key, engine in list(self._engines.items()):
             if engine.is_over:
                 del self._engines[key]
@@ -605,14 +605,14 @@ class Engines:
 
 
 async def _resolve_all(targets: Iterable[str]) -> tuple[set[str], bool]:
-    """Returns the addresses of all targets, and whether every name server answered."""
+    """Return the addresses of all targets, and whether every name server answered."""
     answers = await asyncio.gather(*(resolve(target) for target in targets))
     addresses = {address for answer in answers if answer for address in answer}
     return addresses, all(answer is not None for answer in answers)
 
 
 async def resolve(target: str) -> set[str] | None:
-    """Returns `ip:port` of every A record of a target, or `[ip]:port` of every AAAA record where
+    """Return `ip:port` of every A record of a target, or `[ip]:port` of every AAAA record where
     there is no A record; None if the name server does not answer.
 
     An engine that has both is one engine, whose address of the first kind is taken.

@@ -51,7 +51,7 @@ class FlowControl:
 
 
 def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowControl:
-    """Returns the flow control of the configuration, for engines that may send nothing for
+    """Return the flow control of the configuration, for engines that may send nothing for
     `stall_s` seconds."""
     return FlowControl(
         window=streaming.buffer_tokens,
@@ -63,7 +63,7 @@ def flow_of(streaming: StreamingSection, stall_s: float = math.inf) -> FlowContr
 
 
 def for_unary(flow: FlowControl) -> FlowControl:
-    """Returns the flow control of an answer that a client gets in one piece: tokens come as few
+    """Return the flow control of an answer that a client gets in one piece: tokens come as few
     larger pieces."""
     if flow.coalesce_tokens == 1:
         return replace(flow, pace=0.0)
@@ -95,7 +95,7 @@ class Source(Protocol):
         """Nothing more is expected: reads what came and then raises the error."""
 
     def cancel(self) -> None:
-        """Ends the engine's work; harmless when it has ended."""
+        """End the engine's work; harmless when it has ended."""
 
 
 class ReceiveBuffer:
@@ -176,7 +176,7 @@ class ReceiveBuffer:
                 self._timer = None
 
     def _wake(self) -> None:
-        """Lets the reader go on, now or as soon as it is due."""
+        """Let the reader go on, now or as soon as it is due."""
         if self._reader is None:
             return
         wait_s = self._wait_s()
@@ -253,12 +253,12 @@ class StreamWatchdog:
         self._check_at: float | None = None
 
     def watch(self, stream: Source) -> None:
-        """Watches a stream: it ends with the error when the engine falls silent."""
+        """Watch a stream: it ends with the error when the engine falls silent."""
         self._open.add(stream)
         self._arm()
 
     def forget(self, stream: Source) -> None:
-        """Stops watching a stream, which has ended or is read no more."""
+        """Stop watching a stream, which has ended or is read no more."""
         self._open.discard(stream)
 
     def _arm(self) -> None:

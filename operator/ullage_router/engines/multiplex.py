@@ -98,19 +98,19 @@ class Multiplexer:
         return self._stream is not None
 
     def start(self) -> None:
-        """Opens the stream as soon as the engine can be reached."""
+        """Open the stream as soon as the engine can be reached."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep(), name=f"multiplex {self._address}")
 
     def retire(self) -> None:
-        """Begins no more calls and ends with those it has."""
+        """Begin no more calls and ends with those it has."""
         self._is_retired = True
         if self._stream:
             self._stream.retire()
             self._stream = None
 
     async def open(self) -> None:
-        """Returns when the stream is open, or the engine turned out to have none."""
+        """Return when the stream is open, or the engine turned out to have none."""
         self.start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPENING_TIMEOUT_S):
@@ -124,7 +124,7 @@ class Multiplexer:
     def call(
         self, request: Request, timeout_s: float, metadata: Metadata, flow: FlowControl
     ) -> "StreamCall":
-        """Begins a call; the stream must be open."""
+        """Begin a call; the stream must be open."""
         assert self._stream, "the stream is not open"
         return self._stream.call(request, timeout_s, metadata, flow)
 
@@ -161,7 +161,7 @@ class Multiplexer:
         return _Stream(call)
 
     async def _serve(self, stream: "_Stream") -> None:
-        """Raises StreamLost at the stream's end."""
+        """Raise StreamLost at the stream's end."""
         self._stream = None if self._is_retired else stream
         self._tried.set()
         self._on_change()
@@ -232,7 +232,7 @@ class _Stream:
         self._calls.clear()
 
     async def run(self) -> None:
-        """Raises StreamLost when the stream ends."""
+        """Raise StreamLost when the stream ends."""
         sending = asyncio.create_task(self._send_all(), name="multiplex sender")
         # Nothing that is sent would arrive any more: the reading ends as well.
         sending.add_done_callback(lambda _: self._stream.cancel())
@@ -312,7 +312,7 @@ class StreamCall(ReceiveBuffer):
         super().end(error)
 
     def _check_time(self) -> None:
-        """Ends the call when its time is over or its reader has waited too long; looks again when
+        """End the call when its time is over or its reader has waited too long; look again when
         that may be. So a response costs no timer."""
         now = self._loop.time()
         stalls_at = min(self._waiting_since, now) + self._flow.stall_s

@@ -48,7 +48,7 @@ class DrawGroup(Generic[T]):
                 self.places[last] = place
 
     def draw(self, number: int) -> list[T]:
-        """Returns at most MAX_DRAWN engines, idle ones where there are any; each is as often among
+        """Return at most MAX_DRAWN engines, idle ones where there are any; each is as often among
         the first ones, which a decision takes where they fit.
 
         Args:
@@ -136,17 +136,17 @@ class Roster:
         return (side, adapter) in self._ready_adapters if adapter else side in self.ready_sides
 
     def on_load_change(self, engine: "Engine") -> None:
-        """Records whether the engine has prompts to compute."""
+        """Record whether the engine has prompts to compute."""
         if group := self._group_of.get(engine):
             group.set_idle(engine, engine.is_idle)
 
     def num_usable(self, side: Side, pool: str) -> int:
-        """Returns the number of engines of a pool that take requests."""
+        """Return the number of engines of a pool that take requests."""
         groups = self._groups.items()
         return sum(len(group.usable) for key, group in groups if key[:2] == (side, pool))
 
     def draw(self, key: GroupKey, number: int) -> "list[Engine]":
-        """Returns a few engines of a group.
+        """Return a few engines of a group.
 
         Args:
             number: random.
@@ -155,7 +155,7 @@ class Roster:
         return group.draw(number) if group else []
 
     def nearest_two(self, key: GroupKey, point: int) -> tuple[str, ...]:
-        """Returns the keys of two usable engines of a group by a request's place on the ring, or of
+        """Return the keys of two usable engines of a group by a request's place on the ring, or of
         as many as there are."""
         group = self._groups.get(key)
         if group is None:
@@ -175,7 +175,7 @@ def _state_of(engine: "Engine") -> tuple[EngineState, str, frozenset[str]]:
 
 
 def engine_key(side: Side, pool: str, address: str) -> str:
-    """Returns the name by which decisions know an engine: one address may be in several pools, and
+    """Return the name by which decisions know an engine: one address may be in several pools, and
     a canary's may become a stable engine's."""
     return f"{side}/{pool}/{address}"
 

@@ -94,7 +94,7 @@ class App:
 
 
 async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
-    """Answers OPTIONS, and refuses methods that the path does not take."""
+    """Answer OPTIONS, and refuses methods that the path does not take."""
     allow = (b"allow", allowed.encode())
     if request.method == "OPTIONS":
         await reply.whole(HTTPStatus.NO_CONTENT, [allow], b"")
@@ -131,11 +131,11 @@ class _SmallPages:
         await _json(reply, HTTPStatus.SERVICE_UNAVAILABLE, {"status": word})
 
     def _names(self) -> list[str]:
-        """Returns the names of the served model and of its adapters."""
+        """Return the names of the served model and of its adapters."""
         return [self._service.config.model, *sorted(self._service.engines.adapters)]
 
     def _describe(self, name: str, tenant: TenantSession) -> dict[str, object]:
-        """Describes the served model or, by its name, an adapter of it: as a model of its own where
+        """Describe the served model or, by its name, an adapter of it: as a model of its own where
         the tenant may not use the served one."""
         model = self._service.engines.model
         served = self._service.config.model
@@ -154,14 +154,14 @@ class _SmallPages:
 
 
 def _sampling_defaults(model: Model) -> dict[str, float]:
-    """Returns the parameters that hold where a request leaves them out and the model recommends
+    """Return the parameters that hold where a request leaves them out and the model recommends
     them; numbers come as float32, so 0.7 arrives a little smaller."""
     fields = model.description.sampling_defaults.ListFields()
     return {field.name: float(f"{value:.7g}") for field, value in fields}
 
 
 def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:
-    """Returns endpoints by path and method; a path that ends with a slash is for all below it."""
+    """Return endpoints by path and method; a path that ends with a slash is for all below it."""
     pages = _SmallPages(service)
     chat = GenerateEndpoint(service, CHAT)
     completion = GenerateEndpoint(service, COMPLETION)

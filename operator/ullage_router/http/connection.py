@@ -85,7 +85,7 @@ class ConnectionState(ServerState):
         self._starts: deque[Callable[[], None]] = deque()
 
     def start_soon(self, start: Callable[[], None]) -> None:
-        """Starts a request after those before it, a few in each turn of the event loop."""
+        """Start a request after those before it, a few in each turn of the event loop."""
         self._starts.append(start)
         if len(self._starts) == 1:
             asyncio.get_running_loop().call_soon(self._start_some)
@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
             self._answered.keep_alive = False
 
     def shutdown(self) -> None:
-        """Closes the connection, after the reply that is being given."""
+        """Close the connection, after the reply that is being given."""
         self.leave()
         is_quiet = self._phase in (Phase.OPENED, Phase.IDLE) and not self.flow.unparsed
         if is_quiet and not self._answered:
@@ -375,7 +375,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> int:
-        """Parses some bytes; how many."""
+        """Parse some bytes; how many."""
         self._budget -= len(data)
         try:
             self.parser.feed_data(data)

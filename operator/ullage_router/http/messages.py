@@ -333,7 +333,7 @@ class Reply:
             await self._write(message)
 
     def nudge(self, data: bytes) -> None:
-        """Sends a part that is of no use to a client which has others to read."""
+        """Send a part that is of no use to a client which has others to read."""
         if not self.is_complete and (self._nudge is None or self._nudge.done()):
             message = {"type": "http.response.body", "body": data, "more_body": True}
             self._nudge = asyncio.create_task(self._write_now(message))
@@ -401,7 +401,7 @@ _RARE = frozenset({b"transfer-encoding", b"content-encoding", b"expect"})
 
 
 def head_error(version: str, headers: Headers) -> ServiceError | None:
-    """Returns the error in a head, which a proxy may read in another way than we do; None: there is
+    """Return the error in a head, which a proxy may read in another way than we do; None: there is
     none."""
     if version not in ("1.0", "1.1"):
         return unknown_version(version)

@@ -92,7 +92,7 @@ def _endpoint(request: Request, methods: Mapping[str, Endpoint]) -> Endpoint:
 
 
 def own_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, Page]:
-    """Returns the pages of this process."""
+    """Return the pages of this process."""
 
     async def metrics() -> tuple[str, bytes]:
         return CONTENT_TYPE_LATEST, exposition(registry)
@@ -182,7 +182,7 @@ class Siblings:
         return JSON, msgspec.json.encode(reports)
 
     async def _wait(self) -> tuple[str, bytes]:
-        """Returns the reports as soon as any process says that a pool is wanted."""
+        """Return the reports as soon as any process says that a pool is wanted."""
         end = time.monotonic() + WAIT_S
         while True:
             kind, body = await self._measures()
@@ -193,7 +193,7 @@ class Siblings:
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _all(self, page: str) -> dict[int, bytes]:
-        """Returns the page of each process that answers, by index."""
+        """Return the page of each process that answers, by index."""
         others = [i for i in range(self._count) if i != self._index]
         answers = await asyncio.gather(*(_ask(socket_path(self._folder, i), page) for i in others))
         _, own = await self._pages[page]()
@@ -243,5 +243,5 @@ async def _ask(path: Path, page: str) -> bytes | None:
 
 
 def socket_path(folder: Path, index: int) -> Path:
-    """Returns where a process has its socket."""
+    """Return where a process has its socket."""
     return folder / f"{index}.sock"

@@ -74,14 +74,14 @@ class HTTPServer:
         )
 
     async def leave(self, within_s: float) -> None:
-        """Sends clients elsewhere while their requests are still served; returns when all went."""
+        """Send clients elsewhere while their requests are still served; returns when all went."""
         self._state.is_leaving = True
         for connection in self._connections:
             connection.leave()
         await self._all_closed(within_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Stops accepting connections and returns when those open have had their answers.
+        """Stop accepting connections and returns when those open have had their answers.
 
         Args:
             grace_s: after which the rest is cut off.

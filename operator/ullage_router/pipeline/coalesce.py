@@ -46,7 +46,7 @@ def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
 
 
 def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
-    """Returns a key that is equal for requests that may share: every field but the id counts, also
+    """Return a key that is equal for requests that may share: every field but the id counts, also
     future ones.
 
     Args:
@@ -76,7 +76,7 @@ class Coalescer:
         return len(self._open)
 
     async def share(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Returns the answer to the call, its own or a shared one.
+        """Return the answer to the call, its own or a shared one.
 
         Args:
             proceed: generates; its answer is closed when nobody wants it any more.
@@ -183,7 +183,7 @@ class SharedGeneration:
         return reader
 
     def leave(self, reader: "_Reader") -> None:
-        """Removes a reader; the generation ends with its last one, here and elsewhere."""
+        """Remove a reader; the generation ends with its last one, here and elsewhere."""
         self._readers.discard(reader)
         self._may_go_on.set()
         self._end_unread()
@@ -200,7 +200,7 @@ class SharedGeneration:
             self._task.cancel()
 
     async def wait_for_change(self) -> None:
-        """Waits until an event came, the generation ended, or a reader's time is over."""
+        """Wait until an event came, the generation ended, or a reader's time is over."""
         await self._changed.wait()
 
     def notify(self) -> None:
@@ -209,7 +209,7 @@ class SharedGeneration:
         changed.set()
 
     def read(self, place: int) -> Event | None:
-        """Returns the event of this number, counted from 0; None when there is none yet.
+        """Return the event of this number, counted from 0; None when there is none yet.
 
         Raises:
             ServiceError: it was dropped, since the reader was too slow.
@@ -220,7 +220,7 @@ class SharedGeneration:
         return self._log[index] if index < len(self._log) else None
 
     def on_read(self) -> None:
-        """Lets the engine continue after a reader did, and drops events that nobody can need."""
+        """Let the engine continue after a reader did, and drops events that nobody can need."""
         self._may_go_on.set()
         if self._age_s > self._longest_s and not self._keeps_all:
             while self._dropped < min(reader.place for reader in self._readers):
@@ -288,7 +288,7 @@ class _Reader:
         self._is_closed = False
 
     async def begin(self) -> None:
-        """Waits for the first token.
+        """Wait for the first token.
 
         Raises:
             ServiceError: there will be none.
@@ -331,7 +331,7 @@ class _Reader:
         return event
 
     def _error(self) -> BaseException:
-        """Returns a copy of the error: an exception that several tasks raise collects all their
+        """Return a copy of the error: an exception that several tasks raise collects all their
         frames."""
         error = self._generation.error
         if not isinstance(error, ServiceError):
@@ -345,7 +345,7 @@ class _Reader:
         )
 
     def _adopt_decision(self) -> None:
-        """Copies the decision about the generation, which holds for all who share it."""
+        """Copy the decision about the generation, which holds for all who share it."""
         generation = self._generation
         call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id

@@ -129,7 +129,7 @@ class EngineStages:
             self._send = partial(rollout.observe, send=self._send_to_engine)
 
     async def generate(self, call: Call) -> ResponseStream:
-        """Tries one engine after another, as long as another one may help; the last handler of the
+        """Try one engine after another, as long as another one may help; the last handler of the
         chain.
 
         Raises:
@@ -156,7 +156,7 @@ class EngineStages:
                 call.decision = replace(decision, degraded=call.prompt.degraded)
 
     async def attempt(self, call: Call) -> ResponseStream:
-        """Returns the answer of the first engine that is chosen.
+        """Return the answer of the first engine that is chosen.
 
         Raises:
             ServiceError: the request is not admitted, or the engine's failure.
@@ -169,7 +169,7 @@ class EngineStages:
     async def resume(
         self, call: Call, lost: Reservation, losses: Losses, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
-        """Goes on with an answer on another engine, as soon as one can take it.
+        """Go on with an answer on another engine, as soon as one can take it.
 
         Args:
             call: with the answer's progress; it is changed.
@@ -226,7 +226,7 @@ class EngineStages:
     async def _on_next_engine(
         self, call: Call, is_suspect: bool
     ) -> tuple[Reservation, EngineStream]:
-        """Waits for an engine that takes the rest.
+        """Wait for an engine that takes the rest.
 
         Args:
             is_suspect: engines may break over it, so it goes only where no other such request is;
@@ -258,7 +258,7 @@ class EngineStages:
 
     @contextlib.contextmanager
     def _alone(self, reservation: Reservation) -> Iterator[None]:
-        """Keeps other suspects from the engine within the block.
+        """Keep other suspects from the engine within the block.
 
         Raises:
             _SuspectThere: one is there; the reservation was given back.
@@ -285,7 +285,7 @@ class EngineStages:
         return is_paid or self._balancer.may_retry()
 
     async def _send_to_engine(self, call: Call, reservation: Reservation) -> EngineStream:
-        """Sends the request and waits for its first token.
+        """Send the request and wait for its first token.
 
         Raises:
             ServiceError: the engine refused or failed.
@@ -376,7 +376,7 @@ class Generation:
         return self._call.progress.num_tokens if self._num_counted is None else self._num_counted
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Yields the events; raises ServiceError when the answer is lost after tokens were sent."""
+        """Yield the events; raises ServiceError when the answer is lost after tokens were sent."""
         tool_use = self._reservation.prompt.tool_use
         samples = self._call.request.samples
         events = self._events()
@@ -419,7 +419,7 @@ class Generation:
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
 
     def _cut_off(self, failure: ServiceError) -> Event:
-        """Returns the last event of an answer that no engine went on with."""
+        """Return the last event of an answer that no engine went on with."""
         event = timed_out(self.accepted, self._call.progress.num_tokens)
         event.finished.stop_string = failure.reason
         self._finish(event.finished)
@@ -455,12 +455,12 @@ class Generation:
         self._resumed_on.append(self._reservation.engine.id)
 
     def close(self) -> None:
-        """Ends the engine's work on the answer; harmless when it has ended."""
+        """End the engine's work on the answer; harmless when it has ended."""
         self._stream.close()
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:
-    """Returns the client's error when no engine could serve the request."""
+    """Return the client's error when no engine could serve the request."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.deadline(timeout_s)
     if error.code in _NO_ENGINE:

@@ -108,7 +108,7 @@ class IdempotencyKeys:
         return reader
 
     async def drain(self, grace_s: float) -> None:
-        """Returns when no answer is generated any more, also for other processes' clients.
+        """Return when no answer is generated any more, also for other processes' clients.
 
         Args:
             grace_s: most seconds that it waits.
@@ -138,7 +138,7 @@ class IdempotencyKeys:
     async def _among_processes(
         self, folder: AnswerFolder, name: _Name, entry: _Entry, proceed: Handler, call: Call
     ) -> ResponseStream:
-        """Returns the answer that another process generates or generated, or generates it."""
+        """Return the answer that another process generates or generated, or generate it."""
         while True:
             claim = folder.claim(*name, entry.digest)
             if isinstance(claim, AnswerReader):

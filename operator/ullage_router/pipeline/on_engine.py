@@ -21,7 +21,7 @@ ends for that: engines end it a little earlier."""
 
 
 def engine_request(call: Call, reservation: Reservation) -> inference_pb2.GenerateRequest:
-    """Returns the request as the engine gets it: token ids, and the limits that were granted."""
+    """Return the request as the engine gets it: token ids, and the limits that were granted."""
     limit_s = reservation.credit.step_limit_s
     request = inference_pb2.GenerateRequest(
         request_id=call.record.request_id,
@@ -55,7 +55,7 @@ def engine_request(call: Call, reservation: Reservation) -> inference_pb2.Genera
 def complete_acceptance(
     from_engine: inference_pb2.Accepted, call: Call, reservation: Reservation
 ) -> inference_pb2.Accepted:
-    """Adds the router's decision to the engine's acceptance."""
+    """Add the router's decision to the engine's acceptance."""
     decision = call.decision
     prompt = reservation.prompt
     max_tokens = reservation.max_tokens
@@ -141,7 +141,7 @@ class OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Tells the breaker of an answer's end; nothing where only its whole time was over."""
+        """Tell the breaker of an answer's end; nothing where only its whole time was over."""
         engine = self._reservation.engine
         credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
@@ -151,7 +151,7 @@ class OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Returns the last event where only the time is over; raises the failure otherwise."""
+        """Return the last event where only the time is over; raise the failure otherwise."""
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
@@ -163,7 +163,7 @@ class OnEngine:
         raise error
 
     def close(self) -> None:
-        """Ends the engine's work on the answer; harmless when it has ended."""
+        """End the engine's work on the answer; harmless when it has ended."""
         if not self._is_closed:
             self._is_closed = True
             engine = self._reservation.engine
@@ -182,6 +182,6 @@ async def expect(source: Source) -> Event:
 
 
 def check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """Raises where a draining engine cut an answer off, which no client asked for."""
+    """Raise where a draining engine cut an answer off, which no client asked for."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
         raise errors.cancelled_by_engine()

@@ -45,7 +45,7 @@ _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 
 def chain(stages: Sequence[Stage], last: Handler) -> Handler:
-    """Returns one handler that goes through the stages in their order."""
+    """Return one handler that goes through the stages in their order."""
     handler = last
     for stage in reversed(stages):
         handler = partial(stage, proceed=handler)
@@ -79,11 +79,11 @@ class RequestPipeline:
         self.is_draining = False
 
     def drain(self) -> None:
-        """Refuses new requests; those that have begun go on."""
+        """Refuse new requests; those that have begun go on."""
         self.is_draining = True
 
     def serve(self, call: Call) -> AbstractAsyncContextManager[ResponseStream]:
-        """Opens an answer that has its first token; leaving the block ends it.
+        """Open an answer that has its first token; leaving the block ends it.
 
         Raises:
             ServiceError: the request is refused or failed before the first token.
@@ -100,7 +100,7 @@ class RequestPipeline:
         tenant: TenantSession | None = None,
         trace: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Counts a request that was refused before it became a Call.
+        """Count a request that was refused before it became a Call.
 
         Args:
             tenant: its session; None where it is not known.
@@ -194,7 +194,7 @@ def _copy_decision(call: Call) -> None:
 
 
 def _copy_error(record: RequestRecord, error: BaseException) -> None:
-    """Copies the client's error into the record."""
+    """Copy the client's error into the record."""
     if isinstance(error, ServiceError):
         record.status = errors.http_status(error)
         record.error = error.reason
@@ -245,7 +245,7 @@ class CommonStages:
             raise errors.deadline(call.token_timeout_s) from error
 
     async def charge_estimate(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Charges the tenant for a request whose tokens may never be counted here."""
+        """Charge the tenant for a request whose tokens may never be counted here."""
         call.tenant.charge(estimated_tokens(call.request), self._expected_output(call))
         return await proceed(call)
 
@@ -269,7 +269,7 @@ class CommonStages:
         return await proceed(call)
 
     async def charge(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Charges the tenant for the prompt and the expected output.
+        """Charge the tenant for the prompt and the expected output.
 
         Raises:
             ServiceError: the tenant's tokens do not suffice.
@@ -278,7 +278,7 @@ class CommonStages:
         return await proceed(call)
 
     def _expected_output(self, call: Call) -> int:
-        """Returns the tokens that all answers together are charged in advance."""
+        """Return the tokens that all answers together are charged in advance."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)

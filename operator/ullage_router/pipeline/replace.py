@@ -78,7 +78,7 @@ class _Holder:
         self._is_waiting = False
 
     async def end(self) -> None:
-        """Ends the request at once where its task waits for the answer, and otherwise, as while a
+        """End the request at once where its task waits for the answer, and otherwise, as while a
         slow client takes what it was sent, at the next read; its engine stops at once."""
         self._is_replaced = True
         if self._is_waiting:
@@ -91,7 +91,7 @@ class _Holder:
 
     @contextlib.contextmanager
     def cancellable(self) -> Iterator[None]:
-        """Marks a block in which the task waits for the answer and may be cancelled.
+        """Mark a block in which the task waits for the answer and may be cancelled.
 
         Raises:
             ServiceError: a later request ended this one.

@@ -102,7 +102,7 @@ class AnswerFolder:
         self._kept = OrderedDict(sorted(self._kept.items(), key=lambda item: item[1].until))
 
     def claim(self, tenant: str, key: str, digest: bytes) -> "AnswerWriter | AnswerReader":
-        """Returns the writer of a key's answer, or a reader where it has one already; where no file
+        """Return the writer of a key's answer, or a reader where it has one already; where no file
         can be written, as on a full disk, the writer of an answer that others do not get.
 
         Args:
@@ -121,7 +121,7 @@ class AnswerFolder:
         return claim
 
     def _open_answer(self, path: Path, digest: bytes) -> "AnswerWriter | AnswerReader | None":
-        """Returns None where another answer took the path's place, or must now."""
+        """Return None where another answer took the path's place, or must now."""
         with contextlib.ExitStack() as opened:
             readers = _open(path.with_suffix(_READERS))
             opened.callback(os.close, readers)
@@ -149,7 +149,7 @@ class AnswerFolder:
             return None
 
     def keep(self, path: Path, file: int) -> None:
-        """Keeps an answer that this process has finished, of at most `most_bytes`."""
+        """Keep an answer that this process has finished, of at most `most_bytes`."""
         if path in self._kept:
             self.size -= self._kept.pop(path).size
         self._keep_until(path, file, self._clock() + self._ttl_s)
@@ -162,13 +162,13 @@ class AnswerFolder:
         self.size += size
 
     def _until(self, file: int) -> float:
-        """Returns when a finished answer ends; 0 where it is not finished."""
+        """Return when a finished answer ends; 0 where it is not finished."""
         stat = os.fstat(file)
         is_finished = os.pread(file, len(_END), max(0, stat.st_size - len(_END))) == _END
         return stat.st_mtime + self._ttl_s if is_finished else 0.0
 
     def _adopt(self, path: Path) -> None:
-        """Keeps what a process of this number had finished when it died, and removes the rest."""
+        """Keep what a process of this number had finished when it died, and remove the rest."""
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # another process has removed it
@@ -219,11 +219,11 @@ class AnswerWriter:
         """None after the end, too."""
 
     def append(self, record: bytes) -> None:
-        """Adds a record. Where the disk is full the answer goes on, and is given up for others."""
+        """Add a record. Where the disk is full the answer goes on, and is given up for others."""
         self._add(_LENGTH.pack(len(record)) + record)
 
     def finish(self) -> None:
-        """Marks the answer as whole, and keeps it if it is not too long."""
+        """Mark the answer as whole, and keep it if it is not too long."""
         self._add(_END)
         if self._file is None:
             return
@@ -235,7 +235,7 @@ class AnswerWriter:
         self._file = None
 
     def give_up(self) -> None:
-        """Removes an answer that is not whole; nothing where it is."""
+        """Remove an answer that is not whole; nothing where it is."""
         if self._file is not None:
             _remove(self._path)
             os.close(self._file)
@@ -275,7 +275,7 @@ class AnswerReader:
         self._is_closed = False
 
     async def begin(self) -> bytes:
-        """Waits for the first record.
+        """Wait for the first record.
 
         Raises:
             AnswerLost: it will not come.
@@ -289,7 +289,7 @@ class AnswerReader:
         return first
 
     async def next(self) -> bytes | None:
-        """Waits for the next record; None after the last.
+        """Wait for the next record; None after the last.
 
         Raises:
             AnswerLost: it will not come.
@@ -302,7 +302,7 @@ class AnswerReader:
         return record
 
     async def _read(self, place: int, size: int) -> bytes:
-        """Waits for these bytes of the file.
+        """Wait for these bytes of the file.
 
         Raises:
             AnswerLost: they will not come.
@@ -395,7 +395,7 @@ def _open(path: Path) -> int:
 
 
 def _write(file: int, data: bytes) -> None:
-    """Raises OSError where not all of it was written."""
+    """Raise OSError where not all of it was written."""
     if os.write(file, data) < len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -405,7 +405,7 @@ def _log_unshared(error: OSError) -> None:
 
 
 def _identity(file: int) -> tuple[int, int]:
-    """Returns what tells a finished file from later ones, which may get its number again."""
+    """Return what tells a finished file from later ones, which may get its number again."""
     stat = os.fstat(file)
     return stat.st_ino, stat.st_mtime_ns
 
@@ -426,7 +426,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes an answer; those that read it keep its file. Only who has the lock of the file at the
+    """Remove an answer; those that read it keep its file. Only who has the lock of the file at the
     path may, or it could be another answer by then.
 
     The answer goes last: who opens the two files in between finds it locked, or gone.

@@ -67,7 +67,7 @@ class HashRing:
             self._nearest[i % len(ring)] = nearest
 
     def nearest_two(self, point: int) -> tuple[str, ...]:
-        """Returns the first engine from the point on, and the next other one if there is one."""
+        """Return the first engine from the point on, and the next other one if there is one."""
         if not self._points:
             return ()
         return self._nearest[bisect_left(self._points, point) % len(self._points)]
@@ -95,7 +95,7 @@ class Table:
         return self._len
 
     def first(self, tenant: str, keys: Iterable[int], is_usable: Callable[[str], bool]) -> str:
-        """Returns the engine of the first key that has a usable one; empty where none has."""
+        """Return the engine of the first key that has a usable one; empty where none has."""
         engines = self._tenants.get(tenant)
         if engines:
             for key in keys:
@@ -107,7 +107,7 @@ class Table:
         return ""
 
     def put(self, tenant: str, keys: Sequence[int], engine: str) -> None:
-        """Gives the keys this engine; the last of them is the one used last."""
+        """Give the keys this engine; the last of them is the one used last."""
         if not keys:
             return
         engines = self._tenants.get(tenant)
@@ -136,7 +136,7 @@ class Table:
             del self._tenants[tenant]
 
     def forget(self, engine: str) -> None:
-        """Drops an engine that is gone, with its caches."""
+        """Drop an engine that is gone, with its caches."""
         for tenant, engines in list(self._tenants.items()):
             for key in [key for key, at in engines.items() if at == engine]:
                 del engines[key]

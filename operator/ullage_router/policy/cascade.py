@@ -59,7 +59,7 @@ class Features:
 
 
 def features(request: inference_pb2.GenerateRequest) -> Features:
-    """Reads a request in time bounded by SEARCHED_CHARACTERS and the number of turns."""
+    """Read a request in time bounded by SEARCHED_CHARACTERS and the number of turns."""
     texts = [m.content for m in request.messages.messages] or [request.text]
     last = _ends(texts[-1])
     return Features(
@@ -160,7 +160,7 @@ def plan(features: Features, load: ServiceLoad, policy: CascadeSection) -> Plan:
 
 
 def difficulty(features: Features, policy: HeuristicsSection) -> int:
-    """Returns the number of signs of a hard prompt; each starts the request a step higher."""
+    """Return the number of signs of a hard prompt; each starts the request a step higher."""
     signs = (
         0 < policy.prompt_characters < features.characters,
         0 < policy.turns < features.turns,
@@ -194,7 +194,7 @@ class Confidence:
         self._logprobs: list[float] = []
 
     def add(self, tokens: int, logprobs: Iterable[float]) -> None:
-        """Takes what came next.
+        """Take what came next.
 
         Args:
             tokens: how many, with or without their log-probabilities.

@@ -31,7 +31,7 @@ def pairs(tokens: int) -> int:
 
 
 def work(tokens: int, mlp_products: int) -> int:
-    """Returns the cost of computing a prompt, in products of a query and a key."""
+    """Return the cost of computing a prompt, in products of a query and a key."""
     return pairs(tokens) + mlp_products * tokens
 
 

@@ -108,7 +108,7 @@ _WAITED = {
 
 
 def min_output(asked: int | None, max_tokens: int, rung: ShrinkOutputSection) -> int:
-    """Returns the number of tokens down to which the output may be shrunk."""
+    """Return the number of tokens down to which the output may be shrunk."""
     return min(max_tokens, max(rung.min_tokens, int((asked or 0) * rung.min_share)))
 
 
@@ -141,7 +141,7 @@ def passes(facts: RequestFacts, engines: Sequence[EngineView], policy: RoutingPo
 def decide_among(
     facts: RequestFacts, sample: Sequence[EngineView], policy: RoutingPolicy
 ) -> Run | None:
-    """Makes the decision for a request that fits at home as it is on one of a few engines; None
+    """Make the decision for a request that fits at home as it is on one of a few engines; None
     where only `decide` can tell.
 
     Args:
@@ -184,7 +184,7 @@ class _LadderRun:
         return self._reject()
 
     def at_home(self) -> Run | None:
-        """Returns where the request runs as it is; None where it does not fit at home now."""
+        """Return where the request runs as it is; None where it does not fit at home now."""
         return self._full(self.home, self.home_reason)
 
     def on_one_of_two(self) -> Run | None:
@@ -244,7 +244,7 @@ class _LadderRun:
         return self._run(engine, max_tokens, reason, self._choices(engine, max_tokens))
 
     def _choices(self, engine: EngineView, max_tokens: int) -> Mapping[str, int]:
-        """Returns engines that could run the request as well, if its prompt is neither computed
+        """Return engines that could run the request as well, if its prompt is neither computed
         soon nor cached."""
         is_soon = not 0 < self.policy.prefill.window <= engine.backlog_s
         if is_soon or engine.id == self.facts.preferred or engine.id in self.facts.claimed:
@@ -256,7 +256,7 @@ class _LadderRun:
         }
 
     def _shrink_context(self) -> ShrinkContext | None:
-        """Shortens the prompt until it fits the freest engine, if any turn may go and any room is
+        """Shorten the prompt until it fits the freest engine, if any turn may go and any room is
         left."""
         free = self._free(self.home)
         if not (self.facts.droppable and free):
@@ -268,7 +268,7 @@ class _LadderRun:
         return ShrinkContext("KV_HEADROOM", target, fewest) if target >= fewest else None
 
     def _shrunk(self, pool: str) -> Run | None:
-        """Runs with the longest output that fits the freest engine and is not too short."""
+        """Run with the longest output that fits the freest engine and is not too short."""
         free = self._free(pool)
         if not free:
             return None
@@ -280,7 +280,7 @@ class _LadderRun:
         return self._run(engine, output, "KV_HEADROOM")
 
     def _least_output(self, engine: EngineView) -> int:
-        """Returns the output down to which a request may be shrunk on this engine."""
+        """Return the output down to which a request may be shrunk on this engine."""
         least = self.facts.min_tokens
         if self.policy.rungs.shrink_output.below_expected:
             return least
@@ -334,7 +334,7 @@ class _LadderRun:
         return max(1, self._demand(engine).tokens - self.facts.prompt_tokens)
 
     def _overflow(self) -> Run | None:
-        """Runs in another pool that has room now, with a shrunk output only where that rung comes
+        """Run in another pool that has room now, with a shrunk output only where that rung comes
         first."""
         ladder = self.policy.ladder
         shrink = "shrinkOutput" in ladder[: ladder.index("route")]
@@ -344,7 +344,7 @@ class _LadderRun:
         return None
 
     def _others(self) -> list[str]:
-        """Yields pools that the request may leave its home for, preferred first."""
+        """Yield pools that the request may leave its home for, preferred first."""
         return [
             pool
             for pool in self.policy.rungs.route.pools or self.policy.pools
@@ -415,7 +415,7 @@ class _LadderRun:
         )
 
     def _most_tokens(self, engine: EngineView) -> int:
-        """Returns the length of the longest sequence that fits the engine now."""
+        """Return the length of the longest sequence that fits the engine now."""
         facts = self.facts
         available = min(engine.available, engine.most_bytes(has_session=facts.has_session))
         return most_tokens(engine.profile, available, facts.prompt_tokens, facts.samples)
@@ -434,14 +434,14 @@ class _LadderRun:
         return [e for e in self.engines if e.pool == pool and e.standing is usable]
 
     def _free(self, pool: str) -> list[EngineView]:
-        """Returns engines that may take this request now, before whom nobody waits."""
+        """Return engines that may take this request now, before whom nobody waits."""
         if pool in self.facts.ahead:
             return []
         taken = self.facts.refused_by.union(self.facts.claimed)
         return [e for e in self._usable(pool) if e.id not in taken and self._is_in_time(e)]
 
     def _free_beside_heads(self) -> list[EngineView]:
-        """Returns engines of the home pool that have room for the request and on which it would end
+        """Return engines of the home pool that have room for the request and on which it would end
         before the first of those that wait for them could begin."""
         facts = self.facts
         head_bytes = facts.passable.get(self.home)
@@ -472,7 +472,7 @@ class _LadderRun:
         return is_on_time(engine, facts.prompt_tokens, self._expected_output(engine), facts.limits)
 
     def _shortage_reason(self) -> str:
-        """Returns what the home pool is short of: time where no engine is in time, or memory."""
+        """Return what the home pool is short of: time where no engine is in time, or memory."""
         is_late = not any(self._is_in_time(e) for e in self._usable(self.home))
         return "DEADLINE" if is_late else "KV_HEADROOM"
 
@@ -512,7 +512,7 @@ def _price(facts: RequestFacts, engine: EngineView, max_tokens: int) -> Demand:
 
 
 def room_of(facts: RequestFacts, engine: EngineView) -> int:
-    """Returns the output tokens that an empty engine would have room for."""
+    """Return the output tokens that an empty engine would have room for."""
     room = facts.rooms.get(engine.kind)
     if room is None:
         longest = engine.longest(facts.prompt_tokens, facts.samples, has_session=facts.has_session)
@@ -521,7 +521,7 @@ def room_of(facts: RequestFacts, engine: EngineView) -> int:
 
 
 def _pick(fits: Sequence[EngineView], facts: RequestFacts, policy: RoutingPolicy) -> EngineView:
-    """Picks the preferred engine, unless another one has far less to do."""
+    """Pick the preferred engine, unless another one has far less to do."""
     if len(fits) == 1:
         return fits[0]
     idle = [e for e in fits if not e.backlog_tokens and e.health >= WELL]
@@ -592,7 +592,7 @@ def _never_fits(
 
 
 def _fewest(facts: RequestFacts, policy: RoutingPolicy) -> int:
-    """Returns the tokens that dropping turns must leave of a prompt."""
+    """Return the tokens that dropping turns must leave of a prompt."""
     kept = 1 - policy.rungs.shrink_context.max_dropped_share
     return max(1, math.ceil(facts.prompt_tokens * kept))
 

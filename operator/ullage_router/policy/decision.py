@@ -124,16 +124,16 @@ class Decision(msgspec.Struct, frozen=True):
         return {"action": self.action, "route": self.route, "trail": ", ".join(self.trail)}
 
     def next_trail(self, step: str, reason: str) -> tuple[str, ...]:
-        """Returns the trail with one more step; of very many the first and the last are kept."""
+        """Return the trail with one more step; of very many the first and the last are kept."""
         trail = (*self.trail, f"{step}={reason}")
         return trail if len(trail) <= KEPT_STEPS else (*trail[: KEPT_STEPS - 2], "...", trail[-1])
 
     def after(self, step: str, reason: str) -> "Decision":
-        """Returns the decision with one more step taken."""
+        """Return the decision with one more step taken."""
         return msgspec.structs.replace(self, trail=self.next_trail(step, reason))
 
     def lowered(self, changes: Iterable[str]) -> "Decision":
-        """Returns the decision with limits that an engine lowered further, such as `max_tokens=64`:
+        """Return the decision with limits that an engine lowered further, such as `max_tokens=64`:
         the engine's value is the last in the list."""
         degraded = self.degraded
         for change in changes:
@@ -154,7 +154,7 @@ UNDECIDED = Decision()
 
 
 def route_of(pool: str, tensor: int, pipeline: int) -> str:
-    """Returns the label of a pool in headers, logs and metrics.
+    """Return the label of a pool in headers, logs and metrics.
 
     It is the arrangement of ranks, such as tp2pp2, where tensor ranks and pipeline stages share a
     model, else the pool's name.
@@ -163,7 +163,7 @@ def route_of(pool: str, tensor: int, pipeline: int) -> str:
 
 
 def attempts_header(attempts: Iterable[Attempt]) -> str:
-    """Renders attempts as `small=escalated;confidence=0.412, big=served`, a structured field's
+    """Render attempts as `small=escalated;confidence=0.412, big=served`, a structured field's
     dictionary."""
     return ", ".join(map(_header_entry, attempts))
 
@@ -254,19 +254,19 @@ class EngineView(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "kind", kind)
 
     def longest(self, prompt_tokens: int, samples: int, *, has_session: bool = False) -> int:
-        """Returns the longest sequence that the engine can ever hold, in tokens of each sample of
+        """Return the longest sequence that the engine can ever hold, in tokens of each sample of
         such a prompt."""
         capacity = self.most_bytes(has_session=has_session)
         held = most_tokens(self.profile, capacity, prompt_tokens, samples)
         return min(self.max_model_len, held)
 
     def most_bytes(self, *, has_session: bool) -> int:
-        """Returns the KV bytes that one request may ever take, of a session or without one."""
+        """Return the KV bytes that one request may ever take, of a session or without one."""
         limit = self.profile.session_kv_bytes if has_session else 0
         return min(self.capacity, limit) if limit else self.capacity
 
     def prefill_work(self, mlp_products: int) -> int:
-        """Returns the work that is computed before a new request's prompt (`credit.work`)."""
+        """Return the work that is computed before a new request's prompt (`credit.work`)."""
         return self.prefill_pairs + mlp_products * self.backlog_tokens
 
     @property
@@ -275,7 +275,7 @@ class EngineView(msgspec.Struct, frozen=True):
         return self.backlog_tokens / self.prefill_speed if self.prefill_speed else 0.0
 
     def step_s(self, load: int) -> float:
-        """Returns the seconds of a step while so many requests are on the engine; 0 when unknown.
+        """Return the seconds of a step while so many requests are on the engine; 0 when unknown.
 
         One more sequence in a step costs little or much, as the device has it: what was measured
         counts, and beyond it each doubling is taken to cost half more.

@@ -119,7 +119,7 @@ class _Level:
             del self._flows[tenant]
 
     def in_turns(self) -> Iterator[Entry]:
-        """Yields all entries, the tenants taking turns."""
+        """Yield all entries, the tenants taking turns."""
         flows = [self._flows[tenant].entries for _, _, tenant in self._order]
         for row in itertools.zip_longest(*flows):
             yield from (item[2] for item in row if item is not None)
@@ -160,7 +160,7 @@ class FairLine:
         return max((level.head for level in self._levels.values()), key=self.claim, default=None)
 
     def first(self, count: int) -> list[Entry]:
-        """Returns up to so many entries about in the order in which they will be served."""
+        """Return up to so many entries about in the order in which they will be served."""
         levels = sorted(self._levels.values(), key=lambda x: self.claim(x.head), reverse=True)
         entries = itertools.chain.from_iterable(level.in_turns() for level in levels)
         return list(itertools.islice(entries, count))
@@ -183,11 +183,11 @@ class FairLine:
         self.remove(entry)
 
     def size_from(self, priority: int) -> int:
-        """Returns the bytes that requests of at least this priority wait for."""
+        """Return the bytes that requests of at least this priority wait for."""
         return sum(level.size for p, level in self._levels.items() if p >= priority)
 
     def claim(self, entry: Entry) -> tuple[float, int]:
-        """Returns what is largest for the entry that is served first, of several lines too."""
+        """Return what is largest for the entry that is served first, of several lines too."""
         return entry.priority * self._aging_s - entry.arrival, -entry.number
 
     def check_integrity(self) -> None:

@@ -58,7 +58,7 @@ def is_on_time(engine: EngineView, prompt: int, output: int, limits: TimeLimits)
 
 
 def end_s(engine: EngineView, prompt: int, output: int) -> float:
-    """Returns in how many seconds a request would end that goes to the engine now; infinity when
+    """Return in how many seconds a request would end that goes to the engine now; infinity when
     the engine has not measured its speed."""
     step_s = engine.step_s(engine.load + 1)
     is_full = bool(engine.max_sequences) and engine.load >= engine.max_sequences
@@ -68,7 +68,7 @@ def end_s(engine: EngineView, prompt: int, output: int) -> float:
 
 
 def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Returns how long a step may take at most while a request runs that goes to the engine now."""
+    """Return how long a step may take at most while a request runs that goes to the engine now."""
     if limits.e2e_s == math.inf:
         return math.inf
     prompt_s = prompt / engine.prefill_speed if engine.prefill_speed else 0.0
@@ -78,7 +78,7 @@ def step_limit_s(engine: EngineView, prompt: int, output: int, limits: TimeLimit
 
 
 def longest_wait_s(engine: EngineView, prompt: int, output: int, limits: TimeLimits) -> float:
-    """Returns the seconds for which the request may wait at most: later, the engine could be idle
+    """Return the seconds for which the request may wait at most: later, the engine could be idle
     and it would be late."""
     return _slack_s(engine, 1, 0.0, prompt, output, limits)
 
@@ -93,7 +93,7 @@ def turn_s(
     *,
     comes_back: bool = False,
 ) -> float | None:
-    """Returns in how many seconds one of the engines could take the request and keep its limits.
+    """Return in how many seconds one of the engines could take the request and keep its limits.
 
     Args:
         engines: of one pool, at least one.
@@ -119,7 +119,7 @@ def turn_s(
 
 
 def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float, int]]:
-    """Yields the times at which the engine has the bytes and a place in its batch, with the load
+    """Yield the times at which the engine has the bytes and a place in its batch, with the load
     that it has then, the request included."""
     available = engine.available
     count = 0
@@ -138,7 +138,7 @@ def _probes(engine: EngineView, needed: int, ahead: int) -> Iterator[tuple[float
 def _slack_s(
     engine: EngineView, load: int, wait_s: float, prompt: int, output: int, limits: TimeLimits
 ) -> float:
-    """Returns how much longer the request could wait, negative when it would be late.
+    """Return how much longer the request could wait, negative when it would be late.
 
     Args:
         load: requests on the engine then, this one included.
@@ -164,12 +164,12 @@ def _slack_s(
 
 
 def _allowed_s(objective_s: float, lone_s: float) -> float:
-    """Returns the seconds that a prediction may take of an objective."""
+    """Return the seconds that a prediction may take of an objective."""
     allowed_s = SHARE * objective_s
     return allowed_s if lone_s <= allowed_s else STRETCH * lone_s
 
 
 def _nth_release_s(engine: EngineView, number: int) -> float:
-    """Returns in how many seconds so many requests will have ended; 0 when it is unknown."""
+    """Return in how many seconds so many requests will have ended; 0 when it is unknown."""
     releases = engine.releases
     return releases[min(number, len(releases)) - 1].after_s if releases else 0.0

@@ -45,7 +45,7 @@ class Bucket(msgspec.Struct, frozen=True):
         return missing / self.capacity * MINUTE_S if missing > ROUNDING else 0.0
 
     def holds(self, amount: float, now: float) -> int:
-        """Returns how many such amounts may be taken at once, as if one after another."""
+        """Return how many such amounts may be taken at once, as if one after another."""
         whole = math.floor((self.refilled(now).level + ROUNDING) / amount)
         return max(whole, 0 if self.wait_s(amount, now) else 1)
 
@@ -73,7 +73,7 @@ class Quota(msgspec.Struct, frozen=True):
     active: int = 0
 
     def room(self, count: int, tokens: float, now: float) -> int:
-        """Returns how many of that many equal requests, of that many tokens each, could enter and
+        """Return how many of that many equal requests, of that many tokens each, could enter and
         be charged."""
         if self.concurrency is not None:
             count = min(count, self.concurrency - self.active)
@@ -110,7 +110,7 @@ class Quota(msgspec.Struct, frozen=True):
         return self.count(-count, now)
 
     def count(self, count: int, now: float) -> "Quota":
-        """Counts requests against their rate, whether that suffices or not."""
+        """Count requests against their rate, whether that suffices or not."""
         return replace(self, requests=self.requests and self.requests.take(count, now))
 
     def leave(self, charged: float, used: float, now: float, count: int = 1) -> "Quota":

@@ -67,7 +67,7 @@ def to_text(text: str) -> str:
 
 
 def _markup(page: "_Page", text: str, start: int) -> int:
-    """Reads markup that begins with < at `start`; returns where it ends."""
+    """Read markup that begins with < at `start`; returns where it ends."""
     for opening, closing in (("<!--", "-->"), ("<!", ">"), ("<?", ">")):
         if text.startswith(opening, start):
             end = text.find(closing, start + len(opening))

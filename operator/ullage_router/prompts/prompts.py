@@ -63,7 +63,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return TOKEN_BYTES * len(self.token_ids) + CHARACTER_BYTES * self.weight
 
     def can_shrink(self, keep_turns: int) -> bool:
-        """Turns other than the newest may be dropped, and that was not tried before."""
+        """Turn other than the newest may be dropped, and that was not tried before."""
         return not self.is_spent and bool(droppable(self.turns, keep_turns))
 
     def render(self, turns: Sequence[Turn]) -> Sequence[int]:

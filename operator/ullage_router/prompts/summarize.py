@@ -122,7 +122,7 @@ class Sentence:
 
 
 def extractive_summary(turns: Sequence[Turn], budget: int) -> str:
-    """Returns at most `budget` characters of the turns, one line a turn such as `user: ...`."""
+    """Return at most `budget` characters of the turns, one line a turn such as `user: ...`."""
     texts = ((i, text) for i, turn in enumerate(turns) for text in _sentences(turn["content"]))
     sentences = [
         Sentence(i, text, key_facts(text), frozenset(_words(text)))
@@ -284,7 +284,7 @@ class HistorySummarizer:
         self._saved_tokens = 0
 
     def as_json(self) -> dict[str, int]:
-        """Counts since the start, for /stats."""
+        """Count since the start, for /stats."""
         outcomes = {name: self._counts[name] for name in ("extractive", "refused")}
         return outcomes | {"saved_tokens": self._saved_tokens}
 

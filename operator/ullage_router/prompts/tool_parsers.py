@@ -57,7 +57,7 @@ class Reader(Protocol):
     """Reads one answer; how the text is cut into pushes makes no difference to the whole."""
 
     def push(self, text: str) -> list[Piece]:
-        """Takes text; returns the pieces that are certain now."""
+        """Take text; return the pieces that are certain now."""
 
     def close(self) -> list[Piece]:
         """What was held back, for no more is coming."""
@@ -284,7 +284,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _text(arguments: dict[str, Any]) -> str:
-    """Raises TypeError or ValueError for what JSON or UTF-8 cannot say: a set, NaN, a surrogate."""
+    """Raise TypeError or ValueError for what JSON or UTF-8 cannot say: a set, NaN, a surrogate."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text

@@ -167,7 +167,7 @@ class Forced:
 
 
 def force(toolbox: Toolbox, form: ToolFormat) -> Forced:
-    """Forces a call of one of `toolbox.forced`."""
+    """Force a call of one of `toolbox.forced`."""
     begin, between = _CALL[form]
     schemas = {name: _closed(toolbox.parameters[name]) for name in toolbox.forced}
     if len(schemas) == 1:
@@ -233,7 +233,7 @@ class ToolUse:
         return self.forced.opening if self.forced else ""
 
     def ask(self, request: inference_pb2.GenerateRequest) -> None:
-        """Writes what an engine must know into its request."""
+        """Write what an engine must know into its request."""
         request.output.special_tokens = self.special_tokens
         if self.forced and self.forced.lark:
             request.grammar.lark = self.forced.lark
@@ -249,7 +249,7 @@ class ToolUse:
 
 
 def tool_use(request: inference_pb2.GenerateRequest, form: ToolFormat) -> ToolUse:
-    """Returns how the tools of a conversation are used.
+    """Return how the tools of a conversation are used.
 
     Raises:
         ServiceError: they are wrong, or go with nothing else that is asked.
@@ -357,7 +357,7 @@ class _Answer:
         self._is_over = False
 
     def read(self, delta: Delta) -> None:
-        """Replaces the delta's text by what it means."""
+        """Replace the delta's text by what it means."""
         pieces = self._reader.push(delta.text)
         delta.text = ""
         self._fill(delta, pieces)

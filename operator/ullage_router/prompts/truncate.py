@@ -79,7 +79,7 @@ def _fewest_dropped(
 
 
 def _cuts(turns: Sequence[Turn], places: Sequence[int]) -> list[int]:
-    """Returns how many turns may be dropped together, fewest first: what remains begins with a
+    """Return how many turns may be dropped together, fewest first: what remains begins with a
     user's turn."""
     begins = [n for n in range(1, len(places)) if turns[places[n]]["role"] == "user"]
     return [*begins, len(places)]

@@ -84,7 +84,7 @@ class LoadReporter:
         return {pool: self._pool(pool, *waits.get(pool, (0, 0, 0.0))) for pool in self._pools}
 
     async def wait_until_wanted(self, within_s: float) -> None:
-        """Returns when a pool that sleeps is wanted, or the time is over."""
+        """Return when a pool that sleeps is wanted, or the time is over."""
         await self._scale_to_zero.queue.wait_until_wanted(self._scale_to_zero.pools, within_s)
 
     def _pool(self, pool: str, queued: int, size: int, oldest: float) -> PoolReport:

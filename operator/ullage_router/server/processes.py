@@ -183,7 +183,7 @@ def shared_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Raises OSError where another process has the lock of a folder, or it is another user's."""
+    """Raise OSError where another process has the lock of a folder, or it is another user's."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -208,7 +208,7 @@ class Supervisor:
         self._status = 0
 
     async def run(self) -> int:
-        """Serves until SIGINT or SIGTERM and returns the exit status.
+        """Serve until SIGINT or SIGTERM and return the exit status.
 
         Raises:
             CannotListen: a port cannot be used.
@@ -277,7 +277,7 @@ class Supervisor:
                 await self._stopping.wait()
 
     async def _stop(self) -> None:
-        """Lets every child drain, and ends those that do not."""
+        """Let every child drain, and end those that do not."""
         for child in self._children.values():
             _send(child, signal.SIGTERM)
         limit_s = longest_request_s(self._config) + STOP_MARGIN_S
@@ -289,14 +289,14 @@ class Supervisor:
 
 
 def longest_request_s(config: RouterConfig) -> float:
-    """Returns the seconds until an accepted request has ended: held for a pool that sleeps, then
+    """Return the seconds until an accepted request has ended: held for a pool that sleeps, then
     answered."""
     held_s = config.routing.wake.timeout if any(pool.sleeps for pool in config.pools) else 0.0
     return held_s + config.limits.total_timeout
 
 
 def watch_parent(stop: asyncio.Event) -> None:
-    """Sets `stop` when the parent has ended, however it did."""
+    """Set `stop` when the parent has ended, however it did."""
     loop = asyncio.get_running_loop()
 
     def is_over() -> None:
@@ -339,11 +339,11 @@ class RouterTLS:
             self.engines = Certificates(folder, folder, on_engines_change)
 
     def add(self, certificates: Mapping[str, Certificates]) -> None:
-        """Shows the state of others, by name, which their owner starts and closes."""
+        """Show the state of others, by name, which their owner starts and closes."""
         self._others.update(certificates)
 
     async def start(self) -> None:
-        """Raises ConfigError when a certificate cannot be used."""
+        """Raise ConfigError when a certificate cannot be used."""
         for certificates in self._own().values():
             await certificates.start()
 

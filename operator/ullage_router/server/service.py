@@ -174,7 +174,7 @@ class RouterService:
         return HistorySummarizer(compress, self._threads, self.metrics.on_summary)
 
     async def read_secrets(self) -> None:
-        """Reads certificates and keys; raises ConfigError when they cannot be used."""
+        """Read certificates and keys; raises ConfigError when they cannot be used."""
         await self.tls.start()
         await self.tenants.start()
         if self.cascade:
@@ -215,11 +215,11 @@ class RouterService:
         return self._is_leaving or self.pipeline.is_draining
 
     def leave(self) -> None:
-        """Makes the router not ready, while requests that come all the same are served."""
+        """Make the router not ready, while requests that come all the same are served."""
         self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:
-        """Returns what /stats shows beside the latest requests."""
+        """Return what /stats shows beside the latest requests."""
         queue = self.config.routing.queue
         waits = self.queue.waits().values()
         now = time.monotonic()
@@ -373,7 +373,7 @@ def _process_json(config: RouterConfig, place: ProcessSlot | None) -> dict[str, 
 
 
 def _identity(place: ProcessSlot | None) -> dict[str, str]:
-    """Returns what tells this process from others in traces."""
+    """Return what tells this process from others in traces."""
     pod = socket.gethostname()
     return {"service.instance.id": f"{pod}/{place.index}" if place else pod}
 

@@ -34,7 +34,7 @@ class CachedTokens(NamedTuple):
 def cached_tokens(
     counted: inference_pb2.Accepted | inference_pb2.Usage,
 ) -> tuple[CachedTokens, ...]:
-    """Returns the tiers that had any of the prompt; empty where none had."""
+    """Return the tiers that had any of the prompt; empty where none had."""
     if counted.cached_by_tier:
         return tuple(
             CachedTokens(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
@@ -98,7 +98,7 @@ class RequestRecord:
             self.timeline.append(Moment(event, time.time(), seconds, fields))
 
     def note_queued(self, seconds: float, pool: str) -> None:
-        """Adds a wait in the queue; one that goes on with the wait before is one with it."""
+        """Add a wait in the queue; one that goes on with the wait before is one with it."""
         if self.timeline and self.timeline[-1].event == "queued":
             seconds += self.timeline.pop().seconds
         self.note("queued", seconds, pool=pool)

@@ -23,7 +23,7 @@ def begin_span(
     parent: Sequence[tuple[str, str]],
     request: inference_pb2.GenerateRequest | None = None,
 ) -> Span:
-    """Begins the span of a request, when that arrived.
+    """Begin the span of a request, when that arrived.
 
     Args:
         parent: the client's trace context; empty: a new trace begins.
@@ -40,7 +40,7 @@ def begin_span(
 def end_span(
     span: Span, record: RequestRecord, request: inference_pb2.GenerateRequest | None = None
 ) -> None:
-    """Makes the spans of what was done for a request, and ends its own."""
+    """Make the spans of what was done for a request, and end its own."""
     if span.is_recording:
         for moment in record.timeline:
             _add(span, moment)

@@ -112,7 +112,7 @@ class OpenTickets:
         self._settle(freed, "ended")
 
     def sweep(self) -> None:
-        """Frees what expired: by now the engine counts the request, or never will."""
+        """Free what expired: by now the engine counts the request, or never will."""
         now = self._clock()
         freed = _Freed()
         for number, ticket in _due(self._fresh, now):
@@ -133,7 +133,7 @@ class OpenTickets:
         return self._fresh.get(number) or self._running.get(number)
 
     def _end(self, number: int, ticket: _OpenTicket, count: int) -> list[Credit]:
-        """Ends uses; those that were accepted end first."""
+        """End uses; those that were accepted end first."""
         ended = _cut(ticket.used, count)
         ended += _cut(ticket.unused, count - len(ended))
         if not (ticket.used or ticket.unused):
@@ -176,7 +176,7 @@ def _accept(ticket: _OpenTicket, count: int) -> None:
 
 
 def _cut(credits: list[Credit], count: int) -> list[Credit]:
-    """Takes out that many uses, or as many as there are."""
+    """Take out that many uses, or as many as there are."""
     first = max(0, len(credits) - count)
     ended = credits[first:]
     del credits[first:]
@@ -184,7 +184,7 @@ def _cut(credits: list[Credit], count: int) -> list[Credit]:
 
 
 def _due(tickets: dict[int, _OpenTicket], now: float) -> Iterator[tuple[int, _OpenTicket]]:
-    """Yields entries whose time has come; each must be taken out before the next is asked for."""
+    """Yield entries whose time has come; each must be taken out before the next is asked for."""
     while tickets:
         number = next(iter(tickets))
         if tickets[number].until > now:

@@ -126,7 +126,7 @@ class Batch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Returns how many of that many equal requests are placed at once, so that they spread over
+        """Return how many of that many equal requests are placed at once, so that they spread over
         engines."""
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
@@ -213,7 +213,7 @@ class Batch:
         return sample
 
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
-        """Returns how many of such requests, the first of which fits, fit one after another."""
+        """Return how many of such requests, the first of which fits, fit one after another."""
         size = demand.kv_bytes
         prompt = facts.prompt_tokens
         output = demand.tokens - prompt
@@ -382,7 +382,7 @@ class TicketIssuer:
             await self._signer.keys.close()
 
     def as_json(self) -> dict[str, object]:
-        """Returns the counts for /stats."""
+        """Return the counts for /stats."""
         kinds = ("placed", "refused", "ended", "expired")
         return {"open": self.open, **{kind: self.counts[kind] for kind in kinds}}
 
@@ -462,7 +462,7 @@ class TicketIssuer:
     def _paid_by(
         self, ticket: str, session: TenantSession, size: tuple[int, int, int]
     ) -> Claims | None:
-        """Returns the claims of the ticket that may have paid for a request of this size; None
+        """Return the claims of the ticket that may have paid for a request of this size; None
         where none did. The session is charged at the end then, if no engine was lost."""
         claims = self._paid.find(ticket, session.name, size) if ticket and self._paid else None
         if claims:
@@ -655,13 +655,13 @@ class TicketIssuer:
         return room
 
     def _keys(self, addresses: Iterable[str]) -> frozenset[str]:
-        """Returns the keys of the engines at these addresses."""
+        """Return the keys of the engines at these addresses."""
         there = frozenset(addresses)
         return frozenset(e.key for e in self._engines.all() if e.address in there)
 
 
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:
-    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    """Raise ServiceError INVALID_ARGUMENT that names the field."""
     has_more = priced.samples or priced.priority or priced.session_id or priced.avoid
     has_more = has_more or priced.paid_by
     is_sized = 0 < priced.prompt_tokens <= MAX_TOKENS and priced.max_tokens <= MAX_TOKENS

@@ -90,7 +90,7 @@ class TicketSigner:
         )
 
     def tag(self, engine_id: str) -> bytes:
-        """Returns the tag by which tickets name an engine."""
+        """Return the tag by which tickets name an engine."""
         tag = self._tags.get(engine_id)
         if tag is None:
             if len(self._tags) >= MAX_TAGS:
@@ -126,7 +126,7 @@ class PaidTickets:
         self._resumed = TicketUses(MAX_RESUMED)
 
     def find(self, ticket: str, tenant: str, size: tuple[int, int, int]) -> Claims | None:
-        """Returns the claims of a ticket that paid for a request; None where none did.
+        """Return the claims of a ticket that paid for a request; None where none did.
 
         Args:
             tenant: whose request it is.

@@ -416,7 +416,7 @@ _ROLES = {"developer": "system"}
 
 
 def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
-    """Makes one turn a message, with the fields that the message has."""
+    """Make one turn a message, with the fields that the message has."""
     names: dict[str, str] = {}
     turns = []
     for message in messages:
@@ -426,7 +426,7 @@ def make_turns(messages: Iterable[inference_pb2.Message]) -> list[Turn]:
 
 
 def num_characters(turns: Iterable[Turn]) -> int:
-    """Counts the characters of all turns, calls included."""
+    """Count the characters of all turns, calls included."""
     return sum(map(_num_characters, turns))
 
 
@@ -465,7 +465,7 @@ def _call(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> object:
-    """Parses arguments, which templates print as a mapping; malformed ones stay as they are."""
+    """Parse arguments, which templates print as a mapping; malformed ones stay as they are."""
     try:
         parsed = json.loads(text or "{}")
         json.dumps(parsed, ensure_ascii=False).encode()  # unpaired surrogates have no UTF-8

@@ -133,7 +133,7 @@ def _described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
-    """Groups turns: one with several calls together with the results that follow it."""
+    """Group turns: one with several calls together with the results that follow it."""
     grouped: list[tuple[Turn, list[Turn]]] = []
     for turn in turns:
         if turn["role"] == "tool" and grouped and len(grouped[-1][0].get("tool_calls", ())) > 1:
@@ -144,7 +144,7 @@ def _with_results(turns: Sequence[Turn]) -> list[tuple[Turn, list[Turn]]]:
 
 
 def _one_by_one(turn: Turn, results: Sequence[Turn]) -> list[Turn]:
-    """Splits a turn with several calls into turns with one, each before its result."""
+    """Split a turn with several calls into turns with one, each before its result."""
     calls = turn.get("tool_calls", ())
     if len(calls) < 2:
         return [turn]

@@ -220,7 +220,7 @@ class GroupSection(Strict, frozen=True, kw_only=True):
 
 
 def follower_place(index: int, nodes: int) -> tuple[int, int]:
-    """Returns the index of a follower's leader, and its rank among the nodes of the engine.
+    """Return the index of a follower's leader, and its rank among the nodes of the engine.
 
     Args:
         index: among the followers of all engines of a pool.
@@ -368,7 +368,7 @@ def kv_limit(memory: MemoryLimits, *, on_cpu: bool) -> int | None:
 def default_host_tier(
     memory: MemoryLimits, device: Device, num_ranks: int, limit: int | None
 ) -> int:
-    """Returns the size of a host tier that nobody asked for, which is to be in nobody's way.
+    """Return the size of a host tier that nobody asked for, which is to be in nobody's way.
 
     It is 256 MiB, and at most an eighth of what the rest of the engine leaves of a limit; below
     16 MiB there is none, and 0 is returned.
@@ -636,7 +636,7 @@ def choose_engine(
     native_refusal: str = "",
     vllm_refusal: str = "",
 ) -> tuple[Literal["native", "vllm"], str]:
-    """Returns the engine that computes, and why.
+    """Return the engine that computes, and why.
 
     Args:
         on_cuda: whether the device is a CUDA GPU.

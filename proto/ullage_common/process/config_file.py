@@ -111,7 +111,7 @@ _KEY = re.compile(r"[!-~]+")
 
 
 def new_key() -> str:
-    """Generates a random key."""
+    """Generate a random key."""
     return PREFIX + secrets.token_urlsafe(32)
 
 

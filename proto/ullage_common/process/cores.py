@@ -25,7 +25,7 @@ def usable_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 def physical_cores(
     cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")
 ) -> list[list[int]]:
-    """Groups logical cores by the physical core whose threads they are, a package's together; each
+    """Group logical cores by the physical core whose threads they are, a package's together; each
     stands alone where the kernel says nothing."""
     groups: dict[tuple[int, str], list[int]] = {}
     for core in sorted(cores):
@@ -39,7 +39,7 @@ def physical_cores(
 
 
 def _read(folder: Path, names: Sequence[str]) -> str:
-    """Returns the text of the first of these files that can be read; empty if none can."""
+    """Return the text of the first of these files that can be read; empty if none can."""
     for name in names:
         try:
             return (folder / name).read_text(encoding="ascii").strip()
@@ -54,7 +54,7 @@ def is_pinned() -> bool:
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Makes the process, and those that it starts, run on these cores alone.
+    """Make the process, and those that it starts, run on these cores alone.
 
     Raises:
         ConfigError: it may not use one of them.

@@ -19,7 +19,7 @@ Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
 def fingerprint(folders: Sequence[Path]) -> Fingerprint:
-    """Changes whenever a file in one of the folders does; links are followed, folders are not."""
+    """Change whenever a file in one of the folders does; links are followed, folders are not."""
     return tuple(item for folder in folders for item in _files(folder))
 
 
@@ -43,7 +43,7 @@ def _files(folder: Path) -> list[tuple[str, int, int, int]]:
 async def follow(
     folders: Sequence[Path], seen: Fingerprint, reload: Callable[[], Awaitable[None]]
 ) -> None:
-    """Calls `reload` after every change, for ever; one that fails is tried again.
+    """Call `reload` after every change, for ever; one that fails is tried again.
 
     Args:
         seen: the fingerprint before what is in use was read, so that no change is missed.

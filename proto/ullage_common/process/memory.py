@@ -149,7 +149,7 @@ _LARGE_BYTES = 1 << 20
 
 
 def trim_heap() -> None:
-    """Returns freed heap pages to the kernel; worth it once, after loading something large.
+    """Return freed heap pages to the kernel; worth it once, after loading something large.
 
     Does nothing where the C library is not glibc.
     """
@@ -170,7 +170,7 @@ def return_large_blocks() -> None:
 
 
 def freeze_gc() -> None:
-    """Takes what lives now out of every later search for garbage, and searches less often.
+    """Take what lives now out of every later search for garbage, and searches less often.
 
     For a server that has loaded what it keeps: its requests leave next to no cycles, and a search
     walks over all that is alive.

@@ -56,11 +56,11 @@ class Tally(msgspec.Struct, array_like=True):
         self.total += value * times
 
     def copy(self) -> "Tally":
-        """Returns a tally that later observations do not change."""
+        """Return a tally that later observations do not change."""
         return Tally(self.counts.copy(), self.total)
 
     def __add__(self, other: "Tally") -> "Tally":
-        """Returns the observations of both."""
+        """Return the observations of both."""
         if not (self.counts and other.counts):
             return self if self.counts else other
         counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
@@ -96,11 +96,11 @@ class CounterName(MetricName):
         return Counter(self.name, self.text, self.labels, registry=registry)
 
     def counts(self, registry: CollectorRegistry, *first: str) -> "Counts":
-        """Registers counts that cost hardly anything; `first`: as of `Counts`."""
+        """Register counts that cost hardly anything; `first`: as of `Counts`."""
         return Counts(self, registry, first)
 
     def family(self) -> CounterMetricFamily:
-        """Returns a family without samples, for a collector that adds them at a scrape."""
+        """Return a family without samples, for a collector that adds them at a scrape."""
         return CounterMetricFamily(self.name, self.text, labels=self.labels)
 
 
@@ -111,7 +111,7 @@ class GaugeName(MetricName):
         return Gauge(self.name, self.text, self.labels, registry=registry)
 
     def family(self) -> GaugeMetricFamily:
-        """Returns a family without samples, for a collector that adds them at a scrape."""
+        """Return a family without samples, for a collector that adds them at a scrape."""
         return GaugeMetricFamily(self.name, self.text, labels=self.labels)
 
 
@@ -125,11 +125,11 @@ class HistogramName(MetricName):
         return Histogram(self.name, self.text, self.labels, buckets=self.buckets, registry=registry)
 
     def tallies(self, registry: CollectorRegistry, *first: str) -> "Tallies":
-        """Registers tallies that cost hardly anything; `first`: as of `Tallies`."""
+        """Register tallies that cost hardly anything; `first`: as of `Tallies`."""
         return Tallies(self, registry, first)
 
     def family(self, tallies: Mapping[tuple[str, ...], Tally]) -> HistogramMetricFamily:
-        """Returns the family of these tallies by values of labels."""
+        """Return the family of these tallies by values of labels."""
         family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
         bounds = (*map(floatToGoString, self.buckets), "+Inf")
         for values, tally in tallies.items():
@@ -205,7 +205,7 @@ class Tallies:
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
-    """Returns what Prometheus scrapes, in its text format; in half the client's own time."""
+    """Return what Prometheus scrapes, in its text format; in half the client's own time."""
     parts: list[str] = []
     for family in registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -230,7 +230,7 @@ def _label_text(labels: tuple[tuple[str, str], ...]) -> str:
 
 
 def metric_names(module: object) -> list[MetricName]:
-    """Lists all metrics that a module names, those in its tables too, by name."""
+    """List all metrics that a module names, those in its tables too, by name."""
     names: set[MetricName] = set()
     for value in vars(module).values():
         values: Iterable[object] = value if isinstance(value, dict | tuple) else (value,)

@@ -16,13 +16,13 @@ from typing import Any
 
 
 def dump_on_signal() -> None:
-    """Dumps all threads at each SIGUSR1, which would end the process otherwise."""
+    """Dump all threads at each SIGUSR1, which would end the process otherwise."""
     with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
 def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
-    """Dumps all threads and the tasks of the running loop at each SIGUSR1.
+    """Dump all threads and the tasks of the running loop at each SIGUSR1.
 
     `others`: returns processes that get the signal, too; each must dump at it.
     """
@@ -42,7 +42,7 @@ def dump_loop_on_signal(others: Callable[[], Iterable[int]] = tuple) -> None:
 
 
 def _stack(task: "asyncio.Task[Any]") -> str:
-    """Returns a task's name and what it waits in, outermost first. Its own `print_stack` shows one
+    """Return a task's name and what it waits in, outermost first. Its own `print_stack` shows one
     frame only: those of awaited coroutines hang on these and not on the frame."""
     lines = [f"Task {task.get_name()} (most recent call last):"]
     awaited: Any = task.get_coro()

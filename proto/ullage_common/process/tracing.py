@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def known_values(fields: Mapping[str, object]) -> dict[str, Value]:
-    """Returns the fields that have a value, as OpenTelemetry takes them."""
+    """Return the fields that have a value, as OpenTelemetry takes them."""
     return {
         name: value
         for name, value in fields.items()
@@ -116,17 +116,17 @@ class Span:
         start_unix_s: float | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> "Span":
-        """Begins a span inside of this one; see `Tracer.span`."""
+        """Begin a span inside of this one; see `Tracer.span`."""
         return self._tracer.span(
             name, parent=self, kind=kind, start_unix_s=start_unix_s, attributes=attributes
         )
 
     def rename(self, name: str) -> None:
-        """Gives it another name, as where that is known only at the end."""
+        """Give it another name, as where that is known only at the end."""
         self._span.update_name(name)
 
     def set(self, attributes: Mapping[str, Value]) -> None:
-        """Adds attributes, or replaces them."""
+        """Add attributes, or replace them."""
         self._span.set_attributes(attributes)
 
     def event(
@@ -135,11 +135,11 @@ class Span:
         attributes: Mapping[str, Value] | None = None,
         at_unix_s: float | None = None,
     ) -> None:
-        """Adds something that happened at one moment, by default now."""
+        """Add something that happened at one moment, by default now."""
         self._span.add_event(name, attributes, _nanoseconds(at_unix_s))
 
     def end(self, at_unix_s: float | None = None, error: str = "") -> None:
-        """Ends the span, by default now; `error` is the kind of failure, empty where it is none."""
+        """End the span, by default now; `error` is the kind of failure, empty where it is none."""
         if error and self._span.is_recording():
             from opentelemetry.trace import Status, StatusCode
 
@@ -173,7 +173,7 @@ class Tracer:
         start_unix_s: float | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> Span:
-        """Begins a span.
+        """Begin a span.
 
         Args:
             parent: a span of this process, or what another one sent: its `traceparent`, or headers
@@ -200,7 +200,7 @@ class Tracer:
         return self._extract(headers, self._no_parent)
 
     def close(self, within_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Sends what is waiting, and blocks for at most so long."""
+        """Send what is waiting, and blocks for at most so long."""
         # Both of the SDK's calls may wait for a collector for longer than they are told.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
@@ -265,7 +265,7 @@ def _exporter(section: TracingSection) -> "SpanExporter":
 
 
 def _watched(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    """Returns the exporter, saying once when the collector stops to take spans, and once when it
+    """Return the exporter, saying once when the collector stops to take spans, and once when it
     does again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 

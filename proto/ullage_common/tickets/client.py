@@ -90,7 +90,7 @@ class PickBatcher:
         self._task: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Tells the router what ended; requests that wait for a place go to it."""
+        """Tell the router what ended; requests that wait for a place go to it."""
         self._is_closing = True
         self._news.set()
         if self._task:
@@ -158,7 +158,7 @@ class PickBatcher:
             await self._call()
 
     async def _quiet(self) -> None:
-        """Waits a moment for a request that the reports can go with."""
+        """Wait a moment for a request that the reports can go with."""
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._news.wait()
@@ -201,7 +201,7 @@ class PickBatcher:
         self._deal(groups, response)
 
     def _keep(self, accepted: list[int], ended: list[int]) -> None:
-        """Keeps reports for the next call: a tenant's place is not free before."""
+        """Keep reports for the next call: a tenant's place is not free before."""
         self._accepted = (accepted + self._accepted)[:MAX_REPORTS]
         self._ended = (ended + self._ended)[:MAX_REPORTS]
 
@@ -218,7 +218,7 @@ class PickBatcher:
 
 
 def _alike(pending: Iterable[_PendingPick]) -> list[list[_PendingPick]]:
-    """Groups requests that may share a ticket; what depends on an engine stays by itself."""
+    """Group requests that may share a ticket; what depends on an engine stays by itself."""
     groups: dict[object, list[_PendingPick]] = {}
     for request in pending:
         priced = request.priced
@@ -244,7 +244,7 @@ def _merged(group: list[_PendingPick]) -> pb.PricedRequest:
 def _places(
     count: int, answers: Iterator[pb.Placed], engines: Sequence[str]
 ) -> Iterator[Pick | None]:
-    """Takes the answers to so many like requests; each as often as it is for."""
+    """Take the answers to so many like requests; each as often as it is for."""
     while count > 0 and (placed := next(answers, None)):
         pick = _pick(placed, engines)
         for _ in range(min(count, placed.count or 1)):
@@ -274,7 +274,7 @@ def _pick(placed: pb.Placed, engines: Sequence[str]) -> Pick | None:
 
 
 def _leave(pending: list[_PendingPick]) -> None:
-    """Leaves requests to the router."""
+    """Leave requests to the router."""
     for request in pending:
         if not request.placed.done():
             request.placed.set_result(None)
@@ -365,7 +365,7 @@ class Client:
         await self._channel.close()
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float = 30.0) -> Events:
-        """Yields Accepted, then Delta any number of times, then Finished.
+        """Yield Accepted, then Delta any number of times, then Finished.
 
         An answer in token ids outlives its engine: another one, or a router, goes on with it.
 

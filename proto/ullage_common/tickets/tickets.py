@@ -37,13 +37,13 @@ CACHE_SALT_BYTES = 16
 
 
 def cache_salt(tenant: str, salt: str = "") -> bytes:
-    """Returns the cache salt of a tenant's requests that name `salt`."""
+    """Return the cache salt of a tenant's requests that name `salt`."""
     tenant_salt = hashlib.blake2b(f"{tenant}\0".encode(), digest_size=CACHE_SALT_BYTES).digest()
     return narrowed_salt(tenant_salt, salt)
 
 
 def narrowed_salt(tenant_salt: bytes, salt: str) -> bytes:
-    """Returns the cache salt of those of a tenant's requests that name `salt`, by the salt of the
+    """Return the cache salt of those of a tenant's requests that name `salt`, by the salt of the
     tenant's requests that name none."""
     if not salt:
         return tenant_salt
@@ -85,7 +85,7 @@ class Claims(NamedTuple):
 
 
 def engine_tag(engine_id: str) -> bytes:
-    """Returns eight bytes for an engine's name."""
+    """Return eight bytes for an engine's name."""
     return hashlib.sha256(engine_id.encode()).digest()[:8]
 
 
@@ -110,7 +110,7 @@ def sign(claims: Claims, key: bytes) -> str:
 
 
 def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> Claims:
-    """Returns a ticket's claims if a router signed it for this engine and its time has not passed.
+    """Return a ticket's claims if a router signed it for this engine and its time has not passed.
 
     Raises:
         TicketError: it did not, or it has.
@@ -124,7 +124,7 @@ def verify(ticket: str, keys: Sequence[bytes], engine: bytes, now_s: float) -> C
 
 
 def read(ticket: str, keys: Sequence[bytes]) -> Claims:
-    """Returns a ticket's claims if a router signed it, for whatever engine and time.
+    """Return a ticket's claims if a router signed it, for whatever engine and time.
 
     Raises:
         TicketError: no router did.
@@ -194,12 +194,12 @@ class TicketUses:
         return self._counts.get(ticket_id, (0, 0.0))[0]
 
     def add(self, ticket_id: int, until_s: float) -> None:
-        """Counts one use more; the time of the first one holds."""
+        """Count one use more; the time of the first one holds."""
         count, until_s = self._counts.get(ticket_id, (0, until_s))
         self._counts[ticket_id] = (count + 1, until_s)
 
     def forget(self, now_s: float) -> None:
-        """Forgets tickets whose time is over; one behind a longer-lived one waits for that."""
+        """Forget tickets whose time is over; one behind a longer-lived one waits for that."""
         while self._counts:
             ticket_id, (_, until_s) = next(iter(self._counts.items()))
             if until_s >= now_s:

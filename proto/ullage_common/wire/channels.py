@@ -486,7 +486,7 @@ let in megabytes of calls that nobody reads yet. A message that is read has its 
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> grpc.aio.Channel:
-    """Opens a channel to `host:port`; it connects lazily and reconnects by itself.
+    """Open a channel to `host:port`; it connects lazily and reconnects by itself.
 
     Args:
         credentials: None for plaintext.
@@ -500,7 +500,7 @@ def open_channel(
 def open_blocking_channel(
     target: str, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
 ) -> grpc.Channel:
-    """Opens a channel like `open_channel`, for threads, whose calls wait."""
+    """Open a channel like `open_channel`, for threads, whose calls wait."""
     if credentials is None:
         return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(target, credentials, options=_named(server_name))
@@ -595,7 +595,7 @@ class Health:
         self._servicer = HealthServicer()
 
     async def attach(self, server: grpc.aio.Server, services: Iterable[str]) -> None:
-        """Adds health and reflection of the named services to a server that has not started."""
+        """Add health and reflection of the named services to a server that has not started."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
@@ -603,7 +603,7 @@ class Health:
         await self.set_ready(False)
 
     def attach_alone(self, server: grpc.aio.Server) -> None:
-        """Adds health without reflection to a server for probes, which speak no TLS."""
+        """Add health without reflection to a server for probes, which speak no TLS."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_live(self, live: bool) -> None:

@@ -98,7 +98,7 @@ class Progress:
         return bool(self.fingerprints) and self.fingerprints != (self._fingerprint,)
 
     def on_accepted(self, accepted: pb.Accepted, max_tokens: int) -> None:
-        """Keeps what the first engine granted.
+        """Keep what the first engine granted.
 
         Args:
             max_tokens: the output limit that it was sent.
@@ -130,13 +130,13 @@ class Progress:
             self._answers[finished.sample].reason = finished.reason
 
     def on_loss(self) -> None:
-        """Forgets what cannot be gone on with: it comes again from its beginning."""
+        """Forget what cannot be gone on with: it comes again from its beginning."""
         if not self._is_growing:
             self.num_tokens = 0
             self.fingerprints = ()
 
     def write(self, request: pb.GenerateRequest) -> None:
-        """Makes the request go on with the answer, with what the first engine granted."""
+        """Make the request go on with the answer, with what the first engine granted."""
         request.sampling.seed = self._seed
         max_tokens = min(self.max_tokens, request.stop.max_tokens or self.max_tokens)
         request.stop.max_tokens = max_tokens
@@ -162,7 +162,7 @@ class Losses:
         self._num_tokens = 0
 
     def add(self, error: ServiceError, progress: Progress) -> None:
-        """Counts an engine that was lost with this error."""
+        """Count an engine that was lost with this error."""
         has_grown = progress.num_tokens > self._num_tokens
         self._stalled = 1 if has_grown else self._stalled + 1
         self._num_tokens = progress.num_tokens
@@ -182,7 +182,7 @@ class Losses:
 
 
 def write_cached(usage: pb.Usage, accepted: pb.Accepted) -> None:
-    """Writes which prompt tokens an answer's first engine reused: a later one would count those of
+    """Write which prompt tokens an answer's first engine reused: a later one would count those of
     a prompt that the tokens so far are a part of."""
     usage.cached_tokens = accepted.cached_tokens
     del usage.cached_by_tier[:]

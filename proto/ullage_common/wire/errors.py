@@ -44,14 +44,14 @@ class ServiceError(Exception):
 
 
 def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> ServiceError:
-    """Returns INVALID_ARGUMENT naming the field at fault."""
+    """Return INVALID_ARGUMENT naming the field at fault."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT, reason, message, metadata={"field": field}
     )
 
 
 def served_names(model: str, adapters: Iterable[str]) -> str:
-    """Lists the names that a request's `model` may have, for errors."""
+    """List the names that a request's `model` may have, for errors."""
     names = ", ".join(map(repr, sorted(adapters)))
     return f"{model!r} or its adapter {names}" if names else repr(model)
 
@@ -68,7 +68,7 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> Never:
-    """Ends the call with the error, its details and gRPC's own retry pushback."""
+    """End the call with the error, its details and gRPC's own retry pushback."""
     status = rpc_status.to_status(to_status(error))
     # gRPC's retry logic reads this trailer and not RetryInfo; -1 forbids a retry.
     pushback = -1 if error.retry_after_s is None else int(error.retry_after_s * 1000)

@@ -27,7 +27,7 @@ class _Pending:
     timer: asyncio.TimerHandle | None = None
 
     def take(self) -> list[pb.GenerateResponse]:
-        """Empties it and stops its timer."""
+        """Empty it and stop its timer."""
         responses = self.responses
         self.responses = []
         self.num_tokens = 0
@@ -47,7 +47,7 @@ class Pace:
     """Tokens that do not wait for the tick."""
 
     def next_tick(self, now: float) -> float:
-        """Returns when tokens may leave again after some have, on the clock of `now`."""
+        """Return when tokens may leave again after some have, on the clock of `now`."""
         return next_tick(now, self.pause_s)
 
 
@@ -74,7 +74,7 @@ class SendWindow:
         """Whether the last response was Finished."""
 
     async def write(self, response: pb.GenerateResponse) -> None:
-        """Sends a response or keeps it to be merged; waits while the window is shut."""
+        """Send a response or keep it to be merged; waits while the window is shut."""
         if response.HasField("delta"):
             await self._write_delta(response)
             return
@@ -93,13 +93,13 @@ class SendWindow:
                 self._send_now(merge_deltas(pending.take()))
 
     def end(self) -> None:
-        """Sends what is pending: nothing more comes."""
+        """Send what is pending: nothing more comes."""
         for pending in self._samples.values():
             if pending.responses:
                 self._send_now(merge_deltas(pending.take()))
 
     def drop(self) -> None:
-        """Drops what is pending, since the reader has gone."""
+        """Drop what is pending, since the reader has gone."""
         for pending in self._samples.values():
             pending.take()
 
@@ -143,7 +143,7 @@ class SendWindow:
 
 
 def next_tick(now: float, pause_s: float) -> float:
-    """Returns the next of the times that are so many seconds apart, on the clock of `now`."""
+    """Return the next of the times that are so many seconds apart, on the clock of `now`."""
     if not pause_s:
         return now
     tick = (now // pause_s + 1) * pause_s
@@ -151,7 +151,7 @@ def next_tick(now: float, pause_s: float) -> float:
 
 
 def merge_deltas(responses: Sequence[pb.GenerateResponse]) -> pb.GenerateResponse:
-    """Returns one delta with the text, tokens and log probabilities of all, in their order.
+    """Return one delta with the text, tokens and log probabilities of all, in their order.
 
     The responses are deltas of one sample and stay as they are. Only the first may carry reasoning
     or tool calls.

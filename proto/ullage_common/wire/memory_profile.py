@@ -5,7 +5,7 @@ from ullage_common.request_cost import CacheGroup, MemoryProfile
 
 
 def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
-    """Returns the message that an engine sends."""
+    """Return the message that an engine sends."""
     return pb.MemoryProfile(
         block_tokens=profile.block_tokens,
         groups=[
@@ -28,7 +28,7 @@ def to_wire(profile: MemoryProfile) -> pb.MemoryProfile:
 
 
 def from_wire(wire: pb.MemoryProfile) -> MemoryProfile:
-    """Returns the profile that a message describes."""
+    """Return the profile that a message describes."""
     return MemoryProfile(
         block_tokens=max(1, wire.block_tokens),
         groups=tuple(

@@ -119,7 +119,7 @@ class _Stream:
                 await self._give_turn()
 
     async def send_all(self, context: Context) -> None:
-        """Sends what calls have ready, as long as the stream lives."""
+        """Send what calls have ready, as long as the stream lives."""
         while True:
             await self._has_news.wait()
             batch = self._outbox[:MAX_BATCH]
@@ -250,7 +250,7 @@ class CallContext:
         return self.send_window.pace
 
     def write(self, response: pb.GenerateResponse) -> Coroutine[None, None, None]:
-        """Sends a response; waits for a router that has not taken those before."""
+        """Send a response; wait for a router that has not taken those before."""
         return self.send_window.write(response)
 
     def cancel(self) -> None:
@@ -271,7 +271,7 @@ class CallContext:
         details: str = "",
         trailing_metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Never:
-        """Ends the call; the details of google.rpc are kept, other trailers are not."""
+        """End the call; the details of google.rpc are kept, other trailers are not."""
         for status in _statuses(trailing_metadata):
             raise Aborted(status)
         raise Aborted(status_pb2.Status(code=code.value[0], message=details))
@@ -290,7 +290,7 @@ def _statuses(metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[Any]:
 
 
 def _check_size(request: pb.GenerateRequest) -> None:
-    """Refuses a request as large as a Generate call would refuse."""
+    """Refuse a request as large as a Generate call would refuse."""
     if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
         message = f"GenerateRequest has {size} bytes; send at most {MAX_REQUEST_BYTES}"
         raise invalid("GenerateRequest", message, "BODY_TOO_LARGE")

@@ -139,7 +139,7 @@ class Certificates:
         """Reason why the newest files are not used."""
 
     async def start(self) -> None:
-        """Raises ConfigError when there is nothing to begin with."""
+        """Raise ConfigError when there is nothing to begin with."""
         folders = tuple(path for path in (self._folder, self._ca_folder) if path)
         seen = await asyncio.to_thread(fingerprint, folders)
         self._use(self._load())
@@ -156,7 +156,7 @@ class Certificates:
         return self._material
 
     def state(self) -> dict[str, object]:
-        """Describes the certificate for /stats."""
+        """Describe the certificate for /stats."""
         expires = self.material.expires
         left_s = (expires - _now()).total_seconds()
         return {
@@ -167,7 +167,7 @@ class Certificates:
         }
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns an SSL context for HTTPS; every new handshake takes the newest material."""
+        """Return an SSL context for HTTPS; every new handshake takes the newest material."""
         outer = server_context(self.material)
 
         def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
@@ -177,7 +177,7 @@ class Certificates:
         return outer
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns credentials for a gRPC server, whose handshakes take the newest material."""
+        """Return credentials for a gRPC server, whose handshakes take the newest material."""
         given = self.material
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -194,7 +194,7 @@ class Certificates:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns credentials for new gRPC channels: this certificate and the authority."""
+        """Return credentials for new gRPC channels: this certificate and the authority."""
         return channel_credentials(self.material)
 
     def _load(self) -> tuple[Material, ssl.SSLContext]:
@@ -254,12 +254,12 @@ def _client_hello() -> bytes:
 
 
 def channel_credentials(material: Material) -> grpc.ChannelCredentials:
-    """Returns credentials for gRPC channels that show this certificate."""
+    """Return credentials for gRPC channels that show this certificate."""
     return grpc.ssl_channel_credentials(material.ca, material.key, material.certificate)
 
 
 def server_context(material: Material) -> ssl.SSLContext:
-    """Returns TLS 1.2 or newer, without tickets: a resumed session would outlive its authority.
+    """Return TLS 1.2 or newer, without tickets: a resumed session would outlive its authority.
 
     Raises:
         ConfigError: OpenSSL refuses the files.
@@ -279,7 +279,7 @@ def server_context(material: Material) -> ssl.SSLContext:
 
 
 def _load_chain(context: ssl.SSLContext, material: Material) -> None:
-    """Loads the chain from a file of its own: mounted ones may be swapped between OpenSSL's two
+    """Load the chain from a file of its own: mounted ones may be swapped between OpenSSL's two
     reads.
 
     It is one in memory, for a key must not reach a disk.

@@ -37,7 +37,7 @@ from ullage_common.wire.limits import (
 
 
 def validate_request(request: inference_pb2.GenerateRequest) -> None:
-    """Raises ServiceError INVALID_ARGUMENT that names the first wrong field."""
+    """Raise ServiceError INVALID_ARGUMENT that names the first wrong field."""
     _check_identity(request)
     _check_input(request)
     _check_sampling(request.sampling)
@@ -100,7 +100,7 @@ def _check_messages(messages: inference_pb2.Messages) -> None:
 
 
 def check_calls(count: int) -> None:
-    """Raises ServiceError when the turns of a conversation made too many calls."""
+    """Raise ServiceError when the turns of a conversation made too many calls."""
     if count > MAX_MESSAGES:
         permitted = f"at most {MAX_MESSAGES} calls"
         raise invalid_value("messages", f"a conversation with {count} calls", permitted)
@@ -224,7 +224,7 @@ def _check_embedding(request: inference_pb2.GenerateRequest) -> None:
 
 
 def check_task(request: inference_pb2.GenerateRequest, task: inference_pb2.Task, name: str) -> None:
-    """Raises ServiceError when the model is for something else than the request asks for.
+    """Raise ServiceError when the model is for something else than the request asks for.
 
     Args:
         task: what the model is for.
@@ -273,13 +273,13 @@ def num_answers(samples: inference_pb2.Samples) -> int:
 
 
 def check_prompt_tokens(token_ids: Collection[int], vocab_size: int, field: str = "prompt") -> None:
-    """Raises ServiceError when a token is not in the vocabulary or there is none."""
+    """Raise ServiceError when a token is not in the vocabulary or there is none."""
     _require(bool(token_ids), field, "no token", "at least one token")
     check_vocabulary(field, token_ids, vocab_size)
 
 
 def check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raises ServiceError when a token is not in the vocabulary."""
+    """Raise ServiceError when a token is not in the vocabulary."""
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise invalid_value(field, f"token {largest}", f"tokens below {vocab_size}")
@@ -291,7 +291,7 @@ def _require(is_right: bool, field: str, value: object, permitted: str) -> None:
 
 
 def invalid_value(field: str, value: object, permitted: str) -> ServiceError:
-    """Returns INVALID_ARGUMENT with the field, its value and what is possible."""
+    """Return INVALID_ARGUMENT with the field, its value and what is possible."""
     shown = value if isinstance(value, str) else repr(value)
     if len(shown) > 60:
         shown = shown[:57] + "..."

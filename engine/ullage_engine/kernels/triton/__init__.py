@@ -90,7 +90,7 @@ def paged_attentions(
     workspace: PagedWorkspace,
     window: int = 0,
 ) -> "list[PagedDecode | PagedPrefill]":
-    """Prepares attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim] into
+    """Prepare attention of every row of a step: rotated [heads + kv_heads, tokens, head_dim] into
     attended [tokens, heads * head_dim]; one launch for all decodes, one for all prompts."""
     from ullage_engine.kernels.triton.attention import PagedDecode, PagedPrefill
 
@@ -106,7 +106,7 @@ def paged_attentions(
 def fused_convolution(
     plan: ConvPlan, put: Put, projected: torch.Tensor, out: torch.Tensor
 ) -> "FusedConvolution":
-    """Prepares a step's convolutions, one launch a layer: projected [tokens, 3 * channels] into out
+    """Prepare a step's convolutions, one launch a layer: projected [tokens, 3 * channels] into out
     [tokens, channels]."""
     from ullage_engine.kernels.triton.conv import FusedConvolution
 

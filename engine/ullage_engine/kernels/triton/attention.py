@@ -25,14 +25,14 @@ from ullage_engine.kernels.triton.launch import e4m3, jit, jit_for_any, launch, 
 
 @jit
 def shift_of(peak: tl.tensor) -> tl.tensor:
-    """Returns the peak, or zero where nothing has been seen: minus infinity less itself is not a
+    """Return the peak, or zero where nothing has been seen: minus infinity less itself is not a
     number."""
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @jit
 def scale_of(place: tl.tensor, FP8: tl.constexpr) -> tl.tensor:
-    """Returns a head's scale, by which queries or sums are multiplied in place of all that is
+    """Return a head's scale, by which queries or sums are multiplied in place of all that is
     stored."""
     if FP8:
         return tl.load(place).to(tl.float32)
@@ -59,7 +59,7 @@ def attend(
     MASKED: tl.constexpr,  # else every row sees all of begin to end, a multiple of SPAN
     FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Goes on with positions begin to end."""
+    """Go on with positions begin to end."""
     dims = tl.arange(0, HEAD_DIM)
     for start in range(begin, end, SPAN):
         positions = start + tl.arange(0, SPAN)
@@ -113,7 +113,7 @@ def attend_range(
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
 ) -> tl.tensor:
-    """Computes the running softmax of positions begin to end: peak, total and sum; see `attend`."""
+    """Compute the running softmax of positions begin to end: peak, total and sum; see `attend`."""
     peak = tl.full([queries.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([queries.shape[0]], tl.float32)
     summed = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
@@ -137,7 +137,7 @@ def add_sink(
     exists: tl.tensor,  # [rows]
     SINKS: tl.constexpr,  # else nothing is done
 ) -> tl.tensor:
-    """Gives the sink of each row's head its share of the softmax."""
+    """Give the sink of each row's head its share of the softmax."""
     if SINKS:
         sink = tl.load(sinks, mask=exists, other=0).to(tl.float32) * 1.4426950408889634
         shift = tl.maximum(peak, sink)
@@ -155,7 +155,7 @@ LOG2_E = math.log2(math.e)
 def own_share(
     base: tl.tensor, length: tl.tensor, split: tl.tensor, splits: tl.tensor, SPAN: tl.constexpr
 ) -> tl.tensor:
-    """Returns (begin, end) of one split of positions base to length; begin is base and whole
+    """Return (begin, end) of one split of positions base to length; begin is base and whole
     spans."""
     share = tl.cdiv(tl.cdiv(length - base, SPAN), splits) * SPAN
     begin = base + split * share
@@ -180,7 +180,7 @@ def attend_split(
     WHOLE: tl.constexpr,  # there is one split
     WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the result of one split; with one split, the result."""
+    """Write the result of one split; with one split, the result."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -232,7 +232,7 @@ def merge_splits(
     MOST: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
-    """Merges one head of one row."""
+    """Merge one head of one row."""
     head = tl.program_id(1)
     place = tl.program_id(0).to(tl.int64) * num_heads + head
     split = tl.arange(0, MOST)
@@ -339,12 +339,12 @@ class PagedDecode:
 
 
 def scales_of(cache: LayerCache, unused: torch.Tensor) -> torch.Tensor:
-    """Returns the scales of float8, [2 * kv_heads]; of other numbers something that is not read."""
+    """Return the scales of float8, [2 * kv_heads]; of other numbers something that is not read."""
     return unused if cache.scales is None else cache.scales.values
 
 
 def span_tokens(head_dim: int, itemsize: int) -> int:
-    """Returns the tokens of KV a program has at once: with three stages at most 96 KiB of shared
+    """Return the tokens of KV a program has at once: with three stages at most 96 KiB of shared
     memory."""
     return 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 512 else 16
 
@@ -368,7 +368,7 @@ def attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, SPAN: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the result of TOKENS tokens of one tile for the heads of one KV head."""
+    """Write the result of TOKENS tokens of one tile for the heads of one KV head."""
     # The last tiles of a prompt see most: they begin first, lest all wait for them in the end.
     tile = tl.num_programs(0) // PIECES - 1 - tl.program_id(0) // PIECES
     begun = tl.program_id(0) % PIECES * TOKENS
@@ -486,7 +486,7 @@ class PagedPrefill:
 
 
 def _rows(head_dim: int, itemsize: int, is_plain: bool) -> int:
-    """Returns the rows of queries that a program has, heads times tokens, as many as registers hold
+    """Return the rows of queries that a program has, heads times tokens, as many as registers hold
     beside float8 or sinks; float32 is not for tensor cores."""
     if itemsize == 4:
         return 32

@@ -26,7 +26,7 @@ def column_at(
     channels: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Returns some channels of one column of B * u."""
+    """Return some channels of one column of B * u."""
     is_row = index < tokens
     row = projected + index.to(tl.int64) * 3 * channels + channel
     is_given = channel < tl.where(is_row, channels, 0)
@@ -56,7 +56,7 @@ def convolve_row(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """Writes one row of the result, or behind the rows one column of a state."""
+    """Write one row of the result, or behind the rows one column of a state."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
@@ -93,7 +93,7 @@ class FusedConvolution:
         self._slots, self._next_slots = put(plan.slots), put(plan.next_slots)
 
     def run(self, weights: torch.Tensor, state: torch.Tensor) -> None:
-        """Writes the gated convolution of the step's rows, and the states after them.
+        """Write the gated convolution of the step's rows, and the states after them.
 
         weights [kernel, channels], the oldest tap first; state [slots, kernel - 1, channels].
         """

@@ -29,13 +29,13 @@ class Kernel(Protocol):
 
 
 def jit(function: Callable[..., Any]) -> Kernel:
-    """Compiles a kernel with `triton.jit`."""
+    """Compile a kernel with `triton.jit`."""
     kernel: Kernel = triton.jit(function)
     return kernel
 
 
 def jit_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """Compiles a kernel once for all values of these parameters: for counts that differ from step
+    """Compile a kernel once for all values of these parameters: for counts that differ from step
     to step, because a step that needs another variant waits a second for it."""
 
     def decorate(function: Callable[..., Any]) -> Kernel:
@@ -46,7 +46,7 @@ def jit_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Kernel]:
 
 
 def power_of_two(size: int) -> int:
-    """Returns the next power of two; sizes of Triton's blocks have to be."""
+    """Return the next power of two; sizes of Triton's blocks have to be."""
     return 1 << (size - 1).bit_length()
 
 
@@ -61,7 +61,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], *operands: object, **constants
 
 @jit
 def e4m3(code: tl.tensor) -> tl.tensor:
-    """Reads float8 E4M3 as float32: its bits, moved into a float16, are 2^-8 of its value.
+    """Read float8 E4M3 as float32: its bits, moved into a float16, are 2^-8 of its value.
 
     Not a number (0x7f) reads as 480; no quantiser writes it.
     """
@@ -72,7 +72,7 @@ def e4m3(code: tl.tensor) -> tl.tensor:
 
 @jit
 def e2m1(code: tl.tensor) -> tl.tensor:
-    """Reads float4 E2M1 in the low four bits as float32: as in `e4m3`, 2^-14 of its value."""
+    """Read float4 E2M1 in the low four bits as float32: as in `e4m3`, 2^-14 of its value."""
     bits = code.to(tl.uint16)
     half = ((bits & 0x8) << 12) | ((bits & 0x7) << 9)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -80,7 +80,7 @@ def e2m1(code: tl.tensor) -> tl.tensor:
 
 @jit
 def e8m0(code: tl.tensor) -> tl.tensor:
-    """Reads a power of two from its biased exponent, float32; 0 stands for 2^-127 and reads as
+    """Read a power of two from its biased exponent, float32; 0 stands for 2^-127 and read as
     zero."""
     return (code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
@@ -90,18 +90,18 @@ SIZE = 16
 
 @jit
 def count(out: tl.tensor, SIZE: tl.constexpr) -> None:
-    """Writes 0, 1, 2 and so on."""
+    """Write 0, 1, 2 and so on."""
     places = tl.arange(0, SIZE)
     tl.store(out + places, places)
 
 
 def launch_count(out: torch.Tensor) -> None:
-    """Launches the smallest of kernels; out int32 [SIZE]."""
+    """Launch the smallest of kernels; out int32 [SIZE]."""
     launch(count, (1,), out, SIZE=SIZE)
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Finds what keeps kernels from being compiled and run there, with the remedy, in one line.
+    """Find what keeps kernels from being compiled and run there, with the remedy, in one line.
 
     None: nothing does.
     """

@@ -29,7 +29,7 @@ def norm_row(
     columns: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Writes one row of x / sqrt(mean(x²) + eps) * weight."""
+    """Write one row of x / sqrt(mean(x²) + eps) * weight."""
     column = tl.arange(0, COLUMNS)
     exists = column < columns
     place = tl.program_id(0).to(tl.int64) * columns + column
@@ -40,7 +40,7 @@ def norm_row(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """Writes `ullage_engine.layers.attention.rms_norm` of contiguous rows; `out` may be x."""
+    """Write `ullage_engine.layers.attention.rms_norm` of contiguous rows; `out` may be x."""
     rows, columns = x.shape
     padded = power_of_two(columns)
     launch(
@@ -58,7 +58,7 @@ def gate_columns(
     SLOPE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Writes some columns of one row of silu(gate) * up, or of gpt-oss's gate."""
+    """Write some columns of one row of silu(gate) * up, or of gpt-oss's gate."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = column < width
@@ -74,12 +74,12 @@ def gate_columns(
 
 
 def gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes silu(gate) * up for gate_up [rows, 2 * width] to out [rows, width]."""
+    """Write silu(gate) * up for gate_up [rows, 2 * width] to out [rows, width]."""
     _gate(gate_up, out, 0.0, 1.0)
 
 
 def clamped_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes what `ullage_engine.kernels.moe.clamped_gate` does."""
+    """Write what `ullage_engine.kernels.moe.clamped_gate` does."""
     _gate(gate_up, out, GATE_LIMIT, GATE_SLOPE)
 
 
@@ -94,7 +94,7 @@ def _gate(gate_up: torch.Tensor, out: torch.Tensor, limit: float, slope: float) 
 
 @jit
 def e4m3_code(number: tl.tensor) -> tl.tensor:
-    """Rounds float32 to the nearest float8 E4M3, ties to even, as a byte; beyond 448 it is that.
+    """Round float32 to the nearest float8 E4M3, ties to even, as a byte; beyond 448 it is that.
 
     Not a number stays so. Of normal numbers the upper bits are kept, with another bias. Below 2^-6
     codes count steps of 2^-9, to which adding 2^14 rounds, as its own last bit is one.
@@ -113,14 +113,14 @@ def e4m3_code(number: tl.tensor) -> tl.tensor:
 
 @jit
 def inverse_power(power: tl.tensor) -> tl.tensor:
-    """Returns 1 / power, exactly, of a power of two in float32; a division may be approximate."""
+    """Return 1 / power, exactly, of a power of two in float32; a division may be approximate."""
     bits = power.to(tl.float32).to(tl.int32, bitcast=True)
     return ((254 << 23) - bits).to(tl.float32, bitcast=True)
 
 
 @jit
 def stored(number: tl.tensor, scale: tl.tensor, TYPE: tl.constexpr, FP8: tl.constexpr) -> tl.tensor:
-    """Returns numbers as pages hold them."""
+    """Return numbers as pages hold them."""
     result = number.to(TYPE)
     if FP8:
         # Of the computing type, or a number could be rounded to another code than by torch.
@@ -135,7 +135,7 @@ def load_norm(
     is_query: tl.tensor,  # [heads]
     dim: tl.tensor,
 ) -> tl.tensor:
-    """Reads some weights of each head's norm, float32 [heads, dims]."""
+    """Read some weights of each head's norm, float32 [heads, dims]."""
     of_queries = tl.load(q_norm + dim).to(tl.float32)[None, :]
     of_keys = tl.load(k_norm + dim).to(tl.float32)[None, :]
     return tl.where(is_query[:, None], of_queries, of_keys)
@@ -230,7 +230,7 @@ def rotate_and_store(
     queries: torch.Tensor,
     cache: LayerCache,
 ) -> None:
-    """Writes rotated queries, and keys and values to their slots.
+    """Write rotated queries, and keys and values to their slots.
 
     Args:
         qkv: [rows, (heads + 2 * kv_heads) * head_dim], contiguous.

@@ -27,7 +27,7 @@ from ullage_engine.kernels.triton.launch import (
 
 @jit
 def decoded(code: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """Returns values as float32."""
+    """Return values as float32."""
     if FORMAT == "fp8":
         value = e4m3(code)
     elif FORMAT == "mxfp4":
@@ -48,7 +48,7 @@ def scaled(
     has_column: tl.tensor,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Computes scale * (x . value) + zero * sum(x)."""
+    """Compute scale * (x . value) + zero * sum(x)."""
     part = part * tl.load(scales, mask=has_column, other=0).to(tl.float32)[None, :]
     if ZEROS:
         zero = tl.load(zeros, mask=has_column, other=0).to(tl.float32)
@@ -71,7 +71,7 @@ def multiply_packed(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Adds a product with two values a byte: even and odd columns of x are multiplied apart,
+    """Add a product with two values a byte: even and odd columns of x are multiplied apart,
     because taking x apart costs less than putting weights together."""
     for start in range(0, depth, STEP):
         pairs = start // 2 + tl.arange(0, STEP // 2)
@@ -117,7 +117,7 @@ def multiply_bytes(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Adds a product with a value an element; one scale for all of a column waits until the end."""
+    """Add a product with a value an element; one scale for all of a column waits until the end."""
     for start in range(0, depth, STEP):
         ks = start + tl.arange(0, STEP)
         inside = ks < depth
@@ -154,7 +154,7 @@ def multiply_weights(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> tl.tensor:
-    """Computes x @ weights^T of some rows and columns, float32 [ROWS, COLUMNS]."""
+    """Compute x @ weights^T of some rows and columns, float32 [ROWS, COLUMNS]."""
     at = columns.to(tl.int64)
     groups = at
     if GROUP > 0:
@@ -176,7 +176,7 @@ def multiply_weights(
 def group_of(
     format: Format, depth: int, columns: int, scales: torch.Tensor | None, has_zeros: bool
 ) -> int:
-    """Returns how many weights of a column share a scale; 0 where all do and it can wait until the
+    """Return how many weights of a column share a scale; 0 where all do and it can wait until the
     end.
 
     Raises ValueError for weights that the kernels cannot multiply.
@@ -197,7 +197,7 @@ def group_of(
 
 
 def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) -> int:
-    """Returns how much of the depth is multiplied at once by a tile of so many rows: within a
+    """Return how much of the depth is multiplied at once by a tile of so many rows: within a
     group, without a remainder if possible, and no more than registers hold."""
     # Float8 is unpacked in registers, and groups have sums of their own beside the whole.
     most_rows = 16 if format == "fp8" and group else 32
@@ -208,7 +208,7 @@ def step_of(depth: int, group: int, format: Format, itemsize: int, rows: int) ->
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """Returns weights as kernels read them: float8 as bytes."""
+    """Return weights as kernels read them: float8 as bytes."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
@@ -234,7 +234,7 @@ def multiply_tile(
     ZEROS: tl.constexpr,
     ADDS: tl.constexpr,
 ) -> None:
-    """Writes one tile of x @ weights^T, or adds it to out."""
+    """Write one tile of x @ weights^T, or add it to out."""
     # Neighbouring programs have the same columns, so that weights are read from memory once.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -261,7 +261,7 @@ def quantized_matmul(
     format: Format,
     adds: bool = False,
 ) -> None:
-    """Writes x @ weights^T to out, or adds it; everything contiguous.
+    """Write x @ weights^T to out, or add it; everything contiguous.
 
     x [rows, depth]; out [rows, columns]; packed [columns, depth], of int4 and mxfp4 depth / 2 bytes
     a column, in any shape. scales [columns, groups], of mxfp4 biased exponents (uint8); expand a
@@ -284,7 +284,7 @@ def quantized_matmul(
 
 
 def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Returns (rows, columns, warps) of a program's tile: small where weights are what is waited
+    """Return (rows, columns, warps) of a program's tile: small where weights are what is waited
     for, and rather small than leave multiprocessors idle."""
     if rows > 64:
         return 128, 64, warps_of(128)
@@ -294,7 +294,7 @@ def tile_of(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def warps_of(rows: int) -> int:
-    """Returns the warps of a program whose tile has so many rows: the sums of a large one do not
+    """Return the warps of a program whose tile has so many rows: the sums of a large one do not
     fit into the registers of four."""
     return 8 if rows >= 128 else 4
 
@@ -307,7 +307,7 @@ def find_tile(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tl.tensor:
-    """Finds (expert, first row, row after the expert's last) of a tile; expert EXPERTS: there is
+    """Find (expert, first row, row after the expert's last) of a tile; expert EXPERTS: there is
     none."""
     experts = tl.arange(0, PADDED)
     end = tl.load(ends + experts, mask=experts < EXPERTS, other=0)
@@ -344,7 +344,7 @@ def multiply_expert(
     FORMAT: tl.constexpr,
     ZEROS: tl.constexpr,
 ) -> None:
-    """Writes some columns of one tile of rows that chose the same expert, or of a single row."""
+    """Write some columns of one tile of rows that chose the same expert, or of a single row."""
     if SORTED:
         expert, first, end = find_tile(picks, tl.program_id(0), EXPERTS, PADDED, ROWS)
     else:
@@ -382,7 +382,7 @@ def grouped_matmul(
     out: torch.Tensor,
     format: Format,
 ) -> None:
-    """Writes each row's product with its expert's weights; rows are sorted by expert.
+    """Write each row's product with its expert's weights; rows are sorted by expert.
 
     x [rows, depth]; ends int32 [experts], the row after each expert's last: rows beyond the last
     are left alone; out [rows, columns]. Weights are those of `quantized_matmul`, one matrix behind
@@ -405,7 +405,7 @@ def picked_matmul(
     out: torch.Tensor,
     format: Format,
 ) -> None:
-    """Writes each row's product with the weights of its expert, for few rows in any order.
+    """Write each row's product with the weights of its expert, for few rows in any order.
 
     chosen [rows of out]; several rows of out in a row share a row of x: with tokens' hidden states
     as x, a row for each expert that a token chose. Each row reads all of its expert's weights, so
@@ -470,11 +470,11 @@ class TritonExperts:
         self.encoding = (format, packed.shape, groups, zeros is not None)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor, pairs: int, out: torch.Tensor) -> None:
-        """Writes each row's product with its expert's matrix: x [pairs and more, in] sorted by
+        """Write each row's product with its expert's matrix: x [pairs and more, in] sorted by
         expert, ends int32 [experts] the row after each one's last, out [pairs and more, out]."""
         grouped_matmul(x[:pairs], ends, *self._weights, out[:pairs], self._format)
 
     def forward_each(self, x: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the same products for few rows in any order: out [pairs, out], of expert `chosen`
+        """Write the same products for few rows in any order: out [pairs, out], of expert `chosen`
         [pairs]; x has a row for each of them or for each token."""
         picked_matmul(x, chosen, *self._weights, out, self._format)

@@ -43,7 +43,7 @@ class _Prefix:
 
 
 def _shares(blocks: Iterable[KVCacheBlock]) -> float:
-    """Counts blocks, each divided by its holders."""
+    """Count blocks, each divided by its holders."""
     return sum(1 / int(each.ref_cnt) for each in blocks if not each.is_null)
 
 
@@ -92,7 +92,7 @@ class VllmBlocks:
         return int(request.num_computed_tokens) if request else 0
 
     def num_cached(self, request: Request) -> int:
-        """Counts the tokens of a request that the prefix cache has."""
+        """Count the tokens of a request that the prefix cache has."""
         return int(self._manager.get_computed_blocks(request)[1])
 
     def hold_prefix(self, request_id: str) -> Prefix:
@@ -131,7 +131,7 @@ class GroupKind:
 
 
 def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
-    """Returns what a cache group keeps.
+    """Return what a cache group keeps.
 
     Raises:
         WorkerStartError: nobody knows what it takes.
@@ -154,5 +154,5 @@ def group_kind(group: KVCacheGroupSpec, config: VllmConfig) -> GroupKind:
 
 
 def pool_block_bytes(rank: KVCacheConfig, config: VllmConfig) -> int:
-    """Returns the KV bytes of a block on one rank, whichever group has it."""
+    """Return the KV bytes of a block on one rank, whichever group has it."""
     return int(_pool_bytes_per_block(config, rank.kv_cache_groups))

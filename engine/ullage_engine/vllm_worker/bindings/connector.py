@@ -37,7 +37,7 @@ from ullage_kv import Arena
 
 
 def transfer_config(host_tier: HostTier) -> KVTransferConfig:
-    """Returns what makes vLLM use this connector."""
+    """Return what makes vLLM use this connector."""
     return KVTransferConfig(
         kv_connector=TierConnector.__name__,
         kv_connector_module_path=__name__,
@@ -120,7 +120,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _StepCopies(self._tiers.plan())
 
     def _cached_blocks(self, name: str) -> Sequence[int]:
-        """Returns the leading blocks of a request that vLLM caches."""
+        """Return the leading blocks of a request that vLLM caches."""
         assert self._manager is not None
         [blocks] = self._manager.get_blocks(name).blocks
         num_cached = 0
@@ -166,10 +166,10 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.part.load(self._get_connector_metadata().copies.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: all layers are copied in before the first is computed."""
+        """Do nothing: all layers are copied in before the first is computed."""
 
     def save_kv_layer(self, layer_name: str, *_: Any, **__: Any) -> None:
-        """Does nothing: blocks are copied when all layers are computed."""
+        """Do nothing: blocks are copied when all layers are computed."""
 
     def wait_for_save(self) -> None:
         if self.part is not None:
@@ -207,13 +207,13 @@ class RankPart:
         self._is_async = device.type == "cuda"
 
     def load(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies slots to blocks, before what the device computes next."""
+        """Copy slots to blocks, before what the device computes next."""
         for slot, block in copies:
             for pool, part in zip(self._pools, self._parts(slot), strict=True):
                 pool[block].copy_(part, non_blocking=self._is_async)
 
     def store(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks to slots, and waits until they are there."""
+        """Copy blocks to slots, and wait until they are there."""
         for block, slot in copies:
             for pool, part in zip(self._pools, self._parts(slot), strict=True):
                 part.copy_(pool[block], non_blocking=self._is_async)
@@ -227,12 +227,12 @@ class RankPart:
 
 
 def _apart(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns each KV once: layers may share it."""
+    """Return each KV once: layers may share it."""
     return list({each.data_ptr(): each for each in kv_caches}.values())
 
 
 def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Returns a layer's KV [block, ...] as bytes [block of vLLM, byte].
+    """Return a layer's KV [block, ...] as bytes [block of vLLM, byte].
 
     Raises:
         ValueError: the bytes of a block do not lie together.
@@ -254,7 +254,7 @@ def _by_block(layer: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
-    """Returns why the blocks of a model stay on the device; empty if they need not."""
+    """Return why the blocks of a model stay on the device; empty if they need not."""
     groups = kv_cache_config.kv_cache_groups
     kinds = [group_kind(group, vllm_config) for group in groups]
     if len(groups) != 1 or kinds[0].window_tokens or kinds[0].state_blocks:
@@ -265,7 +265,7 @@ def refusal(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> str:
 
 
 def part_format(worker: Any) -> tuple[int, list[str]]:
-    """Returns the bytes that a rank has of every block, and what they depend on beside the model.
+    """Return the bytes that a rank has of every block, and what they depend on beside the model.
 
     `worker`: vLLM's worker of the rank, whose process calls this. 0 bytes: it cannot copy them.
     """
@@ -292,5 +292,5 @@ def cut_slots(_worker: Any, block_bytes: int) -> None:
 
 
 def content_of(pool: BlockPool, block: int) -> object:
-    """Returns what vLLM has cached in a block; None: nothing."""
+    """Return what vLLM has cached in a block; None: nothing."""
     return pool.blocks[block].block_hash

@@ -84,7 +84,7 @@ _NOTICED_WITHIN_S = 2.0
 
 
 def check_version() -> None:
-    """Checks the version of vLLM.
+    """Check the version of vLLM.
 
     Raises:
         WorkerStartError: it is another one.
@@ -100,7 +100,7 @@ def check_version() -> None:
 def make_config(
     arguments: Mapping[str, Any], host_tier: HostTier | None = None, *, headless: bool = False
 ) -> VllmConfig:
-    """Makes vLLM's configuration.
+    """Make vLLM's configuration.
 
     Args:
         host_tier: memory for KV outside the device, which embeddings have none of.
@@ -143,7 +143,7 @@ def check_device(asked: str) -> None:
 
 
 def processor() -> str:
-    """Returns the kind of processor that vLLM computes with, without a context on a GPU."""
+    """Return the kind of processor that vLLM computes with, without a context on a GPU."""
     return cpu_kind() if is_cpu() else str(current_platform.get_device_name())
 
 
@@ -154,12 +154,12 @@ def environment() -> dict[str, str]:
 
 
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of a number of a type."""
+    """Return the bytes of a number of a type."""
     return int(getattr(torch, dtype).itemsize)
 
 
 def resolve_dtype(name: str) -> str:
-    """Returns the type of weights; auto is bfloat16 where the device computes in it."""
+    """Return the type of weights; auto is bfloat16 where the device computes in it."""
     if name != "auto":
         return name
     fast = not is_cpu() or cpu_computes_bfloat16()
@@ -167,7 +167,7 @@ def resolve_dtype(name: str) -> str:
 
 
 def cpu_budget(config: EngineConfig, host_tier: int) -> int:
-    """Returns the bytes of memory that all ranks of a CPU engine may have, beside those of the host
+    """Return the bytes of memory that all ranks of a CPU engine may have, beside those of the host
     tier."""
     return open_ledger(config, torch.device("cpu"), host_tier).total_bytes * config.gpus
 
@@ -180,7 +180,7 @@ adapters, and the bytes that were free of each rank's GPU, to the KV bytes of ea
 def _sized_executor(
     base: type[Executor], size_pool: SizePool, on_stage: Callable[[str], None]
 ) -> type[Executor]:
-    """Makes vLLM's executor ask the ledger how large the KV pool becomes, and end its ranks at
+    """Make vLLM's executor ask the ledger how large the KV pool becomes, and end its ranks at
     once."""
 
     class SizedExecutor(base):  # type: ignore[misc]
@@ -212,7 +212,7 @@ def _sized_executor(
 
 
 def _blank_slots(executor: Executor) -> int:
-    """Returns the bytes of the slots of adapters, on all ranks, and makes them resident."""
+    """Return the bytes of the slots of adapters, on all ranks, and make them resident."""
     return sum(executor.collective_rpc("ullage_blank_slots")) if executor.lora_config else 0
 
 
@@ -403,7 +403,7 @@ class VllmCore:
     # tiers ---------------------------------------------------------------------------------------
 
     def tier_format(self) -> tuple[int, list[str]]:
-        """Returns the bytes of a block that ranks copy, and what they depend on beside the model.
+        """Return the bytes of a block that ranks copy, and what they depend on beside the model.
 
         Raises:
             TiersRefusedError: blocks stay on the device.
@@ -422,7 +422,7 @@ class VllmCore:
         return sum(num_bytes for num_bytes, _ in parts), facts
 
     def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> TierTransfers:
-        """Keeps blocks outside the device, too, under keys of the namespace `space`, in slots for
+        """Keep blocks outside the device, too, under keys of the namespace `space`, in slots for
         so many bytes."""
         self._engine.engine_core.engine_core.model_executor.collective_rpc(
             cut_slots, args=(block_bytes,)
@@ -560,7 +560,7 @@ class VllmCore:
             raise
 
     def _without_broken(self, outputs: list[CoreOutput]) -> list[CoreOutput]:
-        """Gives up the requests whose grammars have failed in this step."""
+        """Give up the requests whose grammars have failed in this step."""
         broken = self._broken
         self._broken = {}
         failed = [
@@ -698,11 +698,11 @@ class VllmCore:
         return getattr(self._executor, "is_failed", False)
 
     def close(self) -> None:
-        """Ends the processes of other ranks."""
+        """End the processes of other ranks."""
         self._engine.engine_core.shutdown()
 
     def _make_grammar(self, request: Request) -> Grammar:
-        """Makes the state of a request's grammar, in place of vLLM's own way."""
+        """Make the state of a request's grammar, in place of vLLM's own way."""
         params = request.sampling_params
         assert params is not None and params.extra_args is not None
         matcher = self._grammars.compile(params.extra_args[GRAMMAR]).result().deep_copy()

@@ -63,7 +63,7 @@ class GrammarMasks:
 
 
 def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
-    """Returns the arguments of vLLM's `SamplingParams`; `max_tokens` counts what was sent."""
+    """Return the arguments of vLLM's `SamplingParams`; `max_tokens` counts what was sent."""
     sampling = request.sampling
     extra = dict[str, Any]()
     if sent := request.token_ids[request.num_prompt_tokens :]:
@@ -96,7 +96,7 @@ def sampling_arguments(request: EngineRequest, max_tokens: int) -> dict[str, Any
 def converted_output(
     output: RequestOutput, params: SamplingParams | None, num_loaded: int
 ) -> CoreOutput:
-    """Converts what a step produced of a request that was not aborted and has begun with so many
+    """Convert what a step produced of a request that was not aborted and has begun with so many
     tokens from tiers."""
     [sample] = output.outputs
     finish: Literal["", "stop", "length", "error"] = ""
@@ -121,7 +121,7 @@ def converted_output(
 
 
 def converted_embedding(output: PoolingRequestOutput) -> CoreOutput:
-    """Converts the embedding of a request."""
+    """Convert the embedding of a request."""
     vector = output.outputs.data.to(device="cpu", dtype=torch.float32).contiguous()
     return CoreOutput(
         request_id=output.request_id,
@@ -146,6 +146,6 @@ def _logprobs(sample: CompletionOutput, num_top: int | None) -> list[TokenLogpro
 
 
 def unmatched(reason: str) -> str:
-    """Returns the message for the client whose grammar failed for `reason`."""
+    """Return the message for the client whose grammar failed for `reason`."""
     line = " ".join(reason.split())[:300]
     return f"the grammar cannot be followed: {line}; simplify it"

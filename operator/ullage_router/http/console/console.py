@@ -87,7 +87,7 @@ class RecordBuffer:
         self._pending.append(record)
 
     def take(self) -> dict[str, object] | None:
-        """Returns the data of the next event; None where nothing waits."""
+        """Return the data of the next event; None where nothing waits."""
         if not self._pending:
             return None
         taken = {
@@ -123,11 +123,11 @@ class Console:
         service.observers.append(self._on_end)
 
     def serve_requests(self, app: Endpoint) -> None:
-        """Takes the endpoint of all other paths, for the chat and the overload."""
+        """Take the endpoint of all other paths, for the chat and the overload."""
         self._app = app
 
     def routes(self) -> Routes:
-        """Returns the console's paths for the network."""
+        """Return the console's paths for the network."""
         routes: dict[str, Mapping[str, Endpoint]] = {
             CONSOLE: _page("console.html"),
             f"{CONSOLE}/console.css": _page("console.css"),
@@ -141,11 +141,11 @@ class Console:
         return routes
 
     def own_routes(self) -> Routes:
-        """Returns the paths for the other processes."""
+        """Return the paths for the other processes."""
         return {EVENTS: {"GET": self._send_own_events}}
 
     def close(self) -> None:
-        """Ends what was begun: open events would keep the server from stopping."""
+        """End what was begun: open events would keep the server from stopping."""
         self._closing.set()
         if self._overload:
             self._overload.cancel()
@@ -166,7 +166,7 @@ class Console:
         await self._send_events(reply, ())
 
     async def _send_events(self, reply: Reply, siblings: Sequence[Path]) -> None:
-        """Sends events until the reader goes or this process stops.
+        """Send events until the reader goes or this process stops.
 
         A reader that takes nothing is cut off by the server.
         """
@@ -210,7 +210,7 @@ class Console:
         }
 
     async def _relay(self, path: Path, reply: Reply) -> None:
-        """Sends the events of another process, also of the one that starts in its place."""
+        """Send the events of another process, also of the one that starts in its place."""
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 async with contextlib.aclosing(_events_of(path)) as events:
@@ -219,7 +219,7 @@ class Console:
             await self._pause(RECONNECT_S)
 
     async def _pause(self, seconds: float) -> None:
-        """Returns after so long, or at once when this process stops."""
+        """Return after so long, or at once when this process stops."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
@@ -280,7 +280,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _discard(message: Message) -> None:
-    """Takes a part of an answer that nobody reads."""
+    """Take a part of an answer that nobody reads."""
 
 
 def _event(name: bytes, data: dict[str, object]) -> bytes:
@@ -288,7 +288,7 @@ def _event(name: bytes, data: dict[str, object]) -> bytes:
 
 
 async def _events_of(path: Path) -> AsyncGenerator[bytes]:
-    """Yields the events of another process.
+    """Yield the events of another process.
 
     Raises:
         OSError, IncompleteReadError: it is starting, or gone.
@@ -306,7 +306,7 @@ async def _events_of(path: Path) -> AsyncGenerator[bytes]:
 
 
 def _page(name: str) -> dict[str, Endpoint]:
-    """Returns the endpoint of a file of the page."""
+    """Return the endpoint of a file of the page."""
     body = files("ullage_router.http.console").joinpath(name).read_bytes()
     kind = _TYPES[name.rpartition(".")[2]] + b"; charset=utf-8"
 

@@ -205,12 +205,12 @@ class _Run:
         return None
 
     def close(self) -> None:
-        """Gives back the room of the vectors."""
+        """Give back the room of the vectors."""
         self._room.give_back(self._taken_bytes, self._tenant.name)
         self._taken_bytes = 0
 
     def pieces(self, *, is_base64: bool) -> Iterator[bytes]:
-        """Yields the body of the answer in pieces of about PIECE_BYTES; each vector once."""
+        """Yield the body of the answer in pieces of about PIECE_BYTES; each vector once."""
         piece = bytearray(b'{"object":"list","data":[')
         for index, vector in enumerate(self._vectors):
             piece += b"," if index else b""
@@ -225,7 +225,7 @@ class _Run:
         yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
 
     def _max_parallel(self) -> int:
-        """Returns how many inputs may run or wait at a time without refusing one another."""
+        """Return how many inputs may run or wait at a time without refusing one another."""
         most = self._tenant.max_concurrency or MAX_PARALLEL
         return min(len(self._asked), MAX_PARALLEL, most, 1 + self._max_queued)
 
@@ -236,7 +236,7 @@ class _Run:
         raise error
 
     async def _work(self) -> None:
-        """Serves one input after another.
+        """Serve one input after another.
 
         One that lacks what others of this body take is served when one of them has ended, and
         fewer run at a time from then on. Once a vector is there, the last worker waits shortages
@@ -260,7 +260,7 @@ class _Run:
                 await asyncio.sleep(wait_s)
 
     def _end_others(self, error: ServiceError) -> None:
-        """Makes the inputs that end with the body count as its error, not as clients that left."""
+        """Make the inputs that end with the body count as its error, not as clients that left."""
         for call in self._running.values():
             call.ended_by = error
 
@@ -287,7 +287,7 @@ class _Run:
         self._num_done += 1
 
     def _take_room(self, size: int) -> None:
-        """Takes room for all vectors of the body, once the size of one in bytes is known.
+        """Take room for all vectors of the body, once the size of one in bytes is known.
 
         Raises:
             ServiceError: they are too large together, or there is no room now.

@@ -138,14 +138,14 @@ class Writer:
         await self._reply.end()
 
     def wait_for_stream(self) -> None:
-        """Sends comments, the first of which begins the stream, whenever nothing else is sent for
+        """Send comments, the first of which begins the stream, whenever nothing else is sent for
         too long: balancers would cut the connection."""
         if self._keepalive_s:
             self._sent_at = self._loop.time()
             self._timer = self._loop.call_later(self._keepalive_s, self._keep_alive)
 
     def start_stream(self) -> None:
-        """Begins the stream, if it has not begun."""
+        """Begin the stream, if it has not begun."""
         if self._is_streaming:
             return
         headers = [
@@ -158,13 +158,13 @@ class Writer:
         self._is_streaming = True
 
     def stop(self) -> None:
-        """Stops keep-alives: nothing more is sent unless somebody asks for it."""
+        """Stop keep-alives: nothing more is sent unless somebody asks for it."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
 
     def _keep_alive(self) -> None:
-        """Sends a comment where nothing was sent for long enough, and looks again."""
+        """Send a comment where nothing was sent for long enough, and look again."""
         now = self._loop.time()
         if now - self._sent_at >= self._keepalive_s:
             self.start_stream()

@@ -120,7 +120,7 @@ def decision_headers(record: RequestRecord) -> Headers:
 
 
 def _cached_header(cached: Sequence[CachedTokens]) -> str:
-    """Returns a dictionary of tokens by tier as structured fields (RFC 9651) have it."""
+    """Return a dictionary of tokens by tier as structured fields (RFC 9651) have it."""
     return ", ".join(
         f"{each.tier}={each.num_tokens}"
         + (f";seconds={each.seconds:.3f}" if each.tier != DEVICE else "")

@@ -43,7 +43,7 @@ _MAX_TOKEN_DIGITS = len(str(MAX_UINT32))
 
 
 def logit_bias(common: Common) -> dict[int, float]:
-    """Returns biases by token; raises ServiceError for a key that is no token."""
+    """Return biases by token; raises ServiceError for a key that is no token."""
     biases = {}
     for key, value in (common.logit_bias or {}).items():
         if not _is_token(key):
@@ -297,17 +297,17 @@ _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    """Raise ServiceError INVALID_ARGUMENT that names the field."""
     return parse(_CHAT, body)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Raises ServiceError INVALID_ARGUMENT that names the field."""
+    """Raise ServiceError INVALID_ARGUMENT that names the field."""
     return parse(_COMPLETION, body)
 
 
 def from_chat(chat: ChatRequest) -> Request:
-    """Converts a chat body to the wire's form."""
+    """Convert a chat body to the wire's form."""
     request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
     # Set even when empty, so that the check names `messages` and not the missing input.
     request.messages.SetInParent()
@@ -323,7 +323,7 @@ def from_chat(chat: ChatRequest) -> Request:
 
 
 def from_completion(completion: CompletionRequest) -> Request:
-    """Converts a completion body to the wire's form."""
+    """Convert a completion body to the wire's form."""
     _check_no_chat(completion)
     request = _from_common(completion, completion.max_tokens)
     _set_prompt(request, completion.prompt)

@@ -20,7 +20,7 @@ from ullage_router.telemetry.record import DEVICE, RESUMED_INEXACT, cached_token
 
 
 def sse_event(data: bytes) -> bytes:
-    """Returns one server-sent event; JSON has no line break in it."""
+    """Return one server-sent event; JSON has no line break in it."""
     return b"data: " + data + b"\n\n"
 
 
@@ -382,11 +382,11 @@ class Chunks:
         """What is before and after the text in a plain chunk, by choice."""
 
     def opening(self, accepted: inference_pb2.Accepted) -> bytes:
-        """Returns what comes before the first event."""
+        """Return what comes before the first event."""
         return _events(self._form.opening(accepted))
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Returns the bytes of one event of the answer; empty when it has none."""
+        """Return the bytes of one event of the answer; empty when it has none."""
         match event.WhichOneof("event"):
             case "finished":
                 return _events(self._form.closing(event.finished)) + _comment(event.finished)
@@ -410,7 +410,7 @@ class Chunks:
 
 
 def _comment(finished: Finished) -> bytes:
-    """Returns the comment of an answer that another engine may have gone on with otherwise."""
+    """Return the comment of an answer that another engine may have gone on with otherwise."""
     return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
 
 
