@@ -1,0 +1,136 @@
+"""scripts/release.py: versions, news, and the tree that a release needs."""
+
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts"
+release = SimpleNamespace(**runpy.run_path(str(SCRIPTS / "release.py")))
+commit_message = SimpleNamespace(**runpy.run_path(str(SCRIPTS / "commit_message.py")))
+
+VERSIONS = st.tuples(*[st.integers(0, 99)] * 3).map(lambda parts: ".".join(map(str, parts)))
+
+
+@given(VERSIONS, VERSIONS)
+def test_only_a_newer_version_follows(version: str, current: str) -> None:
+    if Version(version) > Version(current):
+        release.check_version(version, current)
+    else:
+        with pytest.raises(release.ReleaseError, match="use a higher one"):
+            release.check_version(version, current)
+
+
+@pytest.mark.parametrize("version", ["", "1", "0.2", "v0.2.0", "0.2.0rc1", "0.2.0.0", "next"])
+def test_a_version_of_another_form_is_refused(version: str) -> None:
+    with pytest.raises(release.ReleaseError, match=r"use one as 0\.2\.0"):
+        release.check_version(version, "0.1.0")
+
+
+def test_the_version_is_written_where_it_is_read() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    chart = (ROOT / "charts/ullage/Chart.yaml").read_text(encoding="utf-8")
+    assert 'version = "9.8.7"' in release.with_project_version(project, "9.8.7")
+    changed = release.with_chart_version(chart, "9.8.7")
+    assert "\nversion: 9.8.7\n" in changed
+    assert "\nappVersion: 9.8.7\n" in changed
+    assert changed.count("9.8.7") == 2
+
+
+def test_requirements_are_the_wheels() -> None:
+    names = ["Jinja2-3.1.6-py3-none-any.whl", "ullage-0.2.0-py3-none-linux_x86_64.whl"]
+    assert release.requirements([Path(name) for name in names]) == [
+        "jinja2==3.1.6",
+        "ullage==0.2.0",
+    ]
+
+
+def test_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"tank")
+    (tmp_path / "SHA256SUMS").write_text(release.checksums([tmp_path / "a"]), encoding="utf-8")
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path, check=False)
+    assert done.returncode == 0
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with what the first steps of a release read."""
+    root = tmp_path / "tree"
+    for name in ("pyproject.toml", "CHANGELOG.md", "scripts/release.py", "newsfragments/README.md"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    git(root, "init", "--quiet")
+    (root / "newsfragments/+tank.feature.md").write_text("Tanks have room.\n", encoding="utf-8")
+    commit_all(root)
+    return root
+
+
+def git(root: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=root, check=True)
+
+
+def commit_all(root: Path) -> None:
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "tests: make a tree")
+
+
+def dry_run(root: Path, version: str = "9.0.0") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/release.py", version, "--dry-run"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_a_dry_run_shows_the_news_and_changes_nothing(tree: Path) -> None:
+    done = dry_run(tree)
+    assert done.returncode == 0, done.stderr
+    assert "## 9.0.0" in done.stdout
+    assert "- Tanks have room." in done.stdout
+    git(tree, "diff", "--exit-code")
+
+
+def test_a_tree_that_is_not_ready_is_refused(tree: Path) -> None:
+    git(tree, "tag", "v9.0.0")
+    assert "tag v9.0.0 exists; use a higher version" in dry_run(tree).stderr
+
+    (tree / "newsfragments/+tank.feature.md").unlink()
+    assert "the tree has changes" in dry_run(tree, "9.0.1").stderr
+
+    commit_all(tree)
+    refused = dry_run(tree, "9.0.1")
+    assert "newsfragments/ is empty" in refused.stderr
+    assert refused.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "router: log an accepted request once\n\nThe second line told nothing.\n",
+        "kv/store: own pending blocks\n\nWhy.\n# a comment of git\n",
+        "Merge branch 'x'\n",
+    ],
+)
+def test_a_good_message_of_a_commit_passes(message: str) -> None:
+    assert not commit_message.faults(message)
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ("", "is not `room: verb object`"),
+        ("Log once\n\nWhy.\n", "is not `room: verb object`"),
+        ("router: log once\n", "there is no body"),
+        ("router: log once.\n\nWhy.\n", "ends with a full stop"),
+        ("router: log once\nWhy.\n", "line 2 is not empty"),
+        (f"router: {'x' * 80}\n\nWhy.\n", "subject has 88 characters"),
+    ],
+)
+def test_a_fault_of_a_message_is_named(message: str, fault: str) -> None:
+    assert any(fault in each for each in commit_message.faults(message))
