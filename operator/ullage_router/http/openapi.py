@@ -366,11 +366,15 @@ def _content(operation: Operation, status: int, schemas: Schemas) -> Json:
     for kind in operation.kinds:
         if kind == JSON:
             content[kind] = {"schema": schemas.of(operation.answer)}
+        elif kind == EVENTS:
+            # OpenAPI 3.1 has no schema of a single event. Programs take a schema of the stream, a
+            # string, for one of each event. OpenAPI 3.2 calls it `itemSchema`.
+            content[kind] = {}
+            if operation.events:
+                events = [schemas.of(event) for event in operation.events]
+                content[kind]["x-itemSchema"] = {"oneOf": [*events, {"const": "[DONE]"}]}
         else:
             content[kind] = {"schema": {"type": "string"}}
-        if kind == EVENTS and operation.events:  # `itemSchema` in OpenAPI 3.2
-            events = [schemas.of(event) for event in operation.events]
-            content[kind]["x-itemSchema"] = {"oneOf": [*events, {"const": "[DONE]"}]}
     return content
 
 

@@ -57,6 +57,21 @@ def test_vectors_are_as_described(start_service: "StartService") -> None:
     assert (EMBEDDINGS, 200) in statuses
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_is_as_described(start_service: "StartService", path: str) -> None:
+    field = "messages" if path.startswith("/v1/chat") else "prompt"
+    body = {"model": MODEL, "stream": True, field: INPUTS[field]}
+    with background_loop() as loop, requests.Session() as session:
+        session.trust_env = False
+        url = f"http://127.0.0.1:{loop.enter(start_service()).router.http_port}"
+        document = session.get(f"{url}/openapi.json").json()
+        schema = schemathesis.openapi.from_dict(document, config=SchemathesisConfig())
+        case = schema[path]["POST"].Case(body=body, media_type="application/json")
+        answer = case.call(base_url=url, session=session, timeout=60)
+        assert answer.headers["content-type"][0].startswith("text/event-stream")
+        case.validate_response(answer, checks=CHECKS)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SLOW_S)
 def test_many_answers_are_as_described(start_service: "StartService") -> None:

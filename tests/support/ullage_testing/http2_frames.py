@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 
 from ullage_testing.byte_fuzz import Mutator
 
+GRPC_ERRORS = ("Invalid encoding", "ExecuteBatchError raised in core")
+"""Beginnings of errors that gRPC itself logs: metadata that is not UTF-8, which it hands on, and an
+answer to a client that has gone."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
 CONTINUATION = 9
