@@ -41,7 +41,7 @@ from ullage_router.shared_quota import QuotaFolder
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest
 from ullage_router.telemetry.record import RequestRecord, Stats
 from ullage_router.tenants import ANONYMOUS, Tenants
-from ullage_router.tickets.picker import TicketIssuer
+from ullage_router.tickets.issuer import TicketIssuer
 from ullage_router.tickets.signing import TicketSigner
 
 log = logging.getLogger(__name__)

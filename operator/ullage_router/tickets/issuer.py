@@ -1,25 +1,19 @@
-"""Serves `Pick`: places requests that clients stream from engines themselves, and reserves their
-memory until they end or their tickets expire.
+"""Serve `Pick`: place requests that clients stream from engines themselves.
 
-A batch of picks is decided over one view of the engines, by the rules of every other request: over
-a few drawn engines where a request fits at home as it is, otherwise over all. What a batch has
-placed already counts for the rest of it. Equal requests are placed several at once, where the same
-decisions, made one by one, could have placed each of them.
+Each ticket reserves memory on its engine until the request ends or the ticket expires.
 """
 
 import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
-from msgspec.structs import replace
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.router import RouterConfig
-from ullage_common.request_cost import Demand
 from ullage_common.tickets.tickets import CLOCK_SKEW_S, Claims
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_common.wire.limits import MAX_PRIORITY, MAX_SAMPLES, MAX_SESSION_ID_BYTES
@@ -29,219 +23,22 @@ from ullage_router.admission.queue import RequestQueue
 from ullage_router.call import num_samples
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
-from ullage_router.engines.roster import DrawGroup
 from ullage_router.policy.affinity import CacheKey
 from ullage_router.policy.decide import (
-    NextStep,
     Refuse,
     Run,
-    ShrinkContext,
-    decide,
-    decide_among,
-    min_output,
-    room_of,
 )
 from ullage_router.policy.decision import (
-    WELL,
-    EngineState,
     EngineView,
-    RequestFacts,
     RoutingPolicy,
     TimeLimits,
 )
-from ullage_router.policy.forecast import is_on_time
 from ullage_router.tenants import TenantSession
+from ullage_router.tickets.batch import HELD, Ask, PickBatch, Room
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 from ullage_router.tickets.signing import PaidTickets, TicketSigner, new_ids
 from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer import Model
-
-WAIT_RETRY_S = 1
-MAX_SHARES = 16
-"""Decisions that like requests are spread by, where all fit."""
-HELD = Refuse(
-    "busy",
-    "TICKETS_HELD",
-    "tickets that are not used yet hold as much of the engines as they may; report those that were "
-    "accepted or ended, or send the request to the router with Generate",
-    retry_after_s=WAIT_RETRY_S,
-)
-
-Room = Callable[[EngineView, int, int], int]
-"""Says of an engine, and of the bytes and prompt tokens of each request, how many may be reserved.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request as its client priced it."""
-
-    prompt_tokens: int
-    max_tokens: int
-    """Largest number of output tokens of each answer; 0: the service's limit."""
-    samples: int = 1
-    preferred: str = ""
-    """Key of the engine that has its beginning in its caches."""
-    refused_by: frozenset[str] = frozenset()
-    limit: int = 0
-    """Largest number of output tokens that the tenant may have; 0: no other than the service's."""
-    comes_at_end: bool = False
-    """Whether no part of the answer comes before its end."""
-
-
-class Batch:
-    """Decides requests one after another.
-
-    Args:
-        views: the engines at this moment.
-        policy: the ladder's.
-        ahead: bytes that others wait for, by pool.
-        max_output_tokens: the service's limit.
-        limits: times that each request must keep; one whose answer comes at its end keeps those of
-            the end.
-    """
-
-    def __init__(
-        self,
-        views: Sequence[EngineView],
-        policy: RoutingPolicy,
-        ahead: Mapping[str, int],
-        max_output_tokens: int,
-        limits: TimeLimits,
-    ) -> None:
-        self._policy = policy
-        self._ahead = ahead
-        self._max_output_tokens = max_output_tokens
-        self._limits = limits
-        self._limits_at_end = replace(limits, first_token_s=limits.end_s)
-        self._views = {view.id: view for view in views}
-        home = policy.pools[0]
-        large = policy.large_pool
-        has_large = any(view.pool == large for view in views)
-        names = (home, large) if has_large and home != large else (home,)
-        self._groups: dict[str, DrawGroup[str]] = {name: DrawGroup() for name in names}
-        for view in views:
-            if view.standing is EngineState.USABLE and (group := self._groups.get(view.pool)):
-                group.usable.append(view.id)
-                group.set_idle(view.id, _is_idle(view))
-
-    def share(self, count: int) -> int:
-        """Return how many of that many equal requests are placed at once, so that they spread over
-        engines."""
-        home = self._groups[self._policy.pools[0]].usable
-        usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
-        return -(-count // min(len(home) or usable or 1, MAX_SHARES))
-
-    def place(
-        self, ask: Ask, draw: int, most: int = 1, room: Room | None = None
-    ) -> tuple[Run | Refuse, int]:
-        """Place like requests on one engine, or return the reason why none runs now as it is.
-
-        Args:
-            most: of them; 1 or more.
-            room: how many the caller may reserve on an engine; None: as many as fit.
-
-        Returns:
-            The decision, and how many of them it holds for.
-        """
-        limit = min(ask.limit or self._max_output_tokens, self._max_output_tokens)
-        facts = self._facts(ask, min(ask.max_tokens or limit, limit), draw)
-        run = self._decide(facts)
-        if isinstance(run, Refuse):
-            return run, most
-        view = self._views[run.engine]
-        prompt = ask.prompt_tokens
-        if room:
-            most = min(most, room(view, run.demand.kv_bytes, prompt))
-        if not most:
-            return HELD, 1
-        count = self._fitting(view, facts, run.demand, most)
-        view = self._views[run.engine] = replace(
-            view,
-            available=view.available - count * run.demand.kv_bytes,
-            load=view.load + count,
-            backlog_tokens=view.backlog_tokens + count * prompt,
-            step_limit_s=min(view.step_limit_s, run.step_limit_s),
-        )
-        if group := self._groups.get(view.pool):
-            group.set_idle(view.id, _is_idle(view))
-        return run, count
-
-    def _facts(self, ask: Ask, most: int, draw: int) -> RequestFacts:
-        asked = most if ask.max_tokens else None
-        return RequestFacts(
-            prompt_tokens=ask.prompt_tokens,
-            max_tokens=most,
-            min_tokens=min_output(asked, most, self._policy.rungs.shrink_output),
-            samples=ask.samples,
-            ahead=self._ahead,
-            refused_by=ask.refused_by,
-            limits=self._limits_at_end if ask.comes_at_end else self._limits,
-            preferred=ask.preferred,
-            draw=draw,
-        )
-
-    def _decide(self, facts: RequestFacts) -> Run | Refuse:
-        decision: NextStep | None = decide_among(facts, self._sample(facts), self._policy)
-        if decision is None:
-            decision = decide(facts, list(self._views.values()), self._policy)
-        match decision:
-            case Run():
-                room = room_of(facts, self._views[decision.engine])
-                if decision.max_tokens < min(facts.max_tokens, room):
-                    return _left_to_generate(decision.reason, "a shorter answer")
-                return decision
-            case Refuse():
-                return decision
-            case ShrinkContext():
-                return _left_to_generate(decision.reason, "a shorter prompt")
-            case _:
-                return _left_to_generate(decision.reason, "waiting for memory")
-
-    def _sample(self, facts: RequestFacts) -> list[EngineView]:
-        """Return the engines for `decide_among`: random ones and the preferred one."""
-        sample = []
-        for pool, group in self._groups.items():
-            drawn = group.draw(facts.draw)
-            preferred = self._views.get(facts.preferred)
-            if preferred and preferred.pool == pool and preferred.id not in drawn:
-                drawn += [preferred.id] if preferred.standing is EngineState.USABLE else []
-            views = [self._views[name] for name in drawn]
-            if not views and pool == self._policy.large_pool:
-                views = [next(view for view in self._views.values() if view.pool == pool)]
-            sample += views
-        return sample
-
-    def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
-        """Return how many of such requests, the first of which fits, fit one after another."""
-        size = demand.kv_bytes
-        prompt = facts.prompt_tokens
-        output = demand.tokens - prompt
-        count = min(most, view.available // size) if size else most
-        while count > 1:
-            before = replace(
-                view,
-                load=view.load + count - 1,
-                backlog_tokens=view.backlog_tokens + (count - 1) * prompt,
-            )
-            if is_on_time(before, prompt, output, facts.limits):
-                break
-            count //= 2
-        return count
-
-
-def _is_idle(view: EngineView) -> bool:
-    return not view.backlog_tokens and view.health >= WELL
-
-
-def _left_to_generate(reason: str, what: str) -> Refuse:
-    return Refuse(
-        "busy",
-        reason,
-        f"the request needs {what}; send it to the router with Generate, which does that",
-        retry_after_s=WAIT_RETRY_S,
-    )
-
 
 MAX_BATCH = 1024
 MAX_OPEN = 200_000
@@ -250,20 +47,20 @@ MAX_AVOIDED = 8
 MAX_PREFIXES = 64
 MAX_TICKET_CHARACTERS = 256
 SWEEP_INTERVAL_S = 1.0
+REPORT_LAG_S = 1.0
+"""Seconds after which an engine's reports include a request that was sent with the ticket's last
+moment."""
 NO_CACHE_KEY = CacheKey("", ())
 NOBODY: frozenset[str] = frozenset()
 NO_NAME = "unknown"
 """Name of callers of whom nothing is known."""
-REPORT_LAG_S = 1.0
-"""Seconds after which an engine's reports include a request that was sent with the ticket's last
-moment."""
 
 
 @dataclass(slots=True)
 class _Call:
     """One Pick call: the engines as they were at its beginning, and its response."""
 
-    batch: Batch
+    batch: PickBatch
     response: pb.PickResponse
     full: set[str] = field(default_factory=set)
     """Keys of engines of which the caller holds as much as it may."""
@@ -509,10 +306,10 @@ class TicketIssuer:
         for i, priced in enumerate(request.requests):
             _check_priced(priced, f"requests[{i}]")
 
-    def _batch(self, model: Model) -> Batch:
+    def _batch(self, model: Model) -> PickBatch:
         limits = self._config.limits
         slo = self._config.slo
-        return Batch(
+        return PickBatch(
             self._engines.views(model),
             self._policy,
             self._queue.ahead(0),
