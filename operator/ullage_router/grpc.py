@@ -14,7 +14,7 @@ from ullage_common.wire.channels import text_metadata
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
 from ullage_router.call import Call, ResponseStream
-from ullage_router.cascade import PATH_KEY
+from ullage_router.cascade.peer import PATH_KEY
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, retry_after_s
 from ullage_router.pipeline import idempotency

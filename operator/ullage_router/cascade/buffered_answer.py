@@ -1,0 +1,78 @@
+"""A step's answer whose first tokens are held back until they are judged."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.call import Call, Event, ResponseStream
+from ullage_router.policy.cascade import Confidence
+from ullage_router.policy.decision import Decision
+
+
+class BufferedAnswer:
+    """A step's answer whose first tokens wait until they are judged.
+
+    Args:
+        stream: as the step began it.
+        call: the step's own call.
+        with_logprobs: the client asked for them; otherwise they are for the judgement only.
+    """
+
+    def __init__(self, stream: ResponseStream, call: Call, with_logprobs: bool) -> None:
+        self.accepted = inference_pb2.Accepted()
+        self.accepted.CopyFrom(stream.accepted)
+        self.call = call
+        self._stream = stream
+        self._with_logprobs = with_logprobs
+        self._coming = stream.events()
+        self._buffered: list[Event] = []
+
+    @property
+    def output_tokens(self) -> int:
+        return self._stream.output_tokens
+
+    async def judge(self, confidence: Confidence) -> None:
+        """Hold back as many tokens as are judged, or the whole answer if that is shorter.
+
+        Raises:
+            ServiceError: it broke off before.
+        """
+        async for event in self._coming:
+            self._buffered.append(event)
+            logprobs = (entry.logprob for entry in event.delta.logprobs)
+            confidence.add(event.delta.num_tokens, logprobs)
+            if confidence.is_complete or event.HasField("finished"):
+                return
+
+    def describe(self, request_id: str, decision: Decision) -> None:
+        """Write into `accepted` what was tried."""
+        self.accepted.request_id = request_id
+        self.accepted.model = decision.model
+        del self.accepted.attempts[:]
+        self.accepted.attempts.extend(attempt.to_wire() for attempt in decision.attempts)
+
+    async def events(self) -> AsyncIterator[Event]:
+        while self._buffered:
+            yield self._visible(self._buffered.pop(0))
+        async for event in self._coming:
+            yield self._visible(event)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    async def discard(self) -> None:
+        """End it unread."""
+        self._stream.close()
+        aclose = getattr(self._coming, "aclose", None)
+        if aclose is not None:
+            with contextlib.suppress(Exception):  # no client waits for this answer any more
+                await aclose()
+
+    def _visible(self, event: Event) -> Event:
+        """The event as the client may see it."""
+        if self._with_logprobs or not event.delta.logprobs:
+            return event
+        bare = Event()  # others may share this one and have asked for it all
+        bare.CopyFrom(event)
+        bare.delta.ClearField("logprobs")
+        return bare
