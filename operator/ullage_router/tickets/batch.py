@@ -35,7 +35,7 @@ from ullage_router.policy.forecast import is_on_time
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16
-"""Decisions that like requests are spread by, where all fit."""
+"""Most decisions over which equal requests are spread."""
 HELD = Refuse(
     "busy",
     "TICKETS_HELD",
@@ -44,8 +44,8 @@ HELD = Refuse(
     retry_after_s=WAIT_RETRY_S,
 )
 Room = Callable[[EngineView, int, int], int]
-"""Says of an engine, and of the bytes and prompt tokens of each request, how many may be reserved.
-"""
+"""Maps an engine, and the bytes and prompt tokens of each request, to the number of such requests
+that may be reserved there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +57,25 @@ class Ask:
     """Largest number of output tokens of each answer; 0: the service's limit."""
     samples: int = 1
     preferred: str = ""
-    """Key of the engine that has its beginning in its caches."""
+    """Key of the engine that has the request's prefix in its caches."""
     refused_by: frozenset[str] = frozenset()
+    """Keys of engines that may not get the request."""
     limit: int = 0
-    """Largest number of output tokens that the tenant may have; 0: no other than the service's."""
+    """Largest number of output tokens that the tenant may have; 0: the service's limit."""
     comes_at_end: bool = False
-    """Whether no part of the answer comes before its end."""
+    """Whether the whole answer comes at its end, such as the best of several."""
 
 
 class PickBatch:
-    """Decides requests one after another.
+    """Decide requests one after another, each over what those before it have left.
 
     Args:
-        views: the engines at this moment.
-        policy: the ladder's.
-        ahead: bytes that others wait for, by pool.
-        max_output_tokens: the service's limit.
-        limits: times that each request must keep; one whose answer comes at its end keeps those of
-            the end.
+        views: The engines at this moment.
+        policy: The policy of the ladder.
+        ahead: Bytes for which queued requests wait, by pool.
+        max_output_tokens: The service's limit of output tokens.
+        limits: Times that each request must keep. An answer that comes at its end has the limit of
+            the end for its first token, too.
     """
 
     def __init__(
@@ -91,10 +92,12 @@ class PickBatch:
         self._limits = limits
         self._limits_at_end = replace(limits, first_token_s=limits.end_s)
         self._views = {view.id: view for view in views}
+
         home = policy.pools[0]
         large = policy.large_pool
         has_large = any(view.pool == large for view in views)
         names = (home, large) if has_large and home != large else (home,)
+
         self._groups: dict[str, DrawGroup[str]] = {name: DrawGroup() for name in names}
         for view in views:
             if view.standing is EngineState.USABLE and (group := self._groups.get(view.pool)):
@@ -102,8 +105,9 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return how many of that many equal requests are placed at once, so that they spread over
-        engines."""
+        """Return how many of `count` equal requests to place at once, so that they spread over the
+        engines.
+        """
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
         return -(-count // min(len(home) or usable or 1, MAX_SHARES))
@@ -111,26 +115,30 @@ class PickBatch:
     def place(
         self, ask: Ask, draw: int, most: int = 1, room: Room | None = None
     ) -> tuple[Run | Refuse, int]:
-        """Place like requests on one engine, or return the reason why none runs now as it is.
+        """Place equal requests on one engine, or return the reason why none of them runs now.
 
         Args:
-            most: of them; 1 or more.
-            room: how many the caller may reserve on an engine; None: as many as fit.
+            ask: Each of the requests.
+            draw: A random number, by which engines are drawn.
+            most: Most requests to place; 1 or more.
+            room: Bounds the requests that the caller may reserve on an engine; None: all that fit.
 
         Returns:
-            The decision, and how many of them it holds for.
+            The decision, and the number of requests for which it holds.
         """
         limit = min(ask.limit or self._max_output_tokens, self._max_output_tokens)
         facts = self._facts(ask, min(ask.max_tokens or limit, limit), draw)
         run = self._decide(facts)
         if isinstance(run, Refuse):
             return run, most
+
         view = self._views[run.engine]
         prompt = ask.prompt_tokens
         if room:
             most = min(most, room(view, run.demand.kv_bytes, prompt))
         if not most:
             return HELD, 1
+
         count = self._fitting(view, facts, run.demand, most)
         view = self._views[run.engine] = replace(
             view,
@@ -175,7 +183,7 @@ class PickBatch:
                 return _left_to_generate(decision.reason, "waiting for memory")
 
     def _sample(self, facts: RequestFacts) -> list[EngineView]:
-        """Return the engines for `decide_among`: random ones and the preferred one."""
+        """Return the engines for `decide_among`: drawn ones and the preferred one."""
         sample = []
         for pool, group in self._groups.items():
             drawn = group.draw(facts.draw)
@@ -183,13 +191,18 @@ class PickBatch:
             if preferred and preferred.pool == pool and preferred.id not in drawn:
                 drawn += [preferred.id] if preferred.standing is EngineState.USABLE else []
             views = [self._views[name] for name in drawn]
+            # The rules must see that there is a large pool, even when none of it is usable.
             if not views and pool == self._policy.large_pool:
                 views = [next(view for view in self._views.values() if view.pool == pool)]
             sample += views
         return sample
 
     def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
-        """Return how many of such requests, the first of which fits, fit one after another."""
+        """Return how many equal requests fit on an engine, the first of which is known to fit.
+
+        Memory is divided. Time is not linear, so halves are tried until the last request of a half
+        would still be on time.
+        """
         size = demand.kv_bytes
         prompt = facts.prompt_tokens
         output = demand.tokens - prompt
@@ -210,10 +223,10 @@ def _is_idle(view: EngineView) -> bool:
     return not view.backlog_tokens and view.health >= WELL
 
 
-def _left_to_generate(reason: str, what: str) -> Refuse:
+def _left_to_generate(reason: str, need: str) -> Refuse:
     return Refuse(
         "busy",
         reason,
-        f"the request needs {what}; send it to the router with Generate, which does that",
+        f"the request needs {need}; send it to the router with Generate, which does that",
         retry_after_s=WAIT_RETRY_S,
     )

@@ -24,15 +24,8 @@ from ullage_router.call import num_samples
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import CacheKey
-from ullage_router.policy.decide import (
-    Refuse,
-    Run,
-)
-from ullage_router.policy.decision import (
-    EngineView,
-    RoutingPolicy,
-    TimeLimits,
-)
+from ullage_router.policy.decide import Refuse, Run
+from ullage_router.policy.decision import EngineView, RoutingPolicy, TimeLimits
 from ullage_router.tenants import TenantSession
 from ullage_router.tickets.batch import HELD, Ask, PickBatch, Room
 from ullage_router.tickets.book import OpenTickets, TicketCharge
@@ -41,7 +34,9 @@ from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer import Model
 
 MAX_BATCH = 1024
+"""Requests of one Pick call, each with its count."""
 MAX_OPEN = 200_000
+"""Picks of this router that have neither ended nor expired."""
 MAX_TOKENS = (1 << 31) - 1
 MAX_AVOIDED = 8
 MAX_PREFIXES = 64
@@ -53,7 +48,7 @@ moment."""
 NO_CACHE_KEY = CacheKey("", ())
 NOBODY: frozenset[str] = frozenset()
 NO_NAME = "unknown"
-"""Name of callers of whom nothing is known."""
+"""Name of callers without a key and without an address."""
 
 
 @dataclass(slots=True)
@@ -63,7 +58,7 @@ class _Call:
     batch: PickBatch
     response: pb.PickResponse
     full: set[str] = field(default_factory=set)
-    """Keys of engines of which the caller holds as much as it may."""
+    """Keys of engines on which the caller holds as much as it may."""
     addresses: dict[str, int] = field(default_factory=dict)
     """Index of each engine in the response's list."""
 
@@ -93,7 +88,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _PendingPick:
-    """Equal requests on their way through one call."""
+    """Equal requests of one call that are being placed."""
 
     priced: pb.PricedRequest
     remaining: int
@@ -104,9 +99,9 @@ class _PendingPick:
     """Number of the remaining requests that were let in."""
     priority: int = 0
     paid_by: Claims | None = None
-    """The ticket with which the answer was paid for that the request goes on with."""
+    """Claims of the ticket that paid for the answer which the request continues."""
     unpaid: Unpaid | None = None
-    """Bounds of what the caller may hold; None: it pays for its tickets."""
+    """Bounds of the caller's unused tickets; None: the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
         if self.session is None:
@@ -114,7 +109,7 @@ class _PendingPick:
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
 
     def leave(self, error: ServiceError) -> None:
-        """None of those left is placed: whatever they were charged comes back."""
+        """Return the quota of the remaining requests, none of which is placed."""
         if self.session:
             status = errors.http_status(error)
             entered = self.entered or 1
@@ -124,17 +119,17 @@ class _PendingPick:
 
 
 class TicketIssuer:
-    """Serves Pick.
+    """Serve `Pick`.
 
     Args:
-        config: limits and the model's name.
-        engines: where requests may go.
-        queue: the requests that wait before.
-        policy: of the ladder.
-        balancer: which engine has a request's beginning.
-        signer: None: Pick is off.
-        on_no_engine: called when a request finds no engine at all.
-        clock: monotonic, seconds.
+        config: The limits and the model's name.
+        engines: The engines on which requests may be placed.
+        queue: The queued requests, which go first.
+        policy: The policy of the ladder.
+        balancer: Knows which engine has a request's prefix in its caches.
+        signer: Signs tickets; None: Pick is off.
+        on_no_engine: Called when a request finds no engine at all.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -155,16 +150,17 @@ class TicketIssuer:
         self._balancer = balancer
         self._signer = signer
         self._on_no_engine = on_no_engine
-        longest_s = config.limits.total_timeout
-        self._paid = PaidTickets(signer.keys, longest_s) if signer else None
         self._ids = new_ids()
         self._task: asyncio.Task[None] | None = None
+
+        longest_s = config.limits.total_timeout
+        self._paid = PaidTickets(signer.keys, longest_s) if signer else None
         ticket_s = (signer.ttl_s if signer else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
         self._book = OpenTickets(ticket_s, longest_s, clock)
         self.counts = self._book.counts
+        """Picks that were placed, refused, ended or expired, by these words."""
         self.refusal: ServiceError | None = None
         """The answer to all requests while the service is stopped; None while it is not."""
-        """placed, refused, ended, expired."""
 
     def start(self) -> None:
         if self._signer:
@@ -191,26 +187,31 @@ class TicketIssuer:
     def pick(
         self, request: pb.PickRequest, session: TenantSession | None, peer: str = ""
     ) -> pb.PickResponse:
-        """Take the reports and place the requests, without waiting.
+        """Take the client's reports and place its requests, without waiting.
 
         Args:
-            session: of the tenant; None where there are no tenants.
-            peer: where the call comes from, as gRPC names it.
+            request: The reports and the requests.
+            session: The tenant's session; None where there are no tenants.
+            peer: The caller's address, as gRPC writes it.
 
         Raises:
-            ServiceError: Pick is off, a request is wrong, no model is known, or too many are open.
+            ServiceError: Pick is off, a request is invalid, no model is known, or too many picks
+                are open.
         """
         signer = self._enabled()
         model = self._engines.model
         if request.requests and self.refusal:
             raise self.refusal
         if request.requests and model is None:
-            raise errors.no_engine()  # before the reports: unavailable means that none is used
+            # Before the reports are taken: the client sends them again after UNAVAILABLE.
+            raise errors.no_engine()
+
         self._book.sweep()
         self._book.report(request.accepted, request.ended)
         response = pb.PickResponse(ttl_s=signer.ttl_s)
         if model is None or not request.requests:
             return response
+
         unpaid = self._unpaid(session, peer)
         self._check(request, unpaid)
         call = _Call(self._batch(model), response)
@@ -223,27 +224,30 @@ class TicketIssuer:
         return call.finish()
 
     def _unpaid(self, session: TenantSession | None, peer: str) -> Unpaid | None:
-        """Return the bounds of a caller whose tickets cost it nothing."""
+        """Return the bounds of a caller whose tickets cost it nothing; None: the caller pays."""
         if session and session.is_limited:
             return None
         holder = session.name if session else caller_of(peer)
         return Unpaid(holder or NO_NAME, self._config.slo.ttft_p95)
 
     def _is_full(self, engine: Engine, unpaid: Unpaid) -> bool:
-        """Return whether a caller may hold no more of an engine, for a request of any size."""
+        """Return whether an engine has no room left for a caller, for a request of any size."""
         view = engine.view(time.monotonic())
         return view is not None and not unpaid.room(view, engine.held(unpaid.holder), 1, 1)
 
     def prepay(
         self, request: pb.GenerateRequest, ticket: str | None, session: TenantSession
     ) -> Claims | None:
-        """Spares a request that goes on with an answer from being charged again.
+        """Spare a request that continues a paid answer from being charged again.
 
         Args:
-            ticket: the first one of the answer, if the request came with one.
+            request: The request, with the prompt and the tokens of the answer so far.
+            ticket: The first ticket of the answer; None where the request came with none.
+            session: The tenant's session of the request.
 
         Returns:
-            What `on_resumed` takes once the request has begun; None: it is charged like any other.
+            The claims for `on_resumed` once the request has begun; None: the request is charged
+            like any other.
         """
         num_prompt = len(request.token_ids.ids)
         if not (ticket and num_prompt):
@@ -252,23 +256,27 @@ class TicketIssuer:
         return self._paid_by(ticket, session, size)
 
     def on_resumed(self, paid_by: Claims | None) -> None:
-        """Counts that an answer which was paid for goes on elsewhere."""
+        """Count that a paid answer continues on another engine."""
         if paid_by and self._paid:
             self._paid.on_resumed(paid_by)
 
     def _paid_by(
         self, ticket: str, session: TenantSession, size: tuple[int, int, int]
     ) -> Claims | None:
-        """Return the claims of the ticket that may have paid for a request of this size; None
-        where none did. The session is charged at the end then, if no engine was lost."""
+        """Return the claims of the ticket that paid for a request of this size; None: none did.
+
+        The session is charged at the request's end, unless the ticket's engine was lost.
+        """
         claims = self._paid.find(ticket, session.name, size) if ticket and self._paid else None
         if claims:
             session.prepay(functools.partial(self._was_lost, claims))
         return claims
 
     def _was_lost(self, claims: Claims) -> bool:
-        """Whether the engine of a ticket was lost since the ticket was signed, by the clock of
-        whichever router signed it."""
+        """Return whether the engine of a ticket was lost after a router signed the ticket.
+
+        The time of signing comes from the clock of the router that signed.
+        """
         signer = self._enabled()
         engine = next((e for e in self._engines.all() if signer.tag(e.id) == claims.engine), None)
         if engine is None or engine.state != "ready":
@@ -323,7 +331,7 @@ class TicketIssuer:
         )
 
     def _place(self, pick: _PendingPick, call: _Call) -> None:
-        """Places what its tenant may have and what fits; the rest is refused."""
+        """Place the requests that the quota allows and that fit; refuse the rest."""
         share = call.batch.share(pick.remaining) if pick.remaining > 1 else 1
         session = pick.session
         try:
@@ -337,26 +345,27 @@ class TicketIssuer:
             self.counts["refused"] += pick.remaining
 
     def _enter(self, pick: _PendingPick, session: TenantSession | None) -> None:
-        """Takes as many requests as the tenant may have now from its quota.
+        """Charge the tenant's quota for as many requests as it allows now.
 
         Raises:
-            ServiceError: it may have none.
+            ServiceError: The quota allows none.
         """
         priced = pick.priced
         if session is None:
             pick.entered = pick.remaining
             pick.priority = priced.priority
             return
+
         pick.session = mine = session.new_session()
         size = (priced.prompt_tokens, priced.max_tokens, priced.samples or 1)
         pick.paid_by = self._paid_by(priced.paid_by, mine, size)
         most = min(priced.max_tokens or MAX_TOKENS, self._most(mine))
         output = min(most, self._engines.expected_output) * (priced.samples or 1)
-        count = (
-            mine.num_allowed(pick.remaining, priced.prompt_tokens + output)
-            if pick.remaining > 1
-            else 1
-        )
+        count = 1
+        if pick.remaining > 1:
+            count = mine.num_allowed(pick.remaining, priced.prompt_tokens + output)
+
+        # A request that the quota does not allow raises here.
         request = pb.GenerateRequest(priority=priced.priority)
         mine.open_request(request, self._config.model, max(1, count))
         pick.entered = max(1, count)
@@ -364,7 +373,7 @@ class TicketIssuer:
         mine.charge(priced.prompt_tokens, output)
 
     def _grant(self, pick: _PendingPick, share: int, call: _Call) -> None:
-        """Grant one ticket, for as many requests as fit where one fits."""
+        """Grant one ticket for as many requests as fit on the engine that the first one gets."""
         number = next(self._ids)
         priced = pick.priced
         run, count = self._run(pick, call, number, min(share, pick.entered))
@@ -382,11 +391,13 @@ class TicketIssuer:
         credits = [engine.reserve(size, prompt_tokens, step_limit_s, holder) for _ in range(count)]
         if pick.unpaid and self._is_full(engine, pick.unpaid):
             call.full.add(engine.key)
+
         bill = pick.bill(run.max_tokens * samples)
         self._book.add(number, engine, credits, bill, holder)
         self.on_resumed(pick.paid_by)
         pick.remaining -= count
         pick.entered -= count
+
         ticket = self._enabled().sign(
             number,
             engine.id,
@@ -400,23 +411,25 @@ class TicketIssuer:
         call.place(number, engine.address, ticket, run, count)
 
     def _most(self, session: TenantSession | None) -> int:
-        """Output tokens that the service and the tenant's rules allow."""
+        """Return the most output tokens that the service and the tenant's rules allow."""
         most = self._config.limits.max_output_tokens
         return min(most, session.rules.max_tokens or most) if session else most
 
     def _run(self, pick: _PendingPick, call: _Call, draw: int, most: int) -> tuple[Run, int]:
-        """Return the place of some of the requests, and their number; raise ServiceError when none
-        runs now as it is."""
+        """Return the place of some of the requests, and their number.
+
+        Raises:
+            ServiceError: None of the requests runs now as it is.
+        """
         priced = pick.priced
         balancer = self._balancer
         has_cache_key = bool(priced.session_id or priced.prefixes)
         tenant = pick.session.name if pick.session else ""
-        cache_key = (
-            CacheKey(priced.session_id, tuple(priced.prefixes), tenant)
-            if has_cache_key
-            else NO_CACHE_KEY
-        )
+        cache_key = NO_CACHE_KEY
+        if has_cache_key:
+            cache_key = CacheKey(priced.session_id, tuple(priced.prefixes), tenant)
         preferred = balancer.preferred(cache_key)
+
         avoid = self._keys(priced.avoid) if priced.avoid else NOBODY
         limit = self._most(pick.session)
         samples = priced.samples or 1
@@ -429,6 +442,7 @@ class TicketIssuer:
             limit,
             priced.comes_at_end,
         )
+
         decision, count = call.batch.place(ask, draw, most, self._room(pick.unpaid))
         if isinstance(decision, Refuse):
             if call.full and decision.reason == "KV_HEADROOM":
@@ -436,12 +450,13 @@ class TicketIssuer:
             if decision.kind == "unavailable":
                 self._on_no_engine()
             raise errors.refusal(decision)
+
         if has_cache_key:
             balancer.on_placed(cache_key, preferred, self._engines.at(decision.engine))
         return decision, count
 
     def _room(self, unpaid: Unpaid | None) -> Room | None:
-        """Return how many requests a caller may reserve on an engine; None: it pays for them."""
+        """Return the bound of a caller's reservations on an engine; None: the caller pays."""
         if unpaid is None:
             return None
 
@@ -453,8 +468,8 @@ class TicketIssuer:
 
     def _keys(self, addresses: Iterable[str]) -> frozenset[str]:
         """Return the keys of the engines at these addresses."""
-        there = frozenset(addresses)
-        return frozenset(e.key for e in self._engines.all() if e.address in there)
+        wanted = frozenset(addresses)
+        return frozenset(e.key for e in self._engines.all() if e.address in wanted)
 
 
 def _check_priced(priced: pb.PricedRequest, where: str) -> None:
@@ -463,7 +478,8 @@ def _check_priced(priced: pb.PricedRequest, where: str) -> None:
     has_more = has_more or priced.paid_by
     is_sized = 0 < priced.prompt_tokens <= MAX_TOKENS and priced.max_tokens <= MAX_TOKENS
     if is_sized and not (has_more or priced.prefixes):
-        return  # as most are
+        return  # most requests end here
+
     bounds: Sequence[tuple[str, int, int, int]] = (
         ("prompt_tokens", priced.prompt_tokens, 1, MAX_TOKENS),
         ("max_tokens", priced.max_tokens, 0, MAX_TOKENS),

@@ -1,5 +1,4 @@
-"""The router's side of tickets: signing them, and recognising those that paid for an answer which
-goes on elsewhere."""
+"""The router's side of tickets: sign them, and recognise those that paid for a resumed answer."""
 
 import os
 import struct
@@ -22,31 +21,35 @@ from ullage_common.tickets.tickets import (
 )
 
 MAX_TAGS = 10_000
-"""Engines' names come and go with their pods."""
+"""Tags of engines that are kept; engines' names come and go with their pods."""
+RESUMES_A_USE = 4
+"""Times that an answer is resumed for one payment; after that it is charged like a new one."""
+MAX_RESUMED = 100_000
+"""Tickets that are remembered because their answers were resumed."""
 
 _BLOCK = struct.Struct("64Q")
 
 
 def new_ids() -> Iterator[int]:
-    """64 random bits each, never 0: nobody guesses another's."""
+    """Yield ticket ids of 64 random bits, never 0, so that nobody guesses another's."""
     while True:
         yield from filter(None, _BLOCK.unpack(os.urandom(_BLOCK.size)))
 
 
 class TicketSigner:
-    """Signs tickets.
+    """Sign tickets.
 
     Args:
-        section: where the keys are and how long a ticket lasts.
+        section: The folder of the keys and the lifetime of a ticket.
 
     Raises:
-        ConfigError: the keys cannot be read.
+        ConfigError: The keys cannot be read.
     """
 
     def __init__(self, section: RouterTickets) -> None:
         self.ttl_s = section.ttl
         self.is_required = section.required
-        """Engines take nothing without a ticket."""
+        """Whether engines refuse requests without a ticket."""
         self.keys = TicketKeys(Path(section.keys_dir))
         self.ids = new_ids()
         self._tags: dict[str, bytes] = {}
@@ -63,9 +66,17 @@ class TicketSigner:
         count: int = 1,
         tenant: str | None = None,
     ) -> str:
-        """Leave for so many requests, each of at most this size, to this engine.
+        """Return a ticket for `count` requests of at most this size to one engine.
 
-        `tenant`: whose requests they are; None where there are no tenants.
+        Args:
+            number: Id of the ticket.
+            engine_id: The engine.
+            prompt_tokens: Most tokens of each prompt.
+            max_tokens: Most output tokens of each answer.
+            samples: Most answers to each request.
+            priority: Priority of the requests.
+            count: Number of requests.
+            tenant: The tenant that sends the requests; None where there are no tenants.
         """
         expires_ms = int((time.time() + self.ttl_s) * 1000)
         tag = self.tag(engine_id)
@@ -78,7 +89,7 @@ class TicketSigner:
     def sign_request(
         self, engine_id: str, request: inference_pb2.GenerateRequest
     ) -> tuple[str, str]:
-        """Metadata with a ticket for just this request, in token ids and with its limit."""
+        """Return metadata with a ticket for one request that has token ids and an output limit."""
         samples = request.samples
         return TICKET_KEY, self.sign(
             next(self.ids),
@@ -99,22 +110,16 @@ class TicketSigner:
         return tag
 
 
-RESUMES_A_USE = 4
-"""Times that an answer goes on elsewhere for one payment; then it is charged like a new one."""
-MAX_RESUMED = 100_000
-"""Tickets that are remembered because their answers went on elsewhere."""
-
-
 class PaidTickets:
-    """Recognises the tickets with which answers were paid for that go on elsewhere.
+    """Recognise the tickets that paid for answers which resume on another engine.
 
-    The ticket itself says who paid for what, so that every router with its key knows; how often it
-    was shown is counted by each process for itself.
+    The ticket itself carries the tenant and the size that were paid for, so every router with its
+    key can read them. Each process counts the resumptions that it has seen itself.
 
     Args:
-        keys: of the tickets.
-        request_s: the longest that a request runs.
-        clock: Unix time, seconds.
+        keys: The keys of the tickets.
+        request_s: Longest seconds that a request runs.
+        clock: Unix time, in seconds.
     """
 
     def __init__(
@@ -126,19 +131,22 @@ class PaidTickets:
         self._resumed = TicketUses(MAX_RESUMED)
 
     def find(self, ticket: str, tenant: str, size: tuple[int, int, int]) -> Claims | None:
-        """Return the claims of a ticket that paid for a request; None where none did.
+        """Return the claims of a ticket that paid for a request; None: it did not.
 
         Args:
-            tenant: whose request it is.
-            size: its tokens of the prompt, most output tokens of each answer (0: as many as the
-                service gives, for which no ticket pays), and answers.
+            ticket: The ticket as the client sent it.
+            tenant: The tenant that sends the request.
+            size: The request's prompt tokens, most output tokens of each answer, and number of
+                answers. An output limit of 0 means the service's, for which no ticket pays.
         """
         try:
             claims = read(ticket, self._keys.all)
         except TicketError:
             return None
+
         now = self._clock()
         self._resumed.forget(now)
+
         paid = (claims.prompt_tokens, claims.max_tokens, claims.samples)
         is_covered = all(0 < asked <= most for asked, most in zip(size, paid, strict=True))
         is_own = claims.is_sessionless and claims.cache_salt == cache_salt(tenant)
@@ -148,7 +156,7 @@ class PaidTickets:
         return claims if is_covered and is_own and is_left and is_running else None
 
     def on_resumed(self, claims: Claims) -> None:
-        """Counts that an answer of the ticket went on elsewhere."""
+        """Count that an answer of the ticket was resumed."""
         self._resumed.add(claims.id, self._until(claims))
 
     def _until(self, claims: Claims) -> float:
