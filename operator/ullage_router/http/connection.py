@@ -22,16 +22,9 @@ from uvicorn.server import ServerState
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import head_too_large, internal, late, malformed
-from ullage_router.http.messages import (
-    REFUSAL,
-    ASGIApp,
-    Headers,
-    Limits,
-    Message,
-    Scope,
-    head_error,
-    unknown_version,
-)
+from ullage_router.http.heads import head_error, unknown_version
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.messages import REFUSAL, ASGIApp, Headers, Message, Scope
 
 MAX_PIPELINED = 16
 """Number of requests that wait for the reply to another, after which nothing more is parsed."""
@@ -70,7 +63,7 @@ class ConnectionState(ServerState):
         no connection is taken any more
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HTTPLimits) -> None:
         super().__init__()
         self.limits = limits
         self.timeouts_s = {
@@ -193,7 +186,7 @@ class Flow(FlowControl):
             super().resume_reading()
 
 
-class Connection(HttpToolsProtocol):
+class HTTPConnection(HttpToolsProtocol):
     """Adds to uvicorn's protocol: bounds, time limits, refusals in their order, cancellation.
 
     Cycles write to it and close it as if it were their transport, so that it knows what clients

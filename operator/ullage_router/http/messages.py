@@ -3,7 +3,6 @@
 import asyncio
 import io
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ullage_common.wire.errors import ServiceError
@@ -11,14 +10,11 @@ from ullage_router.errors import (
     bodies_full,
     body_too_large,
     content_type_not_supported,
-    invalid_head,
     length_required,
-    malformed,
 )
+from ullage_router.http.limits import BodyRoom, HTTPLimits
 from ullage_router.http.long_bodies import (
     LONG_BODY_BYTES,
-    MAX_HANDLED_BYTES,
-    MAX_LONG_BYTES,
     LongBodies,
     Turn,
 )
@@ -36,70 +32,6 @@ REFUSAL = "ullage.refusal"
 """Key of a scope: the ServiceError that the connection found in the request's bytes."""
 MAX_DISCARDED_BYTES = 64 << 10
 """Size of an unread body that is read and discarded; for a longer one the connection is closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a connection and of all connections of a server; bytes and seconds."""
-
-    max_head_bytes: int = 64 << 10
-    """Request line and headers."""
-    max_headers: int = 100
-    max_body_bytes: int = 8 << 20
-    max_held_bytes: int = 256 << 20
-    """Bytes of bodies that arrive or wait to become prompts, on all connections together."""
-    max_long_bytes: int = MAX_LONG_BYTES
-    max_handled_bytes: int = MAX_HANDLED_BYTES
-    max_connections: int = 20_000
-    max_age_s: float = 600.0
-    """Age at which a connection ends with its reply, so that the client comes to another process.
-    """
-    head_timeout_s: float = 10.0
-    """Seconds from a request's first byte to the end of its headers."""
-    body_timeout_s: float = 30.0
-    """Seconds from the end of the headers to the end of the body."""
-    idle_timeout_s: float = 75.0
-    """Seconds between two requests."""
-    stall_timeout_s: float = 60.0
-    """Seconds for which a client may take nothing of what it is sent."""
-    linger_s: float = 2.0
-    """A connection closed on a client that still sends may lose the reply on its way; so what
-    follows a refused request is read and thrown away for so long."""
-
-
-@dataclass(slots=True)
-class BodyRoom:
-    """Memory for bodies that arrive and have not become prompts, on all connections of a server.
-
-    limit: bytes for all; one tenant gets at most half of them.
-    """
-
-    limit: int
-    taken: int = 0
-    long_bodies: LongBodies = field(default_factory=LongBodies)
-    """Turns of those that arrive."""
-    handled: LongBodies = field(
-        default_factory=lambda: LongBodies(MAX_HANDLED_BYTES, MAX_HANDLED_BYTES)
-    )
-    """Turns of those that become prompts."""
-    _of_tenants: dict[str, int] = field(default_factory=dict)
-
-    def take(self, size: int, tenant: str) -> bool:
-        """False, and nothing is taken, where that much is not free."""
-        of_tenant = self._of_tenants.get(tenant, 0) + size
-        if self.taken + size > self.limit or (tenant and of_tenant > self.limit // 2):
-            return False
-        self.taken += size
-        if tenant:
-            self._of_tenants[tenant] = of_tenant
-        return True
-
-    def give_back(self, size: int, tenant: str) -> None:
-        self.taken -= size
-        if tenant and size:
-            self._of_tenants[tenant] -= size
-            if not self._of_tenants[tenant]:
-                del self._of_tenants[tenant]
 
 
 class Body:
@@ -127,7 +59,7 @@ class Request:
         the error of the request's bytes; None: none so far
     """
 
-    def __init__(self, scope: Scope, receive: Receive, limits: Limits, room: BodyRoom) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limits: HTTPLimits, room: BodyRoom) -> None:
         self._scope = scope
         self._receive = receive
         self._limits = limits
@@ -362,7 +294,7 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 """Endpoints by path and method."""
 
 
-def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
+def asgi(serve: Endpoint, limits: HTTPLimits) -> ASGIApp:
     """An ASGI application; its task is cancelled when the client goes."""
     room = BodyRoom(
         limits.max_held_bytes,
@@ -390,47 +322,3 @@ def _merged(headers: Headers) -> dict[str, str]:
         value = raw_value.decode("latin-1")
         merged[name] = f"{merged[name]}, {value}" if name in merged else value
     return merged
-
-
-def unknown_version(version: str) -> ServiceError:
-    message = f"HTTP/{version} is not spoken here; 1.1 is"
-    return invalid_head("HTTP_VERSION_NOT_SUPPORTED", message)
-
-
-_RARE = frozenset({b"transfer-encoding", b"content-encoding", b"expect"})
-
-
-def head_error(version: str, headers: Headers) -> ServiceError | None:
-    """Return the error in a head, which a proxy may read in another way than we do; None: there is
-    none."""
-    if version not in ("1.0", "1.1"):
-        return unknown_version(version)
-    names = [name for name, _ in headers]
-    hosts = names.count(b"host")
-    if hosts > 1 or (not hosts and version == "1.1"):
-        return malformed("it has no Host header" if not hosts else "it has several Host headers")
-    if _RARE.isdisjoint(names):
-        return None
-    for name, value in headers:
-        if name == b"transfer-encoding":
-            if version == "1.0":
-                return malformed("HTTP/1.0 has no Transfer-Encoding")
-            if value.lower() != b"chunked":
-                return invalid_head(
-                    "TRANSFER_ENCODING_NOT_SUPPORTED",
-                    f"transfer-encoding is {_shown(value)}; possible: chunked",
-                )
-        elif name == b"content-encoding" and value.lower() != b"identity":
-            return invalid_head(
-                "CONTENT_ENCODING_NOT_SUPPORTED",
-                f"content-encoding is {_shown(value)}; send the body as it is",
-            )
-        elif name == b"expect" and value.lower() != b"100-continue":
-            return invalid_head(
-                "EXPECTATION_FAILED", f"expect is {_shown(value)}; possible: 100-continue"
-            )
-    return None
-
-
-def _shown(value: bytes) -> str:
-    return repr(value.decode("latin-1")[:60])

@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 
 import uvicorn
 
-from ullage_router.http.connection import Connection, ConnectionState
-from ullage_router.http.messages import Limits, Reply, Request, asgi
+from ullage_router.http.connection import ConnectionState, HTTPConnection
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.messages import Reply, Request, asgi
 
 BACKLOG = 2048
 TICK_S = 0.5
@@ -31,12 +32,12 @@ class HTTPServer:
     """
 
     def __init__(
-        self, serve: Callable[[Request, Reply], Awaitable[None]], limits: Limits | None = None
+        self, serve: Callable[[Request, Reply], Awaitable[None]], limits: HTTPLimits | None = None
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or HTTPLimits()
         self._config = uvicorn.Config(
             asgi(serve, limits),
-            http=Connection,
+            http=HTTPConnection,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -65,7 +66,7 @@ class HTTPServer:
         self._clock = asyncio.create_task(self._keep_time(), name="http clock")
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self._config, self._state, {}, loop),
+            lambda: HTTPConnection(self._config, self._state, {}, loop),
             sock=listener,
             backlog=BACKLOG,
             ssl=context,
@@ -106,8 +107,8 @@ class HTTPServer:
         return not self._is_busy
 
     @property
-    def _connections(self) -> list[Connection]:
-        return [c for c in self._state.connections if isinstance(c, Connection)]
+    def _connections(self) -> list[HTTPConnection]:
+        return [c for c in self._state.connections if isinstance(c, HTTPConnection)]
 
     @property
     def _is_busy(self) -> bool:

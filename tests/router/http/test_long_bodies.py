@@ -7,8 +7,9 @@ import pytest
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http import long_bodies
+from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.long_bodies import MAX_LONG_BYTES, LongBodies, Turn
-from ullage_router.http.messages import Limits, Reply, Request
+from ullage_router.http.messages import Reply, Request
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.processes import listen
 
@@ -98,7 +99,7 @@ def test_a_body_of_any_size_has_its_turn() -> None:
         bodies = LongBodies()
         turn = await bodies.take(1, "a")
         await bodies.take(1, "")
-        largest = asyncio.create_task(bodies.take(Limits().max_body_bytes, "a"))
+        largest = asyncio.create_task(bodies.take(HTTPLimits().max_body_bytes, "a"))
         await settled()
         assert not largest.done()
         bodies.give_back(turn)
@@ -298,7 +299,7 @@ def test_the_wait_for_a_turn_is_no_time_of_the_body() -> None:
                 await go_on.wait()
             await reply.whole(200, [], b"%d" % len(body))
 
-        server = HTTPServer(serve, Limits(body_timeout_s=2.0, max_long_bytes=3 << 20))
+        server = HTTPServer(serve, HTTPLimits(body_timeout_s=2.0, max_long_bytes=3 << 20))
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
         await server.start(listener)

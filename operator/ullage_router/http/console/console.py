@@ -25,16 +25,8 @@ import msgspec
 
 from ullage_common.config.router import ConsoleSection
 from ullage_router.errors import console_busy, invalid_head
-from ullage_router.http.messages import (
-    Endpoint,
-    Headers,
-    Limits,
-    Message,
-    Reply,
-    Request,
-    Routes,
-    asgi,
-)
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.messages import Endpoint, Headers, Message, Reply, Request, Routes, asgi
 from ullage_router.http.monitoring import socket_path
 from ullage_router.server.processes import ProcessSlot
 from ullage_router.server.service import RouterService
@@ -251,7 +243,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     async def send(self, app: Endpoint, prefix: str, authorization: str) -> None:
         """Send the requests as a server would, and return when all have been answered."""
-        serve = asgi(app, Limits())
+        serve = asgi(app, HTTPLimits())
 
         async def send_one(index: int) -> None:
             prompt = f"Report {index}. " + SENTENCE * self.sentences + "Summarise."

@@ -19,7 +19,8 @@ from ullage_common.wire.limits import MAX_PROMPT_TOKENS, MAX_REQUEST_ID_BYTES
 from ullage_common.wire.validation import invalid_value
 from ullage_router.call import Call
 from ullage_router.errors import deadline, http_status, internal, vectors_full
-from ullage_router.http.messages import Body, BodyRoom, Reply, Request
+from ullage_router.http.limits import BodyRoom
+from ullage_router.http.messages import Body, Reply, Request
 from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
 from ullage_router.http.openai.requests import (
     decode_field,
