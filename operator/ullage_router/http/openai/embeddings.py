@@ -21,14 +21,9 @@ from ullage_router.call import Call
 from ullage_router.errors import deadline, http_status, internal, vectors_full
 from ullage_router.http.limits import BodyRoom
 from ullage_router.http.messages import Body, Reply, Request
+from ullage_router.http.openai.decoding import decode_field, long_token_lists, parse, utf8
 from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
-from ullage_router.http.openai.requests import (
-    decode_field,
-    long_token_lists,
-    parse,
-    set_tokens,
-    utf8,
-)
+from ullage_router.http.openai.requests import set_tokens
 from ullage_router.http.openai.responses import JSON, prompt_tokens_details
 from ullage_router.http.openai.schemas import Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
