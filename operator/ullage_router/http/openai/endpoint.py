@@ -28,14 +28,13 @@ from ullage_router.http.openai.errors import (
 from ullage_router.http.openai.responses import (
     JSON,
     ChatFormat,
-    Chunks,
     Collected,
     CompletionFormat,
     Format,
     ResponseOptions,
-    sse_event,
 )
 from ullage_router.http.openai.schemas import Common
+from ullage_router.http.openai.sse import Chunks, sse_event
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService

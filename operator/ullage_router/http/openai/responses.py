@@ -1,12 +1,14 @@
 """The bodies of OpenAI's answers, chat and completions: whole, or as the chunks of a stream.
 
-finish_reason has OpenAI's words; an answer that a time limit ended says "length", and stop_reason
-(a field that vLLM has too) says "timeout", or ENGINE_LOST or ENGINE_SILENT where no engine could go
-on with it in time. Where a stop string ended it, stop_reason is that one,
-and where a lowered limit did, the limit as in the header x-ullage-degraded: "max_tokens=64".
-A stream that went on where another text may follow has a comment at its end that says so, as the
-header x-ullage-resumed-inexact does of whole answers, and a field of the chunk with the usage.
-What all chunks of a stream share is encoded once.
+`finish_reason` has OpenAI's words. An answer that a time limit ended says "length", and
+`stop_reason` (a field that vLLM has, too) says "timeout", or ENGINE_LOST or ENGINE_SILENT where no
+engine could go on with it in time. Where a stop string ended the answer, `stop_reason` is that
+string. Where a lowered limit did, `stop_reason` is the limit as in the header x-ullage-degraded:
+"max_tokens=64".
+
+An engine that goes on with another engine's answer may compute a different text. A stream then has
+a comment at its end that says so, and a field of the chunk with the usage; a whole answer has the
+header x-ullage-resumed-inexact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +18,7 @@ from typing import Protocol
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.telemetry.record import DEVICE, RESUMED_INEXACT, cached_tokens
-
-
-def sse_event(data: bytes) -> bytes:
-    """Return one server-sent event; JSON has no line break in it."""
-    return b"data: " + data + b"\n\n"
-
+from ullage_router.telemetry.record import DEVICE, cached_tokens
 
 JSON = dict[str, object]
 Delta = inference_pb2.Delta
@@ -31,7 +27,6 @@ SampleFinished = inference_pb2.SampleFinished
 Accepted = inference_pb2.Accepted
 TokenLogprob = inference_pb2.TokenLogprob
 ToolCallPiece = inference_pb2.ToolCallPiece
-
 _FINISH = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -359,60 +354,3 @@ def _base(prefix: str, kind: str, options: ResponseOptions) -> JSON:
         "created": options.created,
         "model": options.model,
     }
-
-
-# Stands for the text in a chunk that is made to be cut in two; no text has it by chance.
-_MARK = "\ue000the text\ue000"
-
-_encode = msgspec.json.Encoder().encode
-
-
-class Chunks:
-    """Turns events into server-sent ones.
-
-    Args:
-        form: says what is in a chunk.
-        options: what chunks carry besides text.
-    """
-
-    def __init__(self, form: Format, options: ResponseOptions) -> None:
-        self._form = form
-        self._is_plain = not (options.logprobs or options.token_ids)
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """What is before and after the text in a plain chunk, by choice."""
-
-    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
-        """Return what comes before the first event."""
-        return _events(self._form.opening(accepted))
-
-    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return the bytes of one event of the answer; empty when it has none."""
-        match event.WhichOneof("event"):
-            case "finished":
-                return _events(self._form.closing(event.finished)) + _comment(event.finished)
-            case "sample_finished":
-                return _events(self._form.ended(event.sample_finished))
-            case _:
-                return self._piece(event.delta)
-
-    def _piece(self, delta: inference_pb2.Delta) -> bytes:
-        if not self._is_plain or not delta.text or delta.reasoning or delta.tool_calls:
-            return _events(self._form.piece(delta))
-        frame = self._frames.get(delta.sample)
-        if frame is None:
-            frame = self._frames[delta.sample] = self._make_frame(delta.sample)
-        return frame[0] + _encode(delta.text) + frame[1]
-
-    def _make_frame(self, sample: int) -> tuple[bytes, bytes]:
-        example = self._form.piece(inference_pb2.Delta(text=_MARK, sample=sample))
-        before, _, after = _events(example).partition(_encode(_MARK))
-        return before, after
-
-
-def _comment(finished: Finished) -> bytes:
-    """Return the comment of an answer that another engine may have gone on with otherwise."""
-    return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
-
-
-def _events(chunks: list[JSON]) -> bytes:
-    return b"".join(sse_event(_encode(chunk)) for chunk in chunks)
