@@ -13,9 +13,10 @@ class BufferedAnswer:
     """A step's answer whose first tokens wait until they are judged.
 
     Args:
-        stream: as the step began it.
-        call: the step's own call.
-        with_logprobs: the client asked for them; otherwise they are for the judgement only.
+        stream: The answer as the step began it.
+        call: The step's own call.
+        with_logprobs: Whether the client asked for log probabilities; otherwise they serve the
+            judgement only, and the client does not get them.
     """
 
     def __init__(self, stream: ResponseStream, call: Call, with_logprobs: bool) -> None:
@@ -32,10 +33,13 @@ class BufferedAnswer:
         return self._stream.output_tokens
 
     async def judge(self, confidence: Confidence) -> None:
-        """Hold back as many tokens as are judged, or the whole answer if that is shorter.
+        """Hold back the tokens that are judged, or the whole answer if that is shorter.
+
+        Args:
+            confidence: Counts the tokens and their log probabilities.
 
         Raises:
-            ServiceError: it broke off before.
+            ServiceError: The answer broke off.
         """
         async for event in self._coming:
             self._buffered.append(event)
@@ -45,7 +49,7 @@ class BufferedAnswer:
                 return
 
     def describe(self, request_id: str, decision: Decision) -> None:
-        """Write into `accepted` what was tried."""
+        """Write the request's id, the model and the attempts into `accepted`."""
         self.accepted.request_id = request_id
         self.accepted.model = decision.model
         del self.accepted.attempts[:]
@@ -61,18 +65,18 @@ class BufferedAnswer:
         self._stream.close()
 
     async def discard(self) -> None:
-        """End it unread."""
+        """End the answer unread, and wait until its generator has closed."""
         self._stream.close()
         aclose = getattr(self._coming, "aclose", None)
         if aclose is not None:
-            with contextlib.suppress(Exception):  # no client waits for this answer any more
+            with contextlib.suppress(Exception):  # no client waits for this answer
                 await aclose()
 
     def _visible(self, event: Event) -> Event:
-        """The event as the client may see it."""
+        """Return the event as the client may see it."""
         if self._with_logprobs or not event.delta.logprobs:
             return event
-        bare = Event()  # others may share this one and have asked for it all
+        bare = Event()  # a copy, since other clients may share the event and want its logprobs
         bare.CopyFrom(event)
         bare.delta.ClearField("logprobs")
         return bare

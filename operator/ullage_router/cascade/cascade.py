@@ -1,8 +1,8 @@
 """Try the steps of a cascade until one has an answer that may be sent.
 
-The first tokens of a step that is judged are held back. Its answer is discarded when they are too
-uncertain, when the step refuses, fails, or uses up its share of the time; then the next step is
-tried. The last step is not judged: its answer is sent as it is, and its error is the client's.
+The first tokens of a judged step are held back. The answer is discarded if they are too uncertain,
+or if the step refuses, fails or uses up its share of the time. Then the next step is tried. The
+last step is not judged: its answer is sent as it is, and its error is the client's.
 
 A step may be another service's router (`peer.py`).
 """
@@ -26,17 +26,17 @@ from ullage_router.policy.cascade import HELD_SHARE, Confidence, Plan, ServiceLo
 from ullage_router.policy.decision import Attempt, Decision, Outcome
 
 REFUSALS = frozenset({400, 401, 403, 404, 413, 429, 503})
+"""HTTP statuses that count as a refusal of a step; all others count as its failure."""
 
 
 class Cascade:
-    """The steps and what became of requests at each.
+    """The steps, and the outcomes of requests at each step.
 
     Args:
-        policy: steps and when to hand over.
-        load: how busy the own engines are at this moment.
-        on_attempt: called with every attempt when it is over, and with an answer's when it is
-            released.
-        grace_s: time that answers of other services have to end when certificates change.
+        policy: The steps, and when a request goes on to the next.
+        load: Returns the present load of this service's engines.
+        on_attempt: Called with each attempt when it is over, or when its answer is released.
+        grace_s: Seconds that answers of other services have to end when certificates change.
     """
 
     def __init__(
@@ -58,13 +58,17 @@ class Cascade:
         }
 
     async def read_secrets(self) -> None:
-        """Read certificates and keys; raises ConfigError when they cannot be used."""
+        """Read the certificates and the keys of other services.
+
+        Raises:
+            ConfigError: They cannot be used.
+        """
         for peer in self._peers.values():
             await peer.start()
 
     @property
     def certificates(self) -> dict[str, Certificates]:
-        """The certificates of each step that has some, by the step's name behind `cascade.`."""
+        """The certificates of the steps that have some, by `cascade.` and the step's name."""
         steps = self.policy.steps
         named = {f"cascade.{steps[i].name}": peer.certificates for i, peer in self._peers.items()}
         return {name: certificates for name, certificates in named.items() if certificates}
@@ -73,44 +77,49 @@ class Cascade:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
     async def run(self, call: Call, proceed: Handler) -> ResponseStream:
-        """An answer that has its first token and may be sent on.
+        """Return an answer that has its first token and may be sent to the client.
 
         Args:
-            proceed: begins an answer of this service's own engines.
+            call: The request.
+            proceed: Begins an answer of this service's own engines.
 
         Raises:
-            ServiceError: the last step refused or failed, or the request came round in a circle.
+            ServiceError: The last step refused or failed, or cascades form a circle.
         """
         _check_path(call.path, self.policy.name)
-        # No other model goes on with an answer, has this one's adapters or makes its embeddings.
+
+        # No other model can continue an answer, has this model's adapters or makes its embeddings.
         request = call.request
         if request.HasField("continuation") or call.adapter or request.embed:
             return await proceed(call)
+
         chosen = plan(features(call.request), self._load(), self.policy)
         run = _Run(self, call, proceed, chosen)
         answer: BufferedAnswer | None = None
         try:
             answer = await run.answer()
             await run.drop_rest()
-        except BaseException:  # also of a client that goes while the rest is dropped
+        except BaseException:  # also when the client disconnects while the rest is dropped
             if answer:
                 answer.close()
             await run.drop_rest()
             raise
+
         answer.describe(call.record.request_id, call.decision)
         return answer
 
     def handler_of(self, step: int, own: Handler) -> Handler:
-        """The other service of a step, or this one's engines."""
+        """Return the handler of a step: another service, or this service's engines (`own`)."""
         return self._peers[step].ask if step in self._peers else own
 
     def on_end(self, attempt: Attempt) -> None:
+        """Count an attempt that is over."""
         self._counts[attempt.step, attempt.outcome] += 1
         self._discarded[attempt.step] += attempt.discarded_tokens
         self._on_attempt(attempt)
 
     def snapshot(self) -> list[dict[str, object]]:
-        """Every step with what became of its attempts."""
+        """Return the outcomes and the discarded tokens of each step, for /stats."""
         return [
             {
                 "step": step.name,
@@ -134,6 +143,11 @@ class _Run:
         self._calls: dict[int, Call] = {}
 
     async def answer(self) -> BufferedAnswer:
+        """Return the first answer that is good enough, or else the last step's.
+
+        Raises:
+            ServiceError: The last step refused or failed.
+        """
         *earlier, last = self._plan.steps
         for step, following in zip(earlier, self._plan.steps[1:], strict=True):
             self._start(step)
@@ -141,13 +155,16 @@ class _Run:
                 self._start(following)
             if (answer := await self._try(step)) is not None:
                 return answer
+
         self._start(last)
         return await self._finally(last)
 
     async def drop_rest(self) -> None:
-        """End what was begun and is not the answer; all of it, even when cancelled meanwhile."""
+        """End every step that was started and is not the answer, even if the task is cancelled."""
+        # First all of them, without a pause in which a cancellation could leave one running.
         for task in self._tasks.values():
             _end(task)
+
         for step in list(self._tasks):
             self._on_end(step, "lost", await self._drop(step))
 
@@ -157,11 +174,13 @@ class _Run:
             self._tasks[step] = asyncio.create_task(self._begin(step, call))
 
     def _call_of(self, step: int) -> Call:
-        """Return the call as a step gets it, with decisions of its own."""
+        """Return a copy of the call for a step, with a decision of its own."""
         call = copy.copy(self._call)
         call.decision = Decision()
         call.refused_by = {}
         call.hands_on = step != self._plan.steps[-1]
+
+        # A judged step needs log probabilities, even where the client did not ask for them.
         if self._is_judged(step) and not call.request.output.HasField("top_logprobs"):
             call.request = type(call.request)()
             call.request.CopyFrom(self._call.request)
@@ -177,11 +196,12 @@ class _Run:
         return BufferedAnswer(stream, call, with_logprobs)
 
     async def _try(self, step: int) -> BufferedAnswer | None:
-        """The step's answer if it is good enough; what it did otherwise is noted."""
+        """Return the step's answer if it is good enough; otherwise record the attempt."""
         confidence = Confidence(self._cascade.policy.confidence.tokens)
         answer: BufferedAnswer | None = None
         outcome: Outcome = "escalated"
         reason = ""
+
         try:
             async with asyncio.timeout(HELD_SHARE * self._call.deadline.first_token_remaining_s):
                 answer = await self._tasks[step]
@@ -195,11 +215,16 @@ class _Run:
         except ServiceError as error:
             outcome = "failed" if answer else _outcome(error)
             reason = error.reason
+
         self._on_end(step, outcome, await self._drop(step), confidence, reason)
         return None
 
     async def _finally(self, step: int) -> BufferedAnswer:
-        """The last step's answer, or its error."""
+        """Return the last step's answer.
+
+        Raises:
+            ServiceError: The last step refused or failed.
+        """
         try:
             answer = await self._tasks[step]
         except ServiceError as error:
@@ -212,6 +237,7 @@ class _Run:
     def _release(
         self, step: int, answer: BufferedAnswer, confidence: Confidence | None = None
     ) -> BufferedAnswer:
+        """Record the step as the one that answers, and return its answer."""
         del self._tasks[step]
         self._adopt(answer.call.decision)
         is_fallback = self._plan.reason == "PEAK" and step == self._plan.steps[0]
@@ -219,7 +245,7 @@ class _Run:
         return answer
 
     async def _drop(self, step: int) -> BufferedAnswer | None:
-        """End a step's work and return its answer if it had begun one."""
+        """End a step, and return its answer if it had begun one."""
         task = self._tasks.pop(step)
         _end(task)
         (answer,) = await asyncio.gather(task, return_exceptions=True)
@@ -250,12 +276,12 @@ class _Run:
         self._cascade.on_end(attempt)
 
     def _adopt(self, decision: Decision) -> None:
-        """Take over a step's decision for the request; what was tried before stays with it."""
+        """Make a step's decision the request's, and keep the attempts that were recorded."""
         self._call.decision = replace(decision, attempts=self._call.decision.attempts)
 
 
 def _end(task: asyncio.Task[BufferedAnswer]) -> None:
-    """Cancel it, or close the answer that it has begun in the meantime."""
+    """Cancel a step, or close its answer if it has begun one in the meantime."""
     task.cancel()
     task.add_done_callback(_close)
 

@@ -1,7 +1,7 @@
 """The router of another service as a step of a cascade.
 
-It is asked over gRPC as any client asks it: in plaintext or over TLS, with the client's key or with
-one of this service.
+A cascade calls the other router over gRPC as any client does: in plaintext or over TLS, with the
+client's key or with a key of this service.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from ullage_router.call import Call, Event, ResponseStream, timed_out
 from ullage_router.policy.decision import Decision
 
 PATH_KEY = "x-ullage-cascade"
-"""Metadata that names the cascades a request came through, joined by commas."""
+"""Metadata key with the names of the cascades that handed the request on, joined by commas."""
 EventStream = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, Event]
 
 log = logging.getLogger(__name__)
 
 
 class PeerKey:
-    """The API key that this service has with another one, from a mounted Secret, and followed.
+    """This service's API key for another service, from a mounted Secret that is watched.
 
     Args:
-        folder: with the file `key`.
+        folder: The folder of the file `key`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,11 @@ class PeerKey:
         return f"Bearer {self._key}"
 
     async def start(self) -> None:
-        """Raise ConfigError when there is no usable key."""
+        """Read the key and watch it for changes.
+
+        Raises:
+            ConfigError: There is no usable key.
+        """
         seen = fingerprint([self._folder])
         self._read()
         self._task = asyncio.create_task(follow([self._folder], seen, self._reload))
@@ -69,24 +73,25 @@ class PeerKey:
             ) from error
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from None
+
         if key.startswith(HASH_PREFIX):
-            raise ConfigError(f"{path}: has the digest of a key; write the key itself")
+            raise ConfigError(f"{path}: contains the digest of a key; write the key itself")
         self._key = key
 
     async def _reload(self) -> None:
         try:
             self._read()
         except ConfigError as error:
-            log.error("key not read; the one before stays", extra={"reason": str(error)})
+            log.error("key not read; the previous key stays in use", extra={"reason": str(error)})
 
 
 class PeerRouter:
     """The router of another service.
 
     Args:
-        step: its address, and the folders of certificates and key.
-        name: the name of the cascade that asks.
-        grace_s: time that answers have to end when a new certificate replaces the one before.
+        step: The router's address, and the folders of the certificates and the key.
+        name: The name of the cascade that calls it.
+        grace_s: Seconds that running answers have to end when the certificate changes.
     """
 
     def __init__(self, step: StepSection, name: str, grace_s: float) -> None:
@@ -102,7 +107,11 @@ class PeerRouter:
             self.certificates = Certificates(folder, folder, self._reconnect)
 
     async def start(self) -> None:
-        """Read certificates and key; raises ConfigError when they cannot be used."""
+        """Read the certificates and the key.
+
+        Raises:
+            ConfigError: They cannot be used.
+        """
         if self.certificates:
             await self.certificates.start()
         if self._key:
@@ -115,12 +124,13 @@ class PeerRouter:
             await self._key.close()
         if self._channel:
             await self._channel.close()
+
         for task in self._closing:
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _reconnect(self) -> None:
-        """The next request opens a channel with the new certificate."""
+        """Close the channel, so that the next request opens one with the new certificate."""
         if self._channel:
             task = asyncio.create_task(self._channel.close(self._grace_s))
             self._closing.add(task)
@@ -139,21 +149,27 @@ class PeerRouter:
         return self._channel
 
     async def ask(self, call: Call) -> ResponseStream:
-        """Return the service's answer once it has a first token.
+        """Return the other service's answer once it has accepted the request.
+
+        Args:
+            call: The request, as this step gets it.
 
         Raises:
-            ServiceError: it refused or failed.
+            ServiceError: The other service refused or failed.
         """
         call.end_turn()
+
         authorization = self._key.authorization if self._key else call.authorization
         credentials = [("authorization", authorization)] if authorization else []
         path = ",".join((*call.path, self._name))
+
         stub = inference_pb2_grpc.InferenceServiceStub(self._connected())
         stream = stub.Generate(
             _for_peer(call),
             timeout=max(0.001, call.deadline.remaining_s),
             metadata=(*call.metadata, *credentials, (PATH_KEY, path)),
         )
+
         try:
             first = await _read(stream)
             if first is None:
@@ -161,18 +177,15 @@ class PeerRouter:
         except BaseException:
             stream.cancel()
             raise
+
         call.decision = _adopted(call, first.accepted)
         return _PeerStream(stream, first.accepted)
 
 
 class _PeerStream:
-    """An answer that another router began."""
+    """An answer that another router has begun."""
 
-    def __init__(
-        self,
-        stream: EventStream,
-        accepted: inference_pb2.Accepted,
-    ) -> None:
+    def __init__(self, stream: EventStream, accepted: inference_pb2.Accepted) -> None:
         self.accepted = accepted
         self.output_tokens = 0
         self._stream = stream
@@ -192,7 +205,10 @@ class _PeerStream:
         self._stream.cancel()
 
     async def _end(self) -> None:
-        """Wait until the service has counted the request, for which a cancelled one has failed."""
+        """Wait until the other service has counted the request as served.
+
+        A call that is cancelled before its end counts there as a failure.
+        """
         with contextlib.suppress(ServiceError):
             await _read(self._stream)
 
@@ -206,11 +222,10 @@ class _PeerStream:
 
 
 def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
-    """Return the request without this service's own facts: the model's name, and the tenant's high
-    priority here.
+    """Return the request without the name of this service's model and without a high priority.
 
-    A high priority would pass the other service's own clients, or be refused where its tenant may
-    not ask for it. A low one stays low: such work gives way everywhere.
+    A high priority would overtake the other service's own clients, or would be refused where the
+    key's tenant may not ask for it. A low priority stays: such work gives way everywhere.
     """
     request = inference_pb2.GenerateRequest()
     request.CopyFrom(call.request)
@@ -221,7 +236,7 @@ def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
 
 
 def _adopted(call: Call, accepted: inference_pb2.Accepted) -> Decision:
-    """Return the decision of the other router as this router's."""
+    """Return the other router's decision as this router's decision."""
     return replace(
         call.decision,
         prompt_tokens=accepted.prompt_tokens,
@@ -236,10 +251,10 @@ def _adopted(call: Call, accepted: inference_pb2.Accepted) -> Decision:
 
 
 async def _read(stream: EventStream) -> Event | None:
-    """The next message; None when there is no more.
+    """Return the next message; None at the end of the stream.
 
     Raises:
-        ServiceError: the call failed.
+        ServiceError: The call failed.
     """
     try:
         event = await stream.read()
