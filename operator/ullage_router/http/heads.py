@@ -1,4 +1,7 @@
-"""Which heads of requests are refused: those that a proxy may read in another way than we do."""
+"""Refuse request heads that a proxy and this server could read in different ways.
+
+Such a head lets a client smuggle a request past the checks of a proxy (RFC 9112, section 11.2).
+"""
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import (
@@ -11,16 +14,22 @@ _RARE = frozenset({b"transfer-encoding", b"content-encoding", b"expect"})
 
 
 def head_error(version: str, headers: Headers) -> ServiceError | None:
-    """Return the error in a head, which a proxy may read in another way than we do; None: there is
-    none."""
+    """Return the error of a head; None: the head is valid.
+
+    Args:
+        version: The version of HTTP, such as `1.1`.
+        headers: The headers, with names in lower case.
+    """
     if version not in ("1.0", "1.1"):
         return unknown_version(version)
+
     names = [name for name, _ in headers]
     hosts = names.count(b"host")
     if hosts > 1 or (not hosts and version == "1.1"):
         return malformed("it has no Host header" if not hosts else "it has several Host headers")
     if _RARE.isdisjoint(names):
         return None
+
     for name, value in headers:
         if name == b"transfer-encoding":
             if version == "1.0":
@@ -43,6 +52,7 @@ def head_error(version: str, headers: Headers) -> ServiceError | None:
 
 
 def unknown_version(version: str) -> ServiceError:
+    """Return the error of a request in a version of HTTP that the server does not speak."""
     message = f"HTTP/{version} is not spoken here; 1.1 is"
     return invalid_head("HTTP_VERSION_NOT_SUPPORTED", message)
 

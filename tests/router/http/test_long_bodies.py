@@ -8,7 +8,7 @@ import pytest
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http import long_bodies
 from ullage_router.http.limits import HTTPLimits
-from ullage_router.http.long_bodies import MAX_LONG_BYTES, LongBodies, Turn
+from ullage_router.http.long_bodies import MAX_LONG_BYTES, BodyTurn, LongBodies
 from ullage_router.http.messages import Reply, Request
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.processes import listen
@@ -31,7 +31,7 @@ def test_few_have_a_turn_and_tenants_follow_one_another() -> None:
     async def scenario() -> None:
         bodies = LongBodies()
         order: list[str] = []
-        turns: dict[str, Turn] = {}
+        turns: dict[str, BodyTurn] = {}
 
         async def take(tenant: str, number: int) -> None:
             turn = await bodies.take(QUARTER, tenant)
@@ -108,14 +108,14 @@ def test_a_body_of_any_size_has_its_turn() -> None:
     asyncio.run(scenario())
 
 
-async def awaited(bodies: LongBodies, turn: Turn) -> None:
+async def awaited(bodies: LongBodies, turn: BodyTurn) -> None:
     """Wait for more of a body that has its turn until it is lost."""
     async with asyncio.timeout(None) as timeout:
         with bodies.awaited(turn, timeout):
             await asyncio.Event().wait()
 
 
-async def is_lost(bodies: LongBodies, turn: Turn) -> bool:
+async def is_lost(bodies: LongBodies, turn: BodyTurn) -> bool:
     try:
         await awaited(bodies, turn)
     except TimeoutError:
@@ -141,7 +141,7 @@ def test_a_body_that_brings_nothing_loses_its_turn(monkeypatch: pytest.MonkeyPat
 
 
 def test_bytes_make_up_for_time_that_has_passed() -> None:
-    turn = Turn(8 << 20, "", idle_since=100.0)
+    turn = BodyTurn(8 << 20, "", idle_since=100.0)
     assert turn.lost_at() == 102
     turn.idle_s = 1.5
     assert turn.lost_at() == 100.5
