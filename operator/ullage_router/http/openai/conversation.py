@@ -1,4 +1,4 @@
-"""The conversation of a chat body: messages, tools and the variables of the template."""
+"""Convert the messages, tools and template variables of a chat body to the wire's conversation."""
 
 import re
 
@@ -28,25 +28,29 @@ _CHOICES = 'none, auto, required, {"type": "function", "function": {"name": ...}
 
 
 def set_conversation(conversation: inference_pb2.Messages, chat: ChatRequest) -> None:
-    """Set a conversation from a chat body and take its messages out: copies would be megabytes.
+    """Move a chat body's messages, and copy its tools, into a conversation.
+
+    Each message leaves the body as it is converted: two copies of all would take megabytes.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT, which names the field.
+        ServiceError: A field is invalid; the error names the field.
     """
     check_calls(sum(len(message.tool_calls or ()) for message in chat.messages))
     given = chat.messages[::-1]
     chat.messages.clear()
     for i in range(len(given)):
         _add_message(conversation, f"messages[{i}]", given.pop())
+
     conversation.template_arguments = _template_arguments(chat)
     if (tools := _tools(chat)) is not None:
         conversation.tools.CopyFrom(tools)
 
 
 def _template_arguments(chat: ChatRequest) -> str:
-    """vLLM's variables of the template, among which OpenAI has a name for one."""
+    """Return the template's variables as JSON: vLLM's, and OpenAI's `reasoning_effort`."""
     if not chat.chat_template_kwargs and chat.reasoning_effort is None:
         return ""
+
     arguments = dict(chat.chat_template_kwargs or {})
     if chat.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", chat.reasoning_effort)
@@ -62,16 +66,19 @@ def _tools(chat: ChatRequest) -> inference_pb2.Tools | None:
     if len(chat.tools) > MAX_TOOLS_BYTES:
         permitted = f"at most {MAX_TOOLS_BYTES} bytes"
         raise invalid_value("tools", f"{len(chat.tools)} bytes", permitted)
+
     try:
         functions = bytes(chat.tools).decode()
     except UnicodeDecodeError as error:
         raise invalid("tools", "tools is not valid UTF-8; encode it as UTF-8") from error
+
     if _NOTHING.fullmatch(functions):
         if mode in (inference_pb2.TOOL_MODE_REQUIRED, inference_pb2.TOOL_MODE_NAMED):
             raise invalid_value(
                 "tool_choice", "given without tools", "none or auto, or any with tools"
             )
         return None
+
     single = chat.parallel_tool_calls is False
     return inference_pb2.Tools(functions=functions, mode=mode, name=name, single_call=single)
 
@@ -93,6 +100,7 @@ def _add_message(conversation: inference_pb2.Messages, field: str, message: Chat
         if value != NULL:
             remedy = "tool_calls" if name == "function_call" else "text"
             raise invalid(f"{field}.{name}", f"{field}.{name} is not supported; send {remedy}")
+
     added = conversation.messages.add(
         role=utf8(f"{field}.role", message.role),
         content=_content(f"{field}.content", message),
@@ -100,6 +108,7 @@ def _add_message(conversation: inference_pb2.Messages, field: str, message: Chat
         name=utf8(f"{field}.name", message.name or ""),
         reasoning=utf8(f"{field}.reasoning_content", message.reasoning_content or ""),
     )
+
     for j, call in enumerate(message.tool_calls or ()):
         _add_call(added, f"{field}.tool_calls[{j}]", call)
 
@@ -126,7 +135,7 @@ def _content(field: str, message: ChatMessage) -> str:
 
 
 def _part(field: str, part: ContentPart, role: str) -> str:
-    """Text; of an assistant a refusal too, which is its words as well."""
+    """Return the text of a part; an assistant's part may be a refusal, which is text, too."""
     is_refusal = part.type == "refusal" and role == "assistant"
     if part.type != "text" and not is_refusal:
         raise invalid_value(f"{field}.type", part.type, "text")

@@ -1,7 +1,8 @@
 """Decode JSON bodies into structures, with errors that name the field.
 
-Long bodies are decoded field by field, and long lists of token ids piece by piece: a parser holds
-the interpreter's lock to its end."""
+Long bodies are decoded field by field, and long lists of token ids piece by piece, since a parser
+holds the GIL until it returns.
+"""
 
 import functools
 import re
@@ -21,7 +22,6 @@ from ullage_router.http.openai.schemas import (
 )
 from ullage_router.intake import INLINE_BYTES
 
-# What OpenAI calls deprecated, by what it calls the successor.
 SUCCESSORS = {
     "functions": "tools",
     "function_call": "tool_choice",
@@ -30,17 +30,18 @@ SUCCESSORS = {
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
 }
+"""Successors of fields that OpenAI or vLLM has deprecated."""
 PIECE_BYTES = 64 << 10
-"""Bytes of a list of token ids, and ids of one, that are handled at a time."""
+"""Bytes of JSON that are decoded at a time, and token ids that are copied at a time."""
 
 _AT = re.compile(r"^(?P<what>.*) - at `(?P<key>key in )?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _HALF_PAIR_BYTES = 11
-"""Most bytes from an escaped half to the end of a body that msgspec takes for cut short: those of
-the half, and fewer than the other half has."""
+"""Most bytes from an escaped half to the end of a body that msgspec reports as truncated: six of
+the half, and at most five of the other half."""
 _HALF_PAIR_ERRORS = ("surrogate pair", "unexpected end of hex escape")
-"""Parts of what msgspec says of half a pair; the second of one in a field that it skips."""
+"""Parts of msgspec's messages for half a surrogate pair; the second for a field that it skips."""
 _TOKENS = msgspec.json.Decoder(list[Token])
 
 
@@ -54,7 +55,15 @@ _Decoders = Mapping[str, msgspec.json.Decoder[object] | None]
 
 
 def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decode a body; raise ServiceError INVALID_ARGUMENT that names the field."""
+    """Decode a body, and refuse fields that the service cannot honour.
+
+    Args:
+        decoder: The decoder of the body's type.
+        body: The JSON.
+
+    Raises:
+        ServiceError: The body is invalid; the error names the field.
+    """
     try:
         if len(body) <= INLINE_BYTES:
             parsed = decoder.decode(body)
@@ -71,6 +80,7 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise invalid("body", f"body: {error}; send one JSON object") from error
     except RecursionError as error:
         raise invalid("body", "body: the JSON is nested too deeply; flatten it") from error
+
     if refused := parsed.refused():
         name, value = refused
         remedy = f"send {SUCCESSORS[name]}" if name in SUCCESSORS else "leave it out"
@@ -79,7 +89,11 @@ def parse(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) -> V:
-    """Decode a field; raise ServiceError INVALID_ARGUMENT that names the place in it."""
+    """Decode a field of a body.
+
+    Raises:
+        ServiceError: The field is invalid; the error names the place in it.
+    """
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -87,7 +101,11 @@ def decode_field(decoder: msgspec.json.Decoder[V], raw: msgspec.Raw, name: str) 
 
 
 def utf8(field: str, text: str) -> str:
-    """The text, which must be without unpaired surrogates: they have no UTF-8."""
+    """Return the text after a check that it has a UTF-8 encoding.
+
+    Raises:
+        ServiceError: The text has an unpaired surrogate, which UTF-8 cannot encode.
+    """
     if text.isascii():
         return text
     try:
@@ -99,14 +117,17 @@ def utf8(field: str, text: str) -> str:
 
 
 def _decode_long(kind: type[T], body: bytes) -> T:
-    """Decode a body field by field, each of bounded size: a parser holds the interpreter's lock to
-    its end, and checks the length of a list only when it has built all of it.
+    """Decode a body field by field, each of bounded size.
+
+    A parser holds the GIL until it returns, and checks the length of a list only after it has built
+    the whole list.
 
     Raises:
-        ServiceError: a field is wrong or too long, or the body has too many parts.
-        msgspec.DecodeError: the body is no JSON object.
+        ServiceError: A field is invalid or too long, or the body has too many parts.
+        msgspec.DecodeError: The body is not a JSON object.
     """
     JsonCounter("body", BODY_LIMITS).add(body)
+
     unparsed, decoders = _field_decoders(kind)
     given = unparsed.decode(body)
     values = {}
@@ -118,8 +139,9 @@ def _decode_long(kind: type[T], body: bytes) -> T:
         if limit is not None and len(raw) > limit:
             raise invalid(name, f"{name} has {len(raw)} bytes of JSON; send at most {limit}")
         if len(raw) < len(body) // 2:
-            raw = raw.copy()  # or what is decoded of it would keep the whole body
+            raw = raw.copy()  # a view would keep the whole body alive
         values[name] = raw if decoder is None else decode_field(decoder, raw, name)
+
     for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind)):
         if field.required and field.name not in values:
             raise invalid(field.name, f"{field.name} is missing; it is required")
@@ -128,8 +150,10 @@ def _decode_long(kind: type[T], body: bytes) -> T:
 
 @functools.cache
 def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _Decoders]:
-    """Return the decoder of a body into raw fields, and each field's decoder; None if it has
-    none."""
+    """Return the decoder of a body into raw fields, and the decoder of each field.
+
+    A field that stays raw has None for a decoder.
+    """
     fields = msgspec.structs.fields(kind)
     unparsed = msgspec.defstruct("Unparsed", [(f.name, msgspec.Raw, NULL) for f in fields])
     decoders = {
@@ -140,17 +164,21 @@ def _field_decoders(kind: type) -> tuple[msgspec.json.Decoder[msgspec.Struct], _
 
 
 def _is_half_pair(text: str, body: bytes) -> bool:
-    """Return whether a field escapes half a surrogate pair, which msgspec reports as a truncated
-    body where it is at the end.
+    """Return whether an error of msgspec is about half a surrogate pair in an escape.
+
+    At the end of the body, msgspec reports half a pair as truncated JSON.
 
     Args:
-        text: the message of msgspec's error.
+        text: The message of msgspec's error.
+        body: The JSON.
     """
     if "truncated" not in text:
         return any(words in text for words in _HALF_PAIR_ERRORS)
     half = _HALF_PAIR.search(body, max(0, len(body) - _HALF_PAIR_BYTES))
     if half is None:
         return False
+
+    # An odd number of backslashes, the escape's own included, makes it an escape, not text.
     before = body[: half.start() + 1]
     return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
 
@@ -159,7 +187,8 @@ def _validation_error(text: str, name: str = "") -> ServiceError:
     """Return the ServiceError for an error of msgspec.
 
     Args:
-        name: of the field that was decoded; empty: the whole body was.
+        text: The message of msgspec's error.
+        name: The field that was decoded; empty: the whole body.
     """
     if match := _AT.match(text):
         path = match["path"]
@@ -182,21 +211,24 @@ def _short(value: object) -> str:
 
 
 def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
-    """Return the token ids of a long JSON list of them, or of each list in it, four bytes an id.
+    """Return the token ids of a long JSON list, or of each list in it, at four bytes an id.
 
     Returns:
-        None if the JSON is short or of another form, or has an error that the full decoder names.
+        One array for a list of token ids, several for a list of lists. None if the JSON is short or
+        of another form, or has an error that the full decoder names.
 
     Raises:
-        ServiceError: there are more than any prompt has.
+        ServiceError: There are more token ids than a prompt may have.
     """
     text = bytes(raw) if len(raw) > INLINE_BYTES else b""
     if not text.startswith(b"[") or b'"' in text:
         return None
+
     text = text[1:-1].strip()
     if text.count(b",") >= MAX_PROMPT_TOKENS:
         message = f"{field}: expected `array` of length <= {MAX_PROMPT_TOKENS}"
         raise invalid(field, message)
+
     if not text.startswith(b"["):
         ids = _token_ids(text)
         return None if ids is None else [ids]
@@ -212,7 +244,7 @@ def long_token_lists(raw: msgspec.Raw, field: str) -> "list[array[int]] | None":
 
 
 def _token_ids(text: bytes) -> "array[int] | None":
-    """Return the ids of a list without its brackets; None if an item is no token id."""
+    """Return the token ids of a list without its brackets; None if an item is not a token id."""
     ids = array("I")
     start = 0
     while start < len(text):

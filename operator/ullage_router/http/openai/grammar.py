@@ -1,4 +1,4 @@
-"""The grammar that a body asks for, from `response_format` or `structured_outputs`."""
+"""Convert `response_format` or `structured_outputs` of a body to the wire's grammar."""
 
 import re
 from collections.abc import Callable
@@ -21,13 +21,14 @@ _TYPES = "text, json_object, json_schema"
 
 
 def grammar(common: Common) -> Grammar | None:
-    """The grammar that the body asks for; None: any text.
+    """Return the grammar that the body asks for; None: any text.
 
     Raises:
-        ServiceError: it is incomplete, or there are two.
+        ServiceError: The grammar is incomplete, or there are two grammars.
     """
     if common.response_format is None and common.structured_outputs is None:
         return None
+
     asked = common.structured_outputs or StructuredOutputs()
     forms: dict[str, Callable[[], Grammar | None]] = {
         "response_format": lambda: _from_format(common.response_format),
@@ -37,6 +38,7 @@ def grammar(common: Common) -> Grammar | None:
         "structured_outputs.choice": lambda: _from_choice(asked.choice),
         "structured_outputs.grammar": lambda: _from_lark(asked.grammar),
     }
+
     first = ""
     chosen = None
     for field, make in forms.items():
@@ -57,6 +59,7 @@ def _from_format(asked: ResponseFormat | None) -> Grammar | None:
         return _object()
     if asked.type != "json_schema":
         raise invalid_value("response_format.type", asked.type, _TYPES)
+
     field = "response_format.json_schema"
     form = asked.json_schema
     if form is None:
@@ -64,6 +67,7 @@ def _from_format(asked: ResponseFormat | None) -> Grammar | None:
     if not _NAME.fullmatch(form.name):
         possible = "1 to 64 letters, digits, underscores and dashes"
         raise invalid_value(f"{field}.name", form.name, possible)
+
     schema = _from_schema(f"{field}.schema", form.schema)
     if schema is None:
         raise invalid_value(f"{field}.schema", "missing", "a JSON Schema")
@@ -75,7 +79,7 @@ def _object() -> Grammar:
 
 
 def _from_schema(field: str, raw: msgspec.Raw) -> Grammar | None:
-    """A schema as it stands in the body, or in a string there; None for null."""
+    """Return the grammar of a schema, given as JSON or as a string with JSON; None for null."""
     try:
         text = bytes(raw).decode()
     except UnicodeDecodeError as error:

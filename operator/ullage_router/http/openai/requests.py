@@ -34,21 +34,35 @@ _PROMPT = msgspec.json.Decoder(Prompt)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Raise ServiceError INVALID_ARGUMENT that names the field."""
+    """Decode the body of a chat.
+
+    Raises:
+        ServiceError: The body is invalid; the error names the field.
+    """
     return parse(_CHAT, body)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Raise ServiceError INVALID_ARGUMENT that names the field."""
+    """Decode the body of a completion.
+
+    Raises:
+        ServiceError: The body is invalid; the error names the field.
+    """
     return parse(_COMPLETION, body)
 
 
 def from_chat(chat: ChatRequest) -> Request:
-    """Convert a chat body to the wire's form."""
+    """Convert a chat body to the wire's request; the body loses its messages.
+
+    Raises:
+        ServiceError: A field is invalid; the error names the field.
+    """
     request = _from_common(chat, chat.max_completion_tokens or chat.max_tokens)
-    # Set even when empty, so that the check names `messages` and not the missing input.
+
+    # Present even when empty, so that the check names `messages` and not the missing input.
     request.messages.SetInParent()
     set_conversation(request.messages, chat)
+
     if chat.top_logprobs and not chat.logprobs:
         raise invalid_value(
             "top_logprobs", chat.top_logprobs, "0, or any up to 20 with logprobs: true"
@@ -60,10 +74,15 @@ def from_chat(chat: ChatRequest) -> Request:
 
 
 def from_completion(completion: CompletionRequest) -> Request:
-    """Convert a completion body to the wire's form."""
+    """Convert a completion body to the wire's request.
+
+    Raises:
+        ServiceError: A field is invalid; the error names the field.
+    """
     _check_no_chat(completion)
     request = _from_common(completion, completion.max_tokens)
     _set_prompt(request, completion.prompt)
+
     if completion.logprobs is not None:
         if completion.echo:
             raise invalid_value("logprobs", completion.logprobs, "null together with echo")
@@ -82,16 +101,17 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
     sampling = inference_pb2.SamplingParams(
         temperature=common.temperature,
         top_p=common.top_p,
-        # vLLM says -1 for all.
+        # vLLM has -1 for all tokens, the wire has 0.
         top_k=None if common.top_k is None else min(max(common.top_k, 0), MAX_UINT32),
         min_p=common.min_p,
         repetition_penalty=common.repetition_penalty,
         presence_penalty=common.presence_penalty,
         frequency_penalty=common.frequency_penalty,
-        # OpenAI's seeds are signed, the wire's are not.
+        # OpenAI's seeds are signed, the wire's are unsigned.
         seed=None if common.seed is None else common.seed % (1 << 64),
         logit_bias=logit_bias(common),
     )
+
     stop = inference_pb2.StopConditions(
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_UINT32),
         stop_token_ids=common.stop_token_ids or (),
@@ -100,6 +120,7 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
     )
     texts = [common.stop] if isinstance(common.stop, str) else common.stop or []
     stop.stop_strings.extend(utf8("stop", text) for text in texts)
+
     output = inference_pb2.OutputOptions(return_token_ids=bool(common.return_token_ids))
     return Request(
         model=utf8("model", common.model),
@@ -114,7 +135,11 @@ def _from_common(common: Common, max_tokens: int | None) -> Request:
 
 
 def logit_bias(common: Common) -> dict[int, float]:
-    """Return biases by token; raises ServiceError for a key that is no token."""
+    """Return the biases by token id.
+
+    Raises:
+        ServiceError: A key is not a token id.
+    """
     biases = {}
     for key, value in (common.logit_bias or {}).items():
         if not _is_token(key):
@@ -129,7 +154,11 @@ def _is_token(key: str) -> bool:
 
 
 def _samples(common: Common) -> inference_pb2.Samples | None:
-    """None: one answer."""
+    """Return the number of answers, or the beam search; None: one answer.
+
+    Raises:
+        ServiceError: A field is invalid; the error names the field.
+    """
     if common.use_beam_search:
         return _beam_search(common)
     if common.length_penalty not in (None, 1.0):
@@ -157,11 +186,16 @@ def _beam_search(common: Common) -> inference_pb2.Samples:
 
 
 def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
-    """Set the prompt from a text, token ids, or a list of one of these."""
+    """Set the prompt from a text, token ids, or a list with one of these.
+
+    Raises:
+        ServiceError: The prompt is invalid, or there are several prompts.
+    """
     lists = long_token_lists(raw, "prompt")
     if lists is not None and len(lists) == 1:
         set_tokens(request, lists[0])
         return
+
     prompt = decode_field(_PROMPT, raw, "prompt")
     if isinstance(prompt, str):
         request.text = utf8("prompt", prompt)
@@ -171,6 +205,7 @@ def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
         return
     if len(prompt) > 1:
         raise invalid_value("prompt", f"a list of {len(prompt)} prompts", "one prompt a request")
+
     only = prompt[0]
     if isinstance(only, list):
         set_tokens(request, only)
@@ -179,7 +214,7 @@ def _set_prompt(request: Request, raw: msgspec.Raw) -> None:
 
 
 def set_tokens(request: Request, ids: Sequence[int]) -> None:
-    """Set the prompt in pieces, since each is copied while others wait."""
+    """Set the prompt's token ids in pieces, since each copy holds the GIL."""
     request.token_ids.SetInParent()
     for start in range(0, len(ids), PIECE_BYTES):
         request.token_ids.ids.extend(ids[start : start + PIECE_BYTES])
