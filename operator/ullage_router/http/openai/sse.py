@@ -1,4 +1,7 @@
-"""Server-sent events of a streamed answer; the parts that all chunks share are encoded once."""
+"""Write the chunks of a streamed answer as server-sent events.
+
+The JSON around the text, which all chunks of a choice share, is encoded once.
+"""
 
 import msgspec
 
@@ -6,31 +9,31 @@ from ullage.inference.v1 import inference_pb2
 from ullage_router.http.openai.responses import JSON, Finished, Format, ResponseOptions
 from ullage_router.telemetry.record import RESUMED_INEXACT
 
-# Stands for the text in a chunk that is made to be cut in two; no text has it by chance.
 _MARK = "\ue000the text\ue000"
+"""Placeholder of the text in a chunk that is cut in two there; no other field contains it."""
 _encode = msgspec.json.Encoder().encode
 
 
 class Chunks:
-    """Turns events into server-sent ones.
+    """Convert the events of an answer to server-sent events.
 
     Args:
-        form: says what is in a chunk.
-        options: what chunks carry besides text.
+        form: Returns the chunks of an event.
+        options: The fields that chunks have in addition to text.
     """
 
     def __init__(self, form: Format, options: ResponseOptions) -> None:
         self._form = form
         self._is_plain = not (options.logprobs or options.token_ids)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """What is before and after the text in a plain chunk, by choice."""
+        """The bytes before and after the text of a chunk that has only text, by choice."""
 
     def opening(self, accepted: inference_pb2.Accepted) -> bytes:
-        """Return what comes before the first event."""
+        """Return the bytes before the first event."""
         return _events(self._form.opening(accepted))
 
     def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return the bytes of one event of the answer; empty when it has none."""
+        """Return the bytes of an event of the answer; empty for an event without a chunk."""
         match event.WhichOneof("event"):
             case "finished":
                 return _events(self._form.closing(event.finished)) + _comment(event.finished)
@@ -54,12 +57,12 @@ class Chunks:
 
 
 def sse_event(data: bytes) -> bytes:
-    """Return one server-sent event; JSON has no line break in it."""
+    """Return a server-sent event with JSON, which must have no line break."""
     return b"data: " + data + b"\n\n"
 
 
 def _comment(finished: Finished) -> bytes:
-    """Return the comment of an answer that another engine may have gone on with otherwise."""
+    """Return the comment of an answer that was resumed inexactly; empty for any other answer."""
     return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
 
 
