@@ -53,7 +53,7 @@ def head_error(version: str, headers: Headers) -> ServiceError | None:
 
 def unknown_version(version: str) -> ServiceError:
     """Return the error of a request in a version of HTTP that the server does not speak."""
-    message = f"HTTP/{version} is not spoken here; 1.1 is"
+    message = f"HTTP/{version} is not supported; use HTTP/1.1"
     return invalid_head("HTTP_VERSION_NOT_SUPPORTED", message)
 
 
