@@ -30,6 +30,7 @@ class BufferedAnswer:
 
     @property
     def output_tokens(self) -> int:
+        """The output tokens that the step has generated so far."""
         return self._stream.output_tokens
 
     async def judge(self, confidence: Confidence) -> None:
@@ -56,12 +57,14 @@ class BufferedAnswer:
         self.accepted.attempts.extend(attempt.to_wire() for attempt in decision.attempts)
 
     async def events(self) -> AsyncIterator[Event]:
+        """Yield the events that were held back, then the rest."""
         while self._buffered:
             yield self._visible(self._buffered.pop(0))
         async for event in self._coming:
             yield self._visible(event)
 
     def close(self) -> None:
+        """Cancel the answer."""
         self._stream.close()
 
     async def discard(self) -> None:

@@ -74,6 +74,7 @@ class Cascade:
         return {name: certificates for name, certificates in named.items() if certificates}
 
     async def close(self) -> None:
+        """Close the channels to other services."""
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
     async def run(self, call: Call, proceed: Handler) -> ResponseStream:

@@ -45,6 +45,7 @@ class PeerKey:
 
     @property
     def authorization(self) -> str:
+        """The value of the header `authorization`."""
         return f"Bearer {self._key}"
 
     async def start(self) -> None:
@@ -58,6 +59,7 @@ class PeerKey:
         self._task = asyncio.create_task(follow([self._folder], seen, self._reload))
 
     async def close(self) -> None:
+        """Stop watching the key."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -118,6 +120,7 @@ class PeerRouter:
             await self._key.start()
 
     async def close(self) -> None:
+        """Close the channels, and stop watching the certificates and the key."""
         if self.certificates:
             await self.certificates.close()
         if self._key:
@@ -191,6 +194,7 @@ class _PeerStream:
         self._stream = stream
 
     async def events(self) -> AsyncIterator[Event]:
+        """Yield the other router's events; a deadline ends the answer with a timeout event."""
         while (event := await self._next()) is not None:
             self.output_tokens += event.delta.num_tokens
             if event.HasField("finished"):
@@ -202,6 +206,7 @@ class _PeerStream:
         raise errors.broken_stream("the service ended it without a last word")
 
     def close(self) -> None:
+        """Cancel the call."""
         self._stream.cancel()
 
     async def _end(self) -> None:

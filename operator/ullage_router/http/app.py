@@ -111,11 +111,17 @@ class _SmallPages:
         self._service = service
 
     def models(self, request: Request) -> object:
+        """Return the models that the request's tenant may use."""
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
         names = filter(tenant.may_use, self._names())
         return {"object": "list", "data": [self._describe(name, tenant) for name in names]}
 
     def model(self, request: Request) -> object:
+        """Return one model.
+
+        Raises:
+            ServiceError: The tenant may not use the model, or there is none of that name.
+        """
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
         name = request.path.removeprefix(MODELS + "/")
         served, *adapters = self._names()
@@ -124,9 +130,11 @@ class _SmallPages:
         return self._describe(name, tenant)
 
     def healthz(self, request: Request) -> object:
+        """Return that the process is alive."""
         return {"status": "alive"}
 
     async def readyz(self, request: Request, reply: Reply) -> None:
+        """Answer 200 if requests are served, and 503 otherwise."""
         if self._service.is_ready:
             await _json(reply, HTTPStatus.OK, {"status": "ready"})
             return

@@ -110,6 +110,7 @@ class Cycle(RequestResponseCycle):
     _is_flush_due = False
 
     async def run_asgi(self, app: ASGIApp) -> None:  # type: ignore[override]
+        """Run the application, once earlier replies of the connection have been read."""
         self.task = asyncio.current_task()
         # Without this wait, unread replies to a pipeline of requests would fill the memory.
         await self.flow.drain()
@@ -117,6 +118,7 @@ class Cycle(RequestResponseCycle):
             await super().run_asgi(app)  # type: ignore[arg-type]
 
     async def send(self, message: Message) -> None:  # type: ignore[override]
+        """Write a message of the application to the connection."""
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if self.disconnected:
@@ -190,6 +192,7 @@ class Flow(FlowControl):
     """Bytes that were received and not parsed yet."""
 
     def resume_reading(self) -> None:
+        """Resume reading, unless some bytes are not parsed."""
         if not self.unparsed:
             super().resume_reading()
 
@@ -239,6 +242,7 @@ class HTTPConnection(HttpToolsProtocol):
     # The event loop's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accept the connection, or abort it when there are too many."""
         transport = cast(asyncio.Transport, transport)
         if self._shared.is_draining or len(self.connections) >= self._limits.max_connections:
             transport.abort()
@@ -249,6 +253,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.flow = Flow(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the request that is being answered, and drop all others."""
         if self.transport is None:  # the connection was refused
             return
 
@@ -269,6 +274,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
+        """Parse received bytes, or keep them while reading is paused."""
         if self.flow.unparsed:  # reading stops one read late under TLS
             self.flow.unparsed += data
         else:
@@ -334,13 +340,16 @@ class HTTPConnection(HttpToolsProtocol):
     # A cycle's calls.
 
     def write(self, data: bytes) -> None:
+        """Write bytes, and count them."""
         self._written_bytes += len(data)
         self.transport.write(data)
 
     def is_closing(self) -> bool:
+        """Return whether the connection accepts no further replies."""
         return self._is_closing
 
     def close(self) -> None:
+        """Close the connection, so that the client still gets a reply that was sent."""
         cycle = self._answered
         if cycle and cycle.response_started and not cycle.response_complete:
             self.abort()  # the client must not take a part for the whole reply
@@ -355,6 +364,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
+        """Answer the next request of the pipeline, and parse on."""
         self._answered = None
         if self._is_closing:
             return
@@ -445,6 +455,7 @@ class HTTPConnection(HttpToolsProtocol):
         self._feed(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines)))
 
     def on_message_begin(self) -> None:
+        """Begin a request's head."""
         if self._phase is not Phase.CLOSED:
             super().on_message_begin()
             self._enter(Phase.HEAD)
@@ -460,6 +471,7 @@ class HTTPConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Check a request's head, and queue its reply."""
         if self._phase is Phase.CLOSED:
             return
 
@@ -508,6 +520,7 @@ class HTTPConnection(HttpToolsProtocol):
         return head_error(version, headers)
 
     def on_body(self, body: bytes) -> None:
+        """Add a piece of the body."""
         self._num_events += 1
         if self._phase is Phase.BODY:
             # A piece of the body pays for the framing that follows it. Trailers get no budget,
@@ -517,6 +530,7 @@ class HTTPConnection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """End the request, so that the next head may come."""
         if self._phase is Phase.BODY:
             self._budget = self._limits.max_head_bytes
             self._enter(Phase.IDLE)

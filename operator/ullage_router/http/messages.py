@@ -99,9 +99,9 @@ class Request:
 
     @property
     def ends_connection(self) -> bool:
-        """Whether the connection must close with the reply, since the rest of the body is too long
-        to discard, or of unknown length.
+        """Whether the connection must close with the reply.
 
+        It must if the rest of the body is too long to discard, or of unknown length.
         A client that waits for `100 Continue` may send its body after a refusal, or may not.
         """
         if self._is_read:

@@ -171,6 +171,7 @@ class Siblings:
         await shared.start(metrics_listener)
 
     async def stop(self) -> None:
+        """Stop serving the network and the other processes."""
         if self._shared:
             await self._shared.stop(ANSWER_TIMEOUT_S)
         await self._own.stop(ANSWER_TIMEOUT_S)

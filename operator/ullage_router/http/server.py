@@ -56,6 +56,7 @@ class HTTPServer:
 
     @property
     def num_connections(self) -> int:
+        """The number of open connections."""
         return len(self._state.connections)
 
     async def start(self, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:

@@ -44,8 +44,8 @@ HELD = Refuse(
     retry_after_s=WAIT_RETRY_S,
 )
 Room = Callable[[EngineView, int, int], int]
-"""Maps an engine, and the bytes and prompt tokens of each request, to the number of such requests
-that may be reserved there."""
+"""Returns the number of equal requests that may be reserved on an engine, from the engine and the
+bytes and prompt tokens of each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,7 @@ class PickBatch:
                 group.set_idle(view.id, _is_idle(view))
 
     def share(self, count: int) -> int:
-        """Return how many of `count` equal requests to place at once, so that they spread over the
-        engines.
-        """
+        """Return how many of `count` equal requests to place at once to spread all over engines."""
         home = self._groups[self._policy.pools[0]].usable
         usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
         return -(-count // min(len(home) or usable or 1, MAX_SHARES))

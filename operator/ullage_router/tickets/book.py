@@ -31,6 +31,7 @@ class TicketCharge:
     output_tokens: int
 
     def pay(self, count: int) -> None:
+        """Charge the tenant for `count` uses."""
         self.session.settle(self.prompt_tokens, self.output_tokens, SERVED, count)
 
     @property
@@ -166,6 +167,7 @@ class _Freed:
         self.by_holder: Counter[str] = Counter()
 
     def add(self, ticket: _OpenTicket, ended: list[Credit]) -> None:
+        """Add the ended uses of a ticket, and charge for them."""
         self.credits.setdefault(ticket.engine, []).extend(ended)
         self.count += len(ended)
         if ticket.holder and ended:

@@ -63,6 +63,7 @@ class _Call:
     """Index of each engine in the response's list."""
 
     def place(self, number: int, address: str, ticket: str, run: Run, count: int) -> None:
+        """Add a placement of `count` equal requests to the response."""
         self.response.placed.add(
             id=number,
             engine=self.addresses.setdefault(address, len(self.addresses)),
@@ -73,6 +74,7 @@ class _Call:
         )
 
     def refuse(self, error: ServiceError, count: int) -> None:
+        """Add a refusal of `count` equal requests to the response."""
         refusal = pb.Refusal(
             code=error.code.value[0],
             reason=error.reason,
@@ -82,6 +84,7 @@ class _Call:
         self.response.placed.add(refusal=refusal, count=count)
 
     def finish(self) -> pb.PickResponse:
+        """Return the response, with the engines' addresses."""
         self.response.engines.extend(self.addresses)
         return self.response
 
@@ -104,6 +107,7 @@ class _PendingPick:
     """Bounds of the caller's unused tickets; None: the caller pays for its tickets."""
 
     def bill(self, output_tokens: int) -> TicketCharge | None:
+        """Return the price of each use of the ticket; None: there are no tenants."""
         if self.session is None:
             return None
         return TicketCharge(self.session, self.priced.prompt_tokens, output_tokens)
@@ -163,11 +167,13 @@ class TicketIssuer:
         """The answer to all requests while the service is stopped; None while it is not."""
 
     def start(self) -> None:
+        """Start to watch the keys and to sweep expired picks."""
         if self._signer:
             self._signer.keys.start()
             self._task = asyncio.create_task(self._keep_sweeping(), name="sweep picks")
 
     async def close(self) -> None:
+        """Stop sweeping and watching the keys."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

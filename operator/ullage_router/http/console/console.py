@@ -77,6 +77,7 @@ class RecordBuffer:
         self._skipped = 0
 
     def put(self, record: RequestRecord) -> None:
+        """Add a record; the oldest one is skipped if the buffer is full."""
         self._skipped += len(self._pending) == MAX_PENDING
         self._pending.append(record)
 
