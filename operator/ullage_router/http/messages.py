@@ -57,7 +57,7 @@ class Request:
     """One request, whose body may still be arriving.
 
     Attributes:
-        method: The method, in upper case.
+        method: The method, such as `GET`.
         path: The path, percent-decoded and without the query.
         headers: Values by name in lower case; the values of a name that came twice are joined by
             commas.

@@ -4,7 +4,6 @@ Each ticket reserves memory on its engine until the request ends or the ticket e
 """
 
 import asyncio
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,8 @@ from ullage_router.policy.decision import EngineView, RoutingPolicy, TimeLimits
 from ullage_router.tenants import TenantSession
 from ullage_router.tickets.batch import HELD, Ask, PickBatch, Room
 from ullage_router.tickets.book import OpenTickets, TicketCharge
-from ullage_router.tickets.signing import PaidTickets, TicketSigner, new_ids
+from ullage_router.tickets.paid import PaidTickets
+from ullage_router.tickets.signing import TicketSigner, new_ids
 from ullage_router.tickets.unpaid import Unpaid, caller_of
 from ullage_router.tokenizer import Model
 
@@ -158,7 +158,7 @@ class TicketIssuer:
         self._task: asyncio.Task[None] | None = None
 
         longest_s = config.limits.total_timeout
-        self._paid = PaidTickets(signer.keys, longest_s) if signer else None
+        self.paid = PaidTickets(signer, engines, longest_s) if signer else None
         ticket_s = (signer.ttl_s if signer else 0.0) + CLOCK_SKEW_S + REPORT_LAG_S
         self._book = OpenTickets(ticket_s, longest_s, clock)
         self.counts = self._book.counts
@@ -256,38 +256,15 @@ class TicketIssuer:
             like any other.
         """
         num_prompt = len(request.token_ids.ids)
-        if not (ticket and num_prompt):
+        if not (self.paid and ticket and num_prompt):
             return None
         size = (num_prompt, request.stop.max_tokens, num_samples(request.samples))
-        return self._paid_by(ticket, session, size)
+        return self.paid.prepay(ticket, session, size)
 
     def on_resumed(self, paid_by: Claims | None) -> None:
         """Count that a paid answer continues on another engine."""
-        if paid_by and self._paid:
-            self._paid.on_resumed(paid_by)
-
-    def _paid_by(
-        self, ticket: str, session: TenantSession, size: tuple[int, int, int]
-    ) -> Claims | None:
-        """Return the claims of the ticket that paid for a request of this size; None: none did.
-
-        The session is charged at the request's end, unless the ticket's engine was lost.
-        """
-        claims = self._paid.find(ticket, session.name, size) if ticket and self._paid else None
-        if claims:
-            session.prepay(functools.partial(self._was_lost, claims))
-        return claims
-
-    def _was_lost(self, claims: Claims) -> bool:
-        """Return whether the engine of a ticket was lost after a router signed the ticket.
-
-        The time of signing comes from the clock of the router that signed.
-        """
-        signer = self._enabled()
-        engine = next((e for e in self._engines.all() if signer.tag(e.id) == claims.engine), None)
-        if engine is None or engine.state != "ready":
-            return True
-        return engine.lost_unix >= claims.expires_ms / 1000 - signer.ttl_s - CLOCK_SKEW_S
+        if paid_by and self.paid:
+            self.paid.on_resumed(paid_by)
 
     async def _keep_sweeping(self) -> None:
         while True:
@@ -364,7 +341,9 @@ class TicketIssuer:
 
         pick.session = mine = session.new_session()
         size = (priced.prompt_tokens, priced.max_tokens, priced.samples or 1)
-        pick.paid_by = self._paid_by(priced.paid_by, mine, size)
+        pick.paid_by = None
+        if priced.paid_by and self.paid:
+            pick.paid_by = self.paid.prepay(priced.paid_by, mine, size)
         most = min(priced.max_tokens or MAX_TOKENS, self._most(mine))
         output = min(most, self._engines.expected_output) * (priced.samples or 1)
         count = 1
