@@ -1,5 +1,4 @@
-"""Errors of the router: all are ServiceError (`ullage_common.wire.errors`); here is what HTTP says
-of them.
+"""The router's errors, all ServiceError (`ullage_common.wire.errors`), and their HTTP statuses.
 
 gRPC status         HTTP  type
 INVALID_ARGUMENT    400   invalid_request_error
@@ -11,7 +10,7 @@ UNAVAILABLE         503   service_unavailable     with Retry-After
 DEADLINE_EXCEEDED   504   timeout_error
 ABORTED             409   conflict_error          a later request replaced it
 FAILED_PRECONDITION 503   service_unavailable     the service is stopped; without Retry-After
-CANCELLED           499   the client has gone; only seen in logs and metrics
+CANCELLED           499   the client has disconnected; only in logs and metrics
 anything else       500   server_error
 """
 
@@ -35,6 +34,9 @@ RATE_LIMIT_EXCEEDED = "RATE_LIMIT_EXCEEDED"
 INVALID_API_KEY = "INVALID_API_KEY"
 REPLACED = "REPLACED"
 STOPPED = "STOPPED"
+ENGINE_SILENT = "ENGINE_SILENT"
+ENGINE_LOST = "ENGINE_LOST"
+ENGINE_STALLED = "ENGINE_STALLED"
 KEY_REUSED = "IDEMPOTENCY_KEY_REUSED"
 
 _STATUSES = {
@@ -64,7 +66,30 @@ STATUSES_BY_REASON = {
     "TRANSFER_ENCODING_NOT_SUPPORTED": 501,
     "HTTP_VERSION_NOT_SUPPORTED": 505,
 }
-"""HTTP statuses that say more than the gRPC status does."""
+"""HTTP statuses of reasons, where they are more precise than the gRPC status."""
+
+LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
+"""Reasons of an engine that takes no requests now."""
+OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+"""Statuses with which an engine refuses the router or its ticket: clients show engines no keys."""
+_NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
+_FAULTS = OF_THE_ROUTER | frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+_THE_REQUESTS = frozenset(
+    {
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
 _KINDS = {
     "invalid": grpc.StatusCode.INVALID_ARGUMENT,
     "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -87,41 +112,24 @@ def error_type(error: ServiceError) -> str:
 
 
 def retry_after_s(error: ServiceError) -> int | None:
-    """Return whole seconds for Retry-After, which every refusal that may pass has."""
+    """Return the whole seconds of Retry-After; None for an error that no wait helps."""
     if error.retry_after_s is not None and error.reason == RATE_LIMIT_EXCEEDED:
-        return max(1, math.ceil(error.retry_after_s))  # a bucket's time is known, not a forecast
+        return max(1, math.ceil(error.retry_after_s))  # exact, so not bounded like a forecast
     if error.retry_after_s is not None:
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(error.retry_after_s)))
     if error.reason == STOPPED:
-        return None  # people start it again, and no wait helps before
+        return None  # stopped until somebody starts the service again
     if http_status(error) in (429, 503):
         return UNKNOWN_RETRY_AFTER_S
     return None
 
 
-# Reasons of an engine that takes nothing now, and of one that a request broke.
-LEAVING = frozenset({"DRAINING", "NO_ENGINE"})
-_NOT_THE_ENGINES_FAULT = LEAVING | {"REQUEST_FAILED"}
-OF_THE_ROUTER = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-"""Statuses with which an engine refuses the router or its ticket: clients show engines no keys."""
-_FAULTS = OF_THE_ROUTER | frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.ABORTED,
-        grpc.StatusCode.DATA_LOSS,
-        grpc.StatusCode.UNIMPLEMENTED,
-    }
-)
-
-
 def is_engine_fault(error: ServiceError) -> bool:
-    """Whether an engine's error speaks against the engine and not against the request.
+    """Return whether an error counts against the engine and not against the request.
 
-    Invalid and cancelled requests, deadlines and full memory do not, but an answer does that gets
-    no further token; nor do requests over which
-    workers died, which must not hold back one engine after the other.
+    Invalid and cancelled requests, deadlines and full memory do not count against the engine. A
+    stalled answer does. A request over which the engine's worker died does not either: otherwise
+    one bad request could block one engine after another.
     """
     if error.reason == ENGINE_STALLED:
         return True
@@ -130,27 +138,17 @@ def is_engine_fault(error: ServiceError) -> bool:
     return error.code in _FAULTS and not is_excused
 
 
-_THE_REQUESTS = frozenset(
-    {
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-    }
-)
-
-
 def is_failure(error: ServiceError) -> bool:
-    """Whether it counts against a revision: all that is neither the request's own nor a lack of
-    memory, also what no single engine is blamed for."""
+    """Return whether an error counts against a revision of the service.
+
+    All errors count but the request's own and a lack of memory, also those that count against no
+    single engine.
+    """
     return error.code not in _THE_REQUESTS and error.reason not in LEAVING
 
 
-ENGINE_SILENT = "ENGINE_SILENT"
-ENGINE_LOST = "ENGINE_LOST"
-ENGINE_STALLED = "ENGINE_STALLED"
-
-
 def stalled(engine: str, timeout_s: float) -> ServiceError:
+    """Return the error of an answer that got no further token in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_STALLED,
@@ -159,6 +157,7 @@ def stalled(engine: str, timeout_s: float) -> ServiceError:
 
 
 def silent_engine(engine: str, silent_s: float) -> ServiceError:
+    """Return the error of a request whose engine has stopped answering."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         ENGINE_SILENT,
@@ -168,12 +167,14 @@ def silent_engine(engine: str, silent_s: float) -> ServiceError:
 
 
 def no_stream(engine: str) -> ServiceError:
+    """Return the error of a request whose stream to the engine is not open."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE", f"the stream to engine {engine} is not open"
     )
 
 
 def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
+    """Return the error of an answer that ended at its time limit on a silent engine."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_SILENT,
@@ -183,6 +184,7 @@ def cut_off(engine: str, silent_s: float, timeout_s: float) -> ServiceError:
 
 
 def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceError:
+    """Return the error of an answer that no other engine could resume in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         ENGINE_LOST,
@@ -192,7 +194,7 @@ def not_resumed(engine: str, timeout_s: float, cause: ServiceError) -> ServiceEr
 
 
 def refusal(refuse: Refuse) -> ServiceError:
-    """Convert a decision to refuse to an error."""
+    """Return the error of a decision to refuse."""
     metadata = {}
     if refuse.kind == "invalid":
         metadata["field"] = "input"
@@ -211,17 +213,17 @@ def refusal(refuse: Refuse) -> ServiceError:
 
 
 def some_retry_after_s() -> int:
-    """Return a delay for a wait that nobody can predict, with jitter that spreads the refused
-    clients."""
+    """Return a retry delay for a wait of unknown length, with jitter that spreads the clients."""
     return unknown_retry_after(random.getrandbits(30))
 
 
 def _soon_s() -> int:
-    """Return a delay for resources that are free again within moments, with jitter."""
+    """Return a short retry delay with jitter, for memory that is free again within moments."""
     return random.randint(1, UNKNOWN_RETRY_AFTER_S)
 
 
 def no_engine() -> ServiceError:
+    """Return the error of a request that came before any engine was known."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "NO_ENGINE",
@@ -231,6 +233,7 @@ def no_engine() -> ServiceError:
 
 
 def stopped(model: str) -> ServiceError:
+    """Return the error of a request to a service that was stopped on purpose."""
     return ServiceError(
         grpc.StatusCode.FAILED_PRECONDITION,
         STOPPED,
@@ -240,6 +243,7 @@ def stopped(model: str) -> ServiceError:
 
 
 def draining() -> ServiceError:
+    """Return the error of a request to a router that is stopping."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "DRAINING",
@@ -249,6 +253,7 @@ def draining() -> ServiceError:
 
 
 def deadline(timeout_s: float) -> ServiceError:
+    """Return the error of a request that got no first token in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "DEADLINE",
@@ -259,10 +264,13 @@ def deadline(timeout_s: float) -> ServiceError:
 def unknown_model(
     name: str, served: str, adapters: Iterable[str] = (), allowed: Collection[str] = ()
 ) -> ServiceError:
-    """Return the error of a request for another model, with the names that may be used.
+    """Return the error of a request for an unknown model, with the names that may be used.
 
     Args:
-        allowed: names that the tenant may use; empty: all.
+        name: The requested name.
+        served: The name of the served model.
+        adapters: The names of its adapters.
+        allowed: Names that the tenant may use; empty: all.
     """
     usable = [adapter for adapter in adapters if not allowed or adapter in allowed]
     if not allowed or served in allowed:
@@ -278,10 +286,12 @@ def unknown_model(
 
 
 def broken_stream(reason: str) -> ServiceError:
+    """Return the error of an answer whose stream broke off."""
     return ServiceError(grpc.StatusCode.INTERNAL, "WORKER_LOST", f"the answer broke off: {reason}")
 
 
 def cancelled_by_engine() -> ServiceError:
+    """Return the error of an answer that a stopping engine cancelled."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "DRAINING",
@@ -291,22 +301,24 @@ def cancelled_by_engine() -> ServiceError:
 
 
 def unauthenticated(message: str) -> ServiceError:
+    """Return the error of a request with a missing or wrong API key."""
     return ServiceError(grpc.StatusCode.UNAUTHENTICATED, INVALID_API_KEY, message)
 
 
 def forbidden(reason: str, message: str, field: str = "") -> ServiceError:
+    """Return the error of a request that its sender may not make."""
     metadata = {"field": field} if field else {}
     return ServiceError(grpc.StatusCode.PERMISSION_DENIED, reason, message, metadata=metadata)
 
 
 def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
-    """Return an error with the limit, its size and when there is room again."""
-    what = shortage.limit.replace("_", " ")
+    """Return the error of a spent quota: the limit, its size and the time to retry."""
+    limit = shortage.limit.replace("_", " ")
     wait_s = UNKNOWN_RETRY_AFTER_S if shortage.wait_s is None else shortage.wait_s
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         RATE_LIMIT_EXCEEDED,
-        f"rate limit of tenant {tenant} reached: {what} {shortage.allowed:g}; "
+        f"rate limit of tenant {tenant} reached: {limit} {shortage.allowed:g}; "
         f"retry in {max(1, math.ceil(wait_s))} s",
         metadata={"limit": shortage.limit, "allowed": f"{shortage.allowed:g}"},
         retry_after_s=wait_s,
@@ -314,6 +326,7 @@ def over_quota(tenant: str, shortage: Shortage) -> ServiceError:
 
 
 def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
+    """Return the error of a prompt that exceeds the tokens a minute of its key."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "PROMPT_ABOVE_QUOTA",
@@ -324,48 +337,52 @@ def above_quota(prompt_tokens: int, allowed: float) -> ServiceError:
 
 
 def inputs_above_quota(count: int, amount: int, limit: Limit, allowed: float) -> ServiceError:
-    """Return the error of a body whose inputs take more of a limit than that ever allows."""
-    what = f", which have {amount} tokens or more" if limit == "tokens_per_minute" else ""
+    """Return the error of a body whose inputs exceed a quota even when none of it is spent."""
+    tokens = f", which have {amount} tokens or more" if limit == "tokens_per_minute" else ""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "INPUTS_ABOVE_QUOTA",
-        f"input has {count} inputs{what}, and the {limit.replace('_', ' ')} of this key are "
+        f"input has {count} inputs{tokens}, and the {limit.replace('_', ' ')} of this key are "
         f"{allowed:g}; send fewer at a time",
         metadata={"field": "input", "limit": limit, "allowed": f"{allowed:g}"},
     )
 
 
 def internal(request_id: str = "") -> ServiceError:
-    """A failure of the router itself; what failed is only in its log."""
+    """Return the error of a failure of the router; only the router's log has the cause."""
     where = f"its log names request {request_id}" if request_id else "its log says why"
     return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", f"the router failed; {where}")
 
 
 def console_busy(message: str) -> ServiceError:
+    """Return the error of a console that has no room for another reader or overload."""
     return ServiceError(
         grpc.StatusCode.RESOURCE_EXHAUSTED, "CONSOLE_BUSY", message, retry_after_s=MAX_RETRY_AFTER_S
     )
 
 
 def unknown_path(path: str, see: str) -> ServiceError:
+    """Return the error of a path that the server does not have."""
     return ServiceError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", f"there is no {path}; see {see}")
 
 
 def method_not_allowed(path: str, allowed: str) -> ServiceError:
+    """Return the error of a method that the path does not allow."""
     return invalid_head("METHOD_NOT_ALLOWED", f"{path} takes {allowed}")
 
 
 def invalid_head(reason: str, message: str) -> ServiceError:
-    """An error in a request's method, version or headers."""
+    """Return an error in a request's method, version or headers."""
     return ServiceError(grpc.StatusCode.INVALID_ARGUMENT, reason, message)
 
 
-def malformed(what: str) -> ServiceError:
-    """An error for bytes that are no request."""
-    return invalid_head("MALFORMED_REQUEST", f"this is no HTTP/1.1 request: {what}")
+def malformed(cause: str) -> ServiceError:
+    """Return the error of bytes that are no HTTP request."""
+    return invalid_head("MALFORMED_REQUEST", f"this is no HTTP/1.1 request: {cause}")
 
 
 def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
+    """Return the error of a request whose line or headers are too long."""
     return invalid_head(
         "HEADERS_TOO_LARGE",
         f"request line and headers are too long; send at most {max_bytes} bytes and "
@@ -374,7 +391,7 @@ def head_too_large(max_bytes: int, max_headers: int) -> ServiceError:
 
 
 def late(part: str, limit_s: float) -> ServiceError:
-    """Return the error for a request whose part did not arrive in time."""
+    """Return the error of a request, a part of which did not arrive in time."""
     return ServiceError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "REQUEST_TIMEOUT",
@@ -383,10 +400,12 @@ def late(part: str, limit_s: float) -> ServiceError:
 
 
 def length_required() -> ServiceError:
+    """Return the error of a request without a body."""
     return invalid_head("LENGTH_REQUIRED", "the request has no body; send one with Content-Length")
 
 
 def content_type_not_supported(kind: str) -> ServiceError:
+    """Return the error of a body that is not declared as JSON."""
     given = f"is {kind[:60]!r}" if kind else "is missing"
     return invalid_head(
         "CONTENT_TYPE_NOT_SUPPORTED",
@@ -395,6 +414,7 @@ def content_type_not_supported(kind: str) -> ServiceError:
 
 
 def body_too_large(size: str, limit: int) -> ServiceError:
+    """Return the error of a body above the size limit."""
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "BODY_TOO_LARGE",
@@ -404,6 +424,7 @@ def body_too_large(size: str, limit: int) -> ServiceError:
 
 
 def bodies_full() -> ServiceError:
+    """Return the error of a body for which there is no memory or no turn."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "BODIES_FULL",
@@ -413,6 +434,7 @@ def bodies_full() -> ServiceError:
 
 
 def texts_full() -> ServiceError:
+    """Return the error of a long text for which the tokeniser has no memory."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "TEXTS_FULL",
@@ -422,6 +444,7 @@ def texts_full() -> ServiceError:
 
 
 def vectors_full() -> ServiceError:
+    """Return the error of embeddings for which there is no memory."""
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "VECTORS_FULL",

@@ -1,4 +1,4 @@
-"""InferenceService of the router: the same way through it as over HTTP."""
+"""The router's gRPC service, which serves requests through the same pipeline as HTTP."""
 
 import logging
 import uuid
@@ -14,7 +14,7 @@ from ullage_common.wire.channels import text_metadata
 from ullage_common.wire.errors import ServiceError, abort
 from ullage_common.wire.limits import MAX_REQUEST_ID_BYTES
 from ullage_router.call import Call, ResponseStream
-from ullage_router.cascade import PATH_KEY
+from ullage_router.cascade.peer import PATH_KEY
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import draining, retry_after_s
 from ullage_router.pipeline import idempotency
@@ -22,24 +22,22 @@ from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.telemetry.record import RESUMED_INEXACT, RequestRecord, trace_context
 from ullage_router.tenants import Tenants, TenantSession
-from ullage_router.tickets.picker import TicketIssuer
+from ullage_router.tickets.issuer import TicketIssuer
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 log = logging.getLogger(__name__)
-
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = inference_pb2.GenerateResponse
 
 
-SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-
-
 class CallGate:
-    """Finds the tenant of a call before its messages are received.
+    """Find the tenant of a call before its messages are received.
 
     Args:
-        tenants: who may send requests.
-        pipeline: counts refusals.
+        tenants: The tenants, by their keys.
+        pipeline: Counts refusals.
     """
 
     def __init__(self, tenants: Tenants, pipeline: RequestPipeline) -> None:
@@ -49,12 +47,17 @@ class CallGate:
     def admit(self, method: str, metadata: Mapping[str, str]) -> str | None:
         """Return the tenant of a call; None for health and reflection, which everybody may call.
 
+        Args:
+            method: The full name of the method, such as `/ullage.inference.v1.Service/Method`.
+            metadata: The call's metadata.
+
         Raises:
-            ServiceError: the key is missing or wrong.
+            ServiceError: The key is missing or wrong.
         """
         service, _, name = method.removeprefix("/").partition("/")
         if service != SERVICE:
             return None
+
         try:
             return self._tenants.open_session(metadata.get("authorization")).name
         except ServiceError as error:
@@ -65,14 +68,14 @@ class CallGate:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate, Pick and GetModel.
+    """The methods Generate, Pick and GetModel.
 
     Args:
-        pipeline: serves requests.
-        engines: where the served model is known.
-        tenants: who may send them.
-        issuer: places those that clients send to engines themselves.
-        limits: time limits of a request; a client's own deadline may be sooner.
+        pipeline: Serves requests.
+        engines: Describes the served model.
+        tenants: The tenants, by their keys.
+        issuer: Places requests that clients send to engines themselves.
+        limits: Time limits of a request; a client's own deadline may be sooner.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[Response]:
+        """Stream the answer to a request."""
         record = RequestRecord(_record_id(request.request_id))
         metadata = _text(context)
         tenant = await self._open_session(context, record, metadata)
@@ -108,6 +112,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             authorization=metadata.get("authorization"),
             path=_path(metadata),
         )
+
         try:
             async with self._pipeline.serve(call) as stream:
                 self._issuer.on_resumed(paid_by)
@@ -125,6 +130,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Pick(
         self, request: inference_pb2.PickRequest, context: Context
     ) -> inference_pb2.PickResponse:
+        """Place requests that the client sends to engines itself, and return their tickets."""
         authorization = _text(context).get("authorization")
         try:
             if self._pipeline.is_draining:
@@ -138,6 +144,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModel(
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
+        """Describe the served model or an adapter."""
         try:
             tenant = self._tenants.open_session(_text(context).get("authorization"))
             return self._engines.describe(request.model, tenant.rules.models)
@@ -147,7 +154,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _open_session(
         self, context: Context, record: RequestRecord, metadata: Mapping[str, str]
     ) -> TenantSession:
-        """Open the tenant's session; its key may have gone while the request arrived."""
+        """Open the tenant's session, or abort the call.
+
+        The key was valid before the message arrived (`CallGate`), but may have been removed since.
+        """
         try:
             return self._tenants.open_session(metadata.get("authorization"))
         except ServiceError as error:
@@ -167,17 +177,17 @@ async def _responses(stream: ResponseStream) -> AsyncIterator[Response]:
 
 
 def _record_id(request_id: str) -> str:
-    """The client's id; one of our own for logs when that is none, or too long to keep."""
+    """Return the client's request id, or a new one if it is empty or too long to keep."""
     is_usable = 0 < len(request_id.encode()) <= MAX_REQUEST_ID_BYTES
     return request_id if is_usable else uuid.uuid4().hex
 
 
 def _path(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the cascades that the request came through."""
+    """Return the names of the cascades that handed the request on."""
     value = metadata.get(PATH_KEY)
     return tuple(value.split(",")) if value else ()
 
 
 def _text(context: Context) -> dict[str, str]:
-    """Return the metadata without its binary values."""
+    """Return the call's metadata without binary values."""
     return text_metadata(context.invocation_metadata())

@@ -33,7 +33,7 @@ from ullage_common.wire.channels import (
 from ullage_router.grpc import CallGate, InferenceServicer
 from ullage_router.http.app import App
 from ullage_router.http.console.console import Console
-from ullage_router.http.messages import Limits
+from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.monitoring import ANSWER_TIMEOUT_S, Pages, Siblings, own_pages
 from ullage_router.http.origins import OriginGuard
 from ullage_router.http.server import HTTPServer
@@ -102,8 +102,8 @@ class Router:
         self._grpc = new_server(place is not None, guard, NARROW_WINDOWS)
         self._probes: grpc.aio.Server | None = None
         share = MAX_HELD_BYTES // config.processes
-        least = LEAST_BODIES * Limits().max_body_bytes
-        limits = Limits(max_held_bytes=max(share, least))
+        least = LEAST_BODIES * HTTPLimits().max_body_bytes
+        limits = HTTPLimits(max_held_bytes=max(share, least))
         is_local = config.console is not None and config.console.local
         app = App(
             self.service,

@@ -1,4 +1,4 @@
 """The HTTP face of the router: the server, its pages, and the OpenAI API in `openai/`.
 
-It translates between HTTP and the pipeline, and decides nothing about a request.
+The folder translates between HTTP and the pipeline, and decides nothing about a request.
 """

@@ -1,4 +1,4 @@
-"""The HTTP application: every path, and the answers for unknown paths and methods."""
+"""The HTTP application: every path, and the answers to unknown paths and methods."""
 
 import asyncio
 import functools
@@ -36,13 +36,14 @@ log = logging.getLogger(__name__)
 
 
 class App:
-    """Answers every request that the server reads, and those that it cannot read.
+    """Answer every request, also those that the server could not read.
 
-    Paths, methods and keys are looked at before the body is read.
+    The path, the method and the API key are checked before the body is read.
 
     Args:
-        monitoring: serves /stats and /metrics; None: another port does.
-        more: routes of the console; none where another port has them, or it is off.
+        service: Serves requests.
+        monitoring: Serves /stats and /metrics; None: another port does.
+        more: Routes of the console; None: another port has them, or the console is off.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class App:
         described = {openapi.PATH: _get(self._describe)}
         self._routes: Routes = {**(more or {}), **_routes(service, monitoring), **described}
         self._description = b""
-        """The API's description in OpenAPI, once it was asked for."""
+        """The OpenAPI document; empty until the first request for it."""
 
     async def __call__(self, request: Request, reply: Reply) -> None:
         try:
             if error := request.refusal:
-                self._service.pipeline.refuse(RequestRecord(request_id(request.headers)), error)
+                record = RequestRecord(request_id(request.headers))
+                self._service.pipeline.refuse(record, error)
                 raise error
             await self._endpoint(request)(request, reply)
         except ServiceError as error:
@@ -71,7 +73,7 @@ class App:
 
     @property
     def routes(self) -> list[tuple[str, str]]:
-        """The served paths and methods, as OpenAPI writes them."""
+        """The served paths and methods, with paths as OpenAPI writes them."""
         return [
             (f"{path}{{name}}" if path.endswith("/") else path, method)
             for path, methods in self._routes.items()
@@ -79,7 +81,7 @@ class App:
         ]
 
     async def _describe(self, request: Request, reply: Reply) -> None:
-        if not self._description:  # takes 30 ms, so not on the event loop
+        if not self._description:  # takes 30 ms, which is too long for the event loop
             self._description = await asyncio.to_thread(openapi.document, self.routes)
         await reply.whole(HTTPStatus.OK, [JSON_TYPE], self._description)
 
@@ -94,7 +96,7 @@ class App:
 
 
 async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
-    """Answer OPTIONS, and refuses methods that the path does not take."""
+    """Answer OPTIONS, and refuse methods that the path does not allow."""
     allow = (b"allow", allowed.encode())
     if request.method == "OPTIONS":
         await reply.whole(HTTPStatus.NO_CONTENT, [allow], b"")
@@ -103,27 +105,36 @@ async def _answer_options(allowed: str, request: Request, reply: Reply) -> None:
 
 
 class _SmallPages:
-    """Pages with small JSON documents: models and probes."""
+    """Small JSON documents: the models and the probes."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
 
     def models(self, request: Request) -> object:
+        """Return the models that the request's tenant may use."""
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
         names = filter(tenant.may_use, self._names())
         return {"object": "list", "data": [self._describe(name, tenant) for name in names]}
 
     def model(self, request: Request) -> object:
+        """Return one model.
+
+        Raises:
+            ServiceError: The tenant may not use the model, or there is none of that name.
+        """
         tenant = self._service.tenants.open_session(request.headers.get("authorization"))
-        name, (served, *adapters) = request.path.removeprefix(MODELS + "/"), self._names()
+        name = request.path.removeprefix(MODELS + "/")
+        served, *adapters = self._names()
         if not (tenant.may_use(name) and name in (served, *adapters)):
             raise unknown_model(name, served, adapters, tenant.rules.models)
         return self._describe(name, tenant)
 
     def healthz(self, request: Request) -> object:
+        """Return that the process is alive."""
         return {"status": "alive"}
 
     async def readyz(self, request: Request, reply: Reply) -> None:
+        """Answer 200 if requests are served, and 503 otherwise."""
         if self._service.is_ready:
             await _json(reply, HTTPStatus.OK, {"status": "ready"})
             return
@@ -135,8 +146,10 @@ class _SmallPages:
         return [self._service.config.model, *sorted(self._service.engines.adapters)]
 
     def _describe(self, name: str, tenant: TenantSession) -> dict[str, object]:
-        """Describe the served model or, by its name, an adapter of it: as a model of its own where
-        the tenant may not use the served one."""
+        """Describe the served model, or an adapter of it.
+
+        An adapter looks like a model of its own to a tenant that may not use the served model.
+        """
         model = self._service.engines.model
         served = self._service.config.model
         if not tenant.may_use(served):
@@ -154,14 +167,16 @@ class _SmallPages:
 
 
 def _sampling_defaults(model: Model) -> dict[str, float]:
-    """Return the parameters that hold where a request leaves them out and the model recommends
-    them; numbers come as float32, so 0.7 arrives a little smaller."""
+    """Return the sampling parameters that the model recommends, used where a request has none.
+
+    The wire has float32, so 0.7 arrives a little smaller; seven digits restore it.
+    """
     fields = model.description.sampling_defaults.ListFields()
     return {field.name: float(f"{value:.7g}") for field, value in fields}
 
 
 def _routes(service: RouterService, monitoring: Pages | None) -> dict[str, dict[str, Endpoint]]:
-    """Return endpoints by path and method; a path that ends with a slash is for all below it."""
+    """Return endpoints by path and method; a path that ends with a slash stands for its subtree."""
     pages = _SmallPages(service)
     chat = GenerateEndpoint(service, CHAT)
     completion = GenerateEndpoint(service, COMPLETION)
@@ -182,7 +197,7 @@ def _get(endpoint: Endpoint) -> dict[str, Endpoint]:
 
 
 def _page(make: Page) -> Endpoint:
-    """An endpoint that answers with JSON."""
+    """Return an endpoint that answers with the JSON of `make`."""
 
     async def endpoint(request: Request, reply: Reply) -> None:
         await _json(reply, HTTPStatus.OK, make(request))

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, within bounds of time, size and memory."""
+"""One HTTP/1.1 connection: uvicorn's protocol with bounds of time, size and memory."""
 
 import asyncio
 import enum
@@ -22,37 +22,30 @@ from uvicorn.server import ServerState
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import head_too_large, internal, late, malformed
-from ullage_router.http.messages import (
-    REFUSAL,
-    ASGIApp,
-    Headers,
-    Limits,
-    Message,
-    Scope,
-    head_error,
-    unknown_version,
-)
+from ullage_router.http.heads import head_error, unknown_version
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.messages import REFUSAL, ASGIApp, Headers, Message, Scope
 
 MAX_PIPELINED = 16
-"""Number of requests that wait for the reply to another, after which nothing more is parsed."""
+"""Requests of a pipeline that may wait for an earlier reply; with so many, parsing stops."""
 PARSED_BYTES = 4 << 10
-"""Bytes parsed at a time, so that few requests come out of what one read brought."""
+"""Bytes parsed at a time, so that few requests come out of one step."""
 WRITE_BUFFER_BYTES = 16 << 10
-"""Bytes that one client may leave unread before its reply waits: here, and again in the kernel."""
+"""Bytes that a client may leave unread before its reply waits: here, and again in the kernel."""
 STARTED_PER_TURN = 16
-"""A thousand requests at once must not keep a turn of the event loop, and with it the tokens of
-others and the engines' reports, for as long as all of them take."""
+"""Requests started in one turn of the event loop: a thousand at once must not delay the tokens of
+other requests and the reports of engines."""
 FRAMING_BYTES_PER_BYTE = 8
-"""A chunk of one byte needs five others around it."""
+"""Bytes of chunk framing allowed for each byte of a body; a chunk of one byte needs five."""
 EVENTS_PER_TURN = 1024
-"""Headers and pieces of bodies that are taken from one connection before others have their turn."""
+"""Headers and pieces of bodies that one connection may bring in one turn of the event loop."""
 _UPGRADE = frozenset({b"connection", b"upgrade", b"http2-settings"})
 
 log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):
-    """What a client is to send next; CLOSED: what it sends is read and thrown away."""
+    """The part of a request that the client sends next; CLOSED: its bytes are discarded."""
 
     OPENED = enum.auto()
     HEAD = enum.auto()
@@ -64,13 +57,14 @@ class Phase(enum.Enum):
 class ConnectionState(ServerState):
     """The state that all connections of a server share.
 
-    is_leaving
-        responses ask clients to take another connection for their next request
-    is_draining
-        no connection is taken any more
+    Attributes:
+        limits: The limits of connections.
+        timeouts_s: Seconds that each phase of a connection may take.
+        is_leaving: Whether responses ask clients to open another connection for the next request.
+        is_draining: Whether new connections are refused.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HTTPLimits) -> None:
         super().__init__()
         self.limits = limits
         self.timeouts_s = {
@@ -103,36 +97,39 @@ class Cycle(RequestResponseCycle):
     """A request and its reply.
 
     The head of a reply leaves with the first part of its body, and parts that come in one turn of
-    the event loop leave together. Headers are those of this program, so uvicorn's two expressions
-    for each of them are left out: 12 us a request.
-
-    is_framed: whether the client understands chunks; HTTP/1.0 ends a body with the connection.
+    the event loop leave together. All headers come from this program, so uvicorn's two regular
+    expressions for each header are left out, which saves 12 us a request.
     """
 
     is_framed = True
+    """Whether the client understands chunks; HTTP/1.0 ends a body with the connection."""
     task: asyncio.Task[None] | None = None
     _head = b""
     _held = b""
-    """Parts that leave at the end of this turn."""
+    """Parts that leave at the end of this turn of the event loop."""
     _is_flush_due = False
 
     async def run_asgi(self, app: ASGIApp) -> None:  # type: ignore[override]
+        """Run the application, once earlier replies of the connection have been read."""
         self.task = asyncio.current_task()
-        # Replies to a pipeline of requests that nobody reads would fill the memory.
+        # Without this wait, unread replies to a pipeline of requests would fill the memory.
         await self.flow.drain()
         if not self.disconnected:
             await super().run_asgi(app)  # type: ignore[arg-type]
 
     async def send(self, message: Message) -> None:  # type: ignore[override]
+        """Write a message of the application to the connection."""
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if self.disconnected:
             return
+
         if message["type"] == "http.response.start":
             self._head = self._make_head(message["status"], message["headers"])
             self.response_started = True
             self.waiting_for_100_continue = False
             return
+
         body = message["body"]
         has_more = message.get("more_body", False)
         if self.scope["method"] == "HEAD":
@@ -140,6 +137,7 @@ class Cycle(RequestResponseCycle):
         elif self.chunked_encoding:
             body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             body += b"" if has_more else b"0\r\n\r\n"
+
         data = self._held + self._head + body
         self._head = self._held = b""
         if has_more and len(data) < WRITE_BUFFER_BYTES:
@@ -148,6 +146,7 @@ class Cycle(RequestResponseCycle):
                 self._is_flush_due = True
                 asyncio.get_running_loop().call_soon(self._flush)
             return
+
         if data:
             self.transport.write(data)
         if not has_more:
@@ -170,34 +169,39 @@ class Cycle(RequestResponseCycle):
             self.keep_alive = False
         elif not self.keep_alive:
             lines.append(b"connection: close\r\n")
+
         has_length = any(name == b"content-length" for name, _ in headers)
         self.chunked_encoding = self.is_framed and not has_length
         if self.chunked_encoding:
             lines.append(b"transfer-encoding: chunked\r\n")
+
         head = b"".join((STATUS_LINE[status], *lines, b"\r\n"))
         if head.count(b"\n") != len(lines) + 2:
+            # A line break in a value would let it add headers of its own.
             raise ValueError(f"a header has a line break: {head!r}")
         return head
 
 
 class Flow(FlowControl):
-    """Reads on only where all that was read is parsed.
+    """Flow control that resumes reading only when all received bytes are parsed.
 
-    uvicorn reads on with each reply to a pipeline, and each read brings up to 256 KiB of requests.
+    uvicorn resumes with each reply to a pipeline, and each read brings up to 256 KiB of requests.
     """
 
     unparsed = b""
+    """Bytes that were received and not parsed yet."""
 
     def resume_reading(self) -> None:
+        """Resume reading, unless some bytes are not parsed."""
         if not self.unparsed:
             super().resume_reading()
 
 
-class Connection(HttpToolsProtocol):
-    """Adds to uvicorn's protocol: bounds, time limits, refusals in their order, cancellation.
+class HTTPConnection(HttpToolsProtocol):
+    """uvicorn's protocol with bounds, time limits, refusals in order, and cancellation.
 
-    Cycles write to it and close it as if it were their transport, so that it knows what clients
-    have taken, and how a connection must be closed.
+    Cycles use the connection as their transport. So it knows how many bytes the client has read,
+    and how to close without losing a reply.
     """
 
     flow: Flow
@@ -214,24 +218,31 @@ class Connection(HttpToolsProtocol):
         self._shared = server_state
         self._limits = server_state.limits
         self._answered: Cycle | None = None
-        """The cycle that is being answered, or about to be."""
+        """The cycle that is being answered, or that is next."""
+
         self._opened = self.loop.time()
         self._phase = Phase.OPENED
         self._phase_began = self._opened
-        """Begins anew with the reply to the request before."""
+        """Time at which the phase began; the reply to the request before restarts it."""
         self._ticked_at = self._opened
+
         self._budget = self._limits.max_head_bytes
-        """Bytes that may come before the head ends, or before more of the body does."""
+        """Bytes that may come before the head ends, or before the next bytes of the body."""
         self._num_events = 0
         """Number of headers and pieces of bodies in this turn of the event loop."""
+
         self._is_closing = False
         self._written_bytes = 0
+        """Bytes that cycles have written."""
         self._sent_bytes = 0
+        """Bytes of them that the kernel has accepted, at the last tick."""
         self._sent_at = self._opened
+        """Time of the last tick at which the client had read something, or nothing was unsent."""
 
     # The event loop's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accept the connection, or abort it when there are too many."""
         transport = cast(asyncio.Transport, transport)
         if self._shared.is_draining or len(self.connections) >= self._limits.max_connections:
             transport.abort()
@@ -242,22 +253,28 @@ class Connection(HttpToolsProtocol):
         self.flow = Flow(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.transport is None:  # it was not let in
+        """Cancel the request that is being answered, and drop all others."""
+        if self.transport is None:  # the connection was refused
             return
+
         self._discard()
         self.pipeline.clear()
         if self._answered:
             self._answered.disconnected = True
         super().connection_lost(exc)
-        # uvicorn tells only an application that waits for it, in a task more for each request.
+
+        # uvicorn only notifies an application that waits for the disconnect, which takes another
+        # task for each request. Cancelling needs none.
         if self._answered and self._answered.task:
             self._answered.task.cancel()
-        # uvicorn's cycles refer to this connection. References back would keep both, with the
-        # bodies, until the garbage collector runs, which stops every request.
+
+        # uvicorn's cycles refer to this connection. References back would keep both alive, with
+        # the bodies, until the garbage collector runs, which stalls every request.
         self._answered = None
         self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
+        """Parse received bytes, or keep them while reading is paused."""
         if self.flow.unparsed:  # reading stops one read late under TLS
             self.flow.unparsed += data
         else:
@@ -266,25 +283,33 @@ class Connection(HttpToolsProtocol):
     # The server's calls.
 
     def leave(self) -> None:
-        """Closes after the next reply, which says so, and not under a request on its way."""
+        """Close after the next reply, which carries `connection: close`.
+
+        An idle connection stays open: a request may be on its way.
+        """
         if self._answered:
             self._answered.keep_alive = False
 
     def shutdown(self) -> None:
-        """Close the connection, after the reply that is being given."""
+        """Close the connection, after the reply that is being sent."""
         self.leave()
         is_quiet = self._phase in (Phase.OPENED, Phase.IDLE) and not self.flow.unparsed
         if is_quiet and not self._answered:
             self.close()
 
     def abort(self) -> None:
+        """Close the connection at once, without sending the rest."""
         self.transport.abort()
 
     def tick(self, now: float) -> None:
-        """End all that is past its time limit."""
+        """Check the time limits of the connection.
+
+        Args:
+            now: The event loop's time.
+        """
         unsent_bytes = self.transport.get_write_buffer_size()
         sent_bytes = self._written_bytes - unsent_bytes
-        # Replies to what it goes on sending are no sign that a client reads.
+        # Only sent bytes show that a client reads. Further requests from it do not.
         if sent_bytes != self._sent_bytes or not unsent_bytes:
             self._sent_bytes = sent_bytes
             self._sent_at = now
@@ -292,14 +317,17 @@ class Connection(HttpToolsProtocol):
             log.info("client does not read", extra={"unsent_bytes": unsent_bytes})
             self.abort()
             return
+
         is_body = self._phase is Phase.BODY
-        if is_body and self.flow.read_paused:  # the body waits here, and not for its client
+        if is_body and self.flow.read_paused:  # the server is slow, not the client: stop the clock
             self._phase_began += now - max(self._ticked_at, self._phase_began)
         self._ticked_at = now
+
         if self._answered and not (is_body and self._answered is self.cycle):
             return
         if now - self._phase_began < self._shared.timeouts_s[self._phase]:
             return
+
         if is_body:
             self._refuse(late("body", self._limits.body_timeout_s))
         elif self._phase is Phase.HEAD:
@@ -312,29 +340,35 @@ class Connection(HttpToolsProtocol):
     # A cycle's calls.
 
     def write(self, data: bytes) -> None:
+        """Write bytes, and count them."""
         self._written_bytes += len(data)
         self.transport.write(data)
 
     def is_closing(self) -> bool:
+        """Return whether the connection accepts no further replies."""
         return self._is_closing
 
     def close(self) -> None:
+        """Close the connection, so that the client still gets a reply that was sent."""
         cycle = self._answered
         if cycle and cycle.response_started and not cycle.response_complete:
-            self.abort()  # a part must not be taken for the whole
+            self.abort()  # the client must not take a part for the whole reply
             return
+
         self._is_closing = True
         if self._phase not in (Phase.BODY, Phase.CLOSED):
             self.transport.close()
-        # The kernel resets a connection that is closed on bytes that nobody read, and a client
-        # that still sends loses the reply on its way.
+        # In BODY or CLOSED the client may still send. The kernel resets a connection that is
+        # closed with unread bytes, and the client then loses the reply.
         self._discard()
         self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
+        """Answer the next request of the pipeline, and parse on."""
         self._answered = None
         if self._is_closing:
             return
+
         self._phase_began = self.loop.time()
         if self.pipeline:
             self._answer(cast(Cycle, self.pipeline.pop()[0]))
@@ -356,8 +390,10 @@ class Connection(HttpToolsProtocol):
             self._parse(self.flow.unparsed)
 
     def _parse(self, data: bytes) -> None:
-        """Parse until too many requests wait or the turn has had its share; keep the rest, and read
-        nothing more."""
+        """Parse until too many requests wait, or until the turn's share of events is used up.
+
+        The rest is kept, and reading pauses until it is parsed.
+        """
         start = 0
         step = min(PARSED_BYTES, self._limits.max_head_bytes)
         self._num_events = 0
@@ -368,6 +404,7 @@ class Connection(HttpToolsProtocol):
                 self.loop.call_soon(self._parse_on)
                 break
             start += self._feed(data[start : start + step])
+
         self.flow.unparsed = data[start:]
         if self.flow.unparsed:
             self.flow.pause_reading()
@@ -375,7 +412,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> int:
-        """Parse some bytes; how many."""
+        """Parse some bytes and return how many were parsed."""
         self._budget -= len(data)
         try:
             self.parser.feed_data(data)
@@ -387,8 +424,9 @@ class Connection(HttpToolsProtocol):
             log.exception("a request's head could not be read")
             self._refuse(internal())
         except httptools.HttpParserError as error:
-            is_http2 = "PRI" in str(error)  # a client that knows the server to speak HTTP/2
+            is_http2 = "PRI" in str(error)  # the preface of HTTP/2 with prior knowledge
             self._refuse(unknown_version("2") if is_http2 else malformed(str(error)))
+
         if self._budget < 0:
             if self._phase is Phase.HEAD:
                 self._refuse(head_too_large(self._limits.max_head_bytes, self._limits.max_headers))
@@ -397,68 +435,77 @@ class Connection(HttpToolsProtocol):
         return len(data)
 
     def _withdraw_upgrade(self) -> None:
-        """Parse a head again without its offer to speak another protocol.
+        """Parse a head again without its Upgrade headers.
 
-        The parser takes what follows such a head for that protocol, also the body of a client that
-        only offers HTTP/2, as Java's does.
+        After a head with Upgrade the parser expects the other protocol. Clients that only offer
+        HTTP/2, as Java's does, go on with the body of their HTTP/1.1 request.
         """
         method = self.parser.get_method()
         version = self.parser.get_http_version().encode()
         if method == b"CONNECT":
             self._refuse(malformed("it asks for a tunnel"))
             return
+
         lines = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] not in _UPGRADE]
         if any(n == b"connection" and b"close" in value.lower() for n, value in self.headers):
             lines.append(b"connection: close\r\n")
+
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._feed(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines)))
 
     def on_message_begin(self) -> None:
+        """Begin a request's head."""
         if self._phase is not Phase.CLOSED:
             super().on_message_begin()
             self._enter(Phase.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Record a header of a head; drop a trailer, which follows a body's last chunk.
+        """Keep a header of a head; drop a trailer, which follows a body's last chunk.
 
-        Neither this server nor a proxy checks trailers as it checks heads. The first header above
-        the limit is kept, so that the head is refused.
+        Neither this server nor a proxy checks trailers the way it checks heads. The first header
+        above the limit is kept, so that the head is refused.
         """
         self._num_events += 1
         if self._phase is Phase.HEAD and len(self.headers) <= self._limits.max_headers:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Check a request's head, and queue its reply."""
         if self._phase is Phase.CLOSED:
             return
+
         version = self.parser.get_http_version()
         scope = cast(Scope, self.scope)
         scope["method"] = self.parser.get_method().decode("latin-1")
         if error := self._head_error(version):
             self._refuse(error)
             return
-        if self.parser.should_upgrade():  # comes again without the offer
+        if self.parser.should_upgrade():  # `_withdraw_upgrade` parses the head again
             return
+
         url = self.url
-        if not url.startswith(b"/") and url != b"*":  # with a scheme and a host
+        if not url.startswith(b"/") and url != b"*":  # absolute form, with a scheme and a host
             try:
                 url = httptools.parse_url(url).path or b"/"
             except httptools.HttpParserInvalidURLError:
                 self._refuse(malformed("its address cannot be read"))
                 return
+
         raw_path, _, query = url.partition(b"?")
         path = raw_path.decode("ascii")
         scope["http_version"] = version
         scope["raw_path"] = raw_path
         scope["path"] = unquote(path) if "%" in path else path
         scope["query_string"] = query
+
         is_framed = version == "1.1"
         is_old = self.loop.time() - self._opened > self._limits.max_age_s
         is_ending = is_old or self._shared.is_leaving or not self.parser.should_keep_alive()
         cycle = self._new_cycle(is_framed and not is_ending)
         cycle.is_framed = is_framed
         cycle.waiting_for_100_continue = is_framed and self.expect_100_continue
+
         self._budget = self._limits.max_head_bytes
         self._enter(Phase.BODY)
 
@@ -466,22 +513,24 @@ class Connection(HttpToolsProtocol):
         limits = self._limits
         headers = self.headers
         size = len(self.url)
-        if self._budget < 0:  # else it came in few bytes
+        if self._budget < 0:  # otherwise the headers came in fewer bytes than the limit
             size += sum(len(name) + len(value) for name, value in headers)
         if size > limits.max_head_bytes or len(headers) > limits.max_headers:
             return head_too_large(limits.max_head_bytes, limits.max_headers)
         return head_error(version, headers)
 
     def on_body(self, body: bytes) -> None:
+        """Add a piece of the body."""
         self._num_events += 1
         if self._phase is Phase.BODY:
-            # Framing is paid by the piece before it, and trailers, which are kept until they end,
-            # by none.
+            # A piece of the body pays for the framing that follows it. Trailers get no budget,
+            # since the parser keeps them until they end.
             budget = self._budget + FRAMING_BYTES_PER_BYTE * len(body)
             self._budget = min(budget, self._limits.max_head_bytes)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """End the request, so that the next head may come."""
         if self._phase is Phase.BODY:
             self._budget = self._limits.max_head_bytes
             self._enter(Phase.IDLE)
@@ -490,7 +539,7 @@ class Connection(HttpToolsProtocol):
     # From requests to replies.
 
     def _new_cycle(self, is_kept_alive: bool) -> Cycle:
-        """Has the request whose head was parsed last answered, after those before it."""
+        """Queue the reply to the request whose head was parsed last, after those before it."""
         self.cycle = cycle = Cycle(
             scope=self.scope,
             transport=cast(asyncio.Transport, self),
@@ -504,6 +553,7 @@ class Connection(HttpToolsProtocol):
             keep_alive=is_kept_alive,
             on_response=self.on_response_complete,
         )
+
         if self._answered:
             self.pipeline.appendleft((cycle, self.app))
         else:
@@ -511,18 +561,20 @@ class Connection(HttpToolsProtocol):
         return cycle
 
     def _refuse(self, error: ServiceError) -> None:
-        """Has the application answer with an error, in its turn, and reads no further."""
+        """Stop reading, and let the application answer with an error after the earlier replies."""
         phase = self._phase
         if phase is Phase.CLOSED:
             return
+
         self._discard()
-        if phase is not Phase.BODY:
+        if phase is not Phase.BODY:  # no cycle has begun for this request
             if phase is not Phase.HEAD:
                 super().on_message_begin()
             scope = cast(Scope, self.scope)
             scope.setdefault("method", "GET")
             scope["path"] = ""
             self._new_cycle(is_kept_alive=False)
+
         cast(Scope, self.cycle.scope)[REFUSAL] = error
         self.cycle.keep_alive = self.cycle.more_body = False
         self.cycle.message_event.set()
@@ -541,7 +593,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _tune(sock: socket.socket) -> None:
-    """Tokens leave at once, and what a client does not read stays here, where it is bounded."""
+    """Send tokens at once, and keep unread bytes in this process, where they are bounded."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):

@@ -1,10 +1,13 @@
-"""Turns of long bodies, of which a process has few bytes at a time.
+"""Turns of long bodies, which bound the bytes of long bodies in a process.
 
-Few arrive at a time: those that find others before them wait on their clients' side, and nothing
-more of them is received. A client that lets others wait for it loses its turn. Of those that are
-there fewer still become prompts at a time, since what is made of a body takes up to six times its
-bytes on the way. How long that takes is in no client's hands: a request that waits for anything
-else than this router lets others come.
+A long body takes two turns, one after the other:
+
+    to arrive             Few bodies arrive at a time. The others wait at their clients, and nothing
+                          more of them is received. A client that is slow while others wait loses
+                          its turn.
+    to become a prompt    Fewer still are parsed at a time, since parsing takes up to six times the
+                          bytes of a body. No client can delay this turn: a request that waits for
+                          anything but this router gives its turn back.
 """
 
 import asyncio
@@ -14,63 +17,56 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 LONG_BODY_BYTES = 1 << 20
-"""Bytes that every body may have without waiting for its turn."""
+"""Bytes up to which a body needs no turn."""
 MAX_LONG_BYTES = 16 << 20
-"""Bytes of long bodies that arrive or are there at one time, by the lengths that they declare; half
-of them for one tenant."""
+"""Declared bytes of long bodies that arrive or are held at a time; one tenant gets at most half."""
 MAX_HANDLED_BYTES = 8 << 20
-"""Bytes of long bodies that become prompts at one time: the longest alone."""
+"""Bytes of long bodies that become prompts at a time; enough for one of the longest."""
 TURN_TIMEOUT_S = 20.0
 """Seconds that a body waits for its turn."""
 IDLE_TIMEOUT_S = 2.0
-"""Seconds for which a body that has its turn may bring too little while others wait for theirs."""
+"""Seconds for which a body with a turn may be too slow while other bodies wait for one."""
 MIN_BYTES_PER_S = 512 << 10
-"""Rate from which on a body brings enough."""
+"""Rate below which a body is too slow."""
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """The turn of one body, part of which has not arrived.
-
-    size
-        bytes that the body may have
-    idle_s
-        seconds of earlier waits for its bytes, less those that arrived bytes made up for
-    idle_since
-        start of the present wait for its bytes, on the event loop's clock; None: nobody waits
-    """
+class BodyTurn:
+    """The turn of one body."""
 
     size: int
+    """Bytes that the body may have."""
     tenant: str
     idle_s: float = 0.0
+    """Seconds of earlier waits for the body's bytes, less those that arrived bytes made up for."""
     idle_since: float | None = None
+    """Start of the present wait for the body's bytes, on the event loop's clock; None: no wait."""
     timeout: asyncio.Timeout | None = None
     is_lost: bool = False
 
     def lost_at(self) -> float:
-        """Return the time at which a waiting body takes the turn, if no more bytes arrive until
-        then."""
+        """Return the time at which the turn is lost to a waiting body if no more bytes arrive."""
         if self.idle_since is None or self.is_lost:
             return float("inf")
         return self.idle_since + max(0.0, IDLE_TIMEOUT_S - self.idle_s)
 
     def add(self, num_bytes: int) -> None:
-        """Count arrived bytes: they make up for time that has passed, and for none to come."""
+        """Count arrived bytes: they make up for past waits, but not for waits to come."""
         self.idle_s = max(0.0, self.idle_s - num_bytes / MIN_BYTES_PER_S)
 
     def lose(self) -> None:
-        """End the wait of the body's reader."""
+        """Take the turn away, and end the wait of the body's reader with TimeoutError."""
         self.is_lost = True
         if self.timeout and not self.timeout.expired():
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class LongBodies:
-    """Gives tenants their turns, one after the other, and each tenant's bodies in their order.
+    """Grant turns round-robin among tenants, and first-in-first-out within a tenant.
 
     Args:
-        limit: bytes at one time.
-        tenant_limit: bytes of one tenant at one time.
+        limit: Bytes of all turns at a time.
+        tenant_limit: Bytes of one tenant's turns at a time.
     """
 
     def __init__(
@@ -79,58 +75,64 @@ class LongBodies:
         self._limit = limit
         self._tenant_limit = tenant_limit
         self._taken = Counter[str]()
-        """Bytes by tenant."""
-        self._turns: dict[Turn, None] = {}
-        self._waiting: OrderedDict[str, deque[tuple[Turn, asyncio.Future[None]]]] = OrderedDict()
-        """By tenant; the first one that may have a turn is next."""
+        """Bytes of granted turns by tenant."""
+        self._turns: dict[BodyTurn, None] = {}
+        self._waiting: OrderedDict[str, deque[tuple[BodyTurn, asyncio.Future[None]]]] = (
+            OrderedDict()
+        )
+        """Queued turns by tenant; the first tenant that may have a turn is next."""
         self._timer: asyncio.TimerHandle | None = None
 
-    async def take(self, size: int, tenant: str) -> Turn:
-        """Wait for a turn of this many bytes and take it.
+    async def take(self, size: int, tenant: str) -> BodyTurn:
+        """Wait for a turn of `size` bytes, and take it.
 
         Raises:
-            TimeoutError: there was none in time.
+            TimeoutError: No turn was free within TURN_TIMEOUT_S.
         """
-        turn = Turn(size, tenant)
+        turn = BodyTurn(size, tenant)
         came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((turn, came))
         self._give_turns()
+
         try:
             async with asyncio.timeout(TURN_TIMEOUT_S):
                 await asyncio.shield(came)
         except BaseException:
             if came.cancel():
                 self._give_turns()
-            else:  # the turn came at this moment
+            else:  # the turn was granted at this moment
                 self.give_back(turn)
             raise
+
         return turn
 
-    def shrink(self, turn: Turn, size: int) -> None:
+    def shrink(self, turn: BodyTurn, size: int) -> None:
         """Give back the part of its turn that a complete body did not need."""
         self._taken[turn.tenant] -= turn.size - size
         turn.size = size
         self._give_turns()
 
     @contextlib.contextmanager
-    def awaited(self, turn: Turn, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Count the time of the block as time in which the client is to send more of the body.
+    def awaited(self, turn: BodyTurn, timeout: asyncio.Timeout) -> Iterator[None]:
+        """Count the time of a `with` block as a wait for the body's client.
 
         Args:
-            timeout: ends the block when the turn is lost.
+            turn: The turn of the body.
+            timeout: The timeout that ends the block when the turn is lost.
         """
         loop = asyncio.get_running_loop()
         turn.timeout = timeout
         turn.idle_since = loop.time()
         if self._waiting:
             self._make_room()
+
         try:
             yield
         finally:
             turn.idle_s += loop.time() - turn.idle_since
             turn.idle_since = None
 
-    def give_back(self, turn: Turn) -> None:
+    def give_back(self, turn: BodyTurn) -> None:
         """End a turn."""
         del self._turns[turn]
         self._taken[turn.tenant] -= turn.size
@@ -143,39 +145,43 @@ class LongBodies:
             queue = self._waiting[tenant]
             while queue and queue[0][1].cancelled():
                 queue.popleft()
+
             if queue and self._may_take(queue[0][0].size, tenant):
                 turn, came = queue.popleft()
                 came.set_result(None)
                 self._turns[turn] = None
                 self._taken[tenant] += turn.size
                 self._waiting.move_to_end(tenant)
+
             if not queue:
                 del self._waiting[tenant]
+
         self._make_room()
 
     def _may_take(self, size: int, tenant: str) -> bool:
-        # Those without a name are many clients.
+        # Bodies without a tenant come from many clients, so they have no limit of a tenant.
         most = self._tenant_limit if tenant else self._limit
         total = self._taken.total() + size
         return total <= self._limit and self._taken[tenant] + size <= most
 
     def _make_room(self) -> None:
-        """Take the turn of a slow body that others wait for, or schedule that for the time when it
-        is due."""
+        """Take the turn of the slowest body that blocks others, now or when its time is up."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        slow = min(self._in_the_way(), key=Turn.lost_at, default=None)
+
+        slow = min(self._in_the_way(), key=BodyTurn.lost_at, default=None)
         if slow is None or (due := slow.lost_at()) == float("inf"):
             return
+
         loop = asyncio.get_running_loop()
         if due > loop.time():
             self._timer = loop.call_at(due, self._make_room)
         else:
             slow.lose()
 
-    def _in_the_way(self) -> Iterator[Turn]:
-        """Yield the turns that block others: those of the same tenant, or all."""
+    def _in_the_way(self) -> Iterator[BodyTurn]:
+        """Yield the turns that block others: the same tenant's, or all at the total limit."""
         waiting = {tenant: queue[0][0].size for tenant, queue in self._waiting.items()}
         is_full = any(self._taken.total() + size > self._limit for size in waiting.values())
         for turn in self._turns:

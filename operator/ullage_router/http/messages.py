@@ -3,7 +3,6 @@
 import asyncio
 import io
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ullage_common.wire.errors import ServiceError
@@ -11,16 +10,13 @@ from ullage_router.errors import (
     bodies_full,
     body_too_large,
     content_type_not_supported,
-    invalid_head,
     length_required,
-    malformed,
 )
+from ullage_router.http.limits import BodyRoom, HTTPLimits
 from ullage_router.http.long_bodies import (
     LONG_BODY_BYTES,
-    MAX_HANDLED_BYTES,
-    MAX_LONG_BYTES,
+    BodyTurn,
     LongBodies,
-    Turn,
 )
 
 Headers = list[tuple[bytes, bytes]]
@@ -31,86 +27,27 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = "application/json"
-"""The type that a body must have: a page may send others to any server without being asked."""
+"""The required type of a body: browsers let a page send text and forms to any server without a
+CORS preflight."""
 REFUSAL = "ullage.refusal"
 """Key of a scope: the ServiceError that the connection found in the request's bytes."""
 MAX_DISCARDED_BYTES = 64 << 10
-"""Size of an unread body that is read and discarded; for a longer one the connection is closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a connection and of all connections of a server; bytes and seconds."""
-
-    max_head_bytes: int = 64 << 10
-    """Request line and headers."""
-    max_headers: int = 100
-    max_body_bytes: int = 8 << 20
-    max_held_bytes: int = 256 << 20
-    """Bytes of bodies that arrive or wait to become prompts, on all connections together."""
-    max_long_bytes: int = MAX_LONG_BYTES
-    max_handled_bytes: int = MAX_HANDLED_BYTES
-    max_connections: int = 20_000
-    max_age_s: float = 600.0
-    """Age at which a connection ends with its reply, so that the client comes to another process.
-    """
-    head_timeout_s: float = 10.0
-    """Seconds from a request's first byte to the end of its headers."""
-    body_timeout_s: float = 30.0
-    """Seconds from the end of the headers to the end of the body."""
-    idle_timeout_s: float = 75.0
-    """Seconds between two requests."""
-    stall_timeout_s: float = 60.0
-    """Seconds for which a client may take nothing of what it is sent."""
-    linger_s: float = 2.0
-    """A connection closed on a client that still sends may lose the reply on its way; so what
-    follows a refused request is read and thrown away for so long."""
-
-
-@dataclass(slots=True)
-class BodyRoom:
-    """Memory for bodies that arrive and have not become prompts, on all connections of a server.
-
-    limit: bytes for all; one tenant gets at most half of them.
-    """
-
-    limit: int
-    taken: int = 0
-    long_bodies: LongBodies = field(default_factory=LongBodies)
-    """Turns of those that arrive."""
-    handled: LongBodies = field(
-        default_factory=lambda: LongBodies(MAX_HANDLED_BYTES, MAX_HANDLED_BYTES)
-    )
-    """Turns of those that become prompts."""
-    _of_tenants: dict[str, int] = field(default_factory=dict)
-
-    def take(self, size: int, tenant: str) -> bool:
-        """False, and nothing is taken, where that much is not free."""
-        of_tenant = self._of_tenants.get(tenant, 0) + size
-        if self.taken + size > self.limit or (tenant and of_tenant > self.limit // 2):
-            return False
-        self.taken += size
-        if tenant:
-            self._of_tenants[tenant] = of_tenant
-        return True
-
-    def give_back(self, size: int, tenant: str) -> None:
-        self.taken -= size
-        if tenant and size:
-            self._of_tenants[tenant] -= size
-            if not self._of_tenants[tenant]:
-                del self._of_tenants[tenant]
+"""Longest unread body that is read and discarded; before a longer one the connection closes."""
 
 
 class Body:
-    """The bytes of a body, which its reader takes out, so that nobody else keeps them meanwhile."""
+    """The bytes of a body, which its reader takes, so that no other frame keeps them alive.
+
+    Attributes:
+        num_bytes: Size of the body.
+    """
 
     def __init__(self, data: bytes) -> None:
         self.num_bytes = len(data)
         self._data = data
 
     def take(self) -> bytes:
-        """Return the bytes; call it once."""
+        """Return the bytes and forget them; may be called once."""
         data = self._data
         del self._data
         return data
@@ -119,15 +56,14 @@ class Body:
 class Request:
     """One request, whose body may still be arriving.
 
-    method, path
-        the path percent-decoded and without the query
-    headers
-        by name in lower case; values of a name that came twice are joined by commas
-    refusal
-        the error of the request's bytes; None: none so far
+    Attributes:
+        method: The method, such as `GET`.
+        path: The path, percent-decoded and without the query.
+        headers: Values by name in lower case; the values of a name that came twice are joined by
+            commas.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, limits: Limits, room: BodyRoom) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limits: HTTPLimits, room: BodyRoom) -> None:
         self._scope = scope
         self._receive = receive
         self._limits = limits
@@ -135,38 +71,42 @@ class Request:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: Mapping[str, str] = _merged(scope["headers"])
+
         self._is_read = False
         self._has_failed = False
         self._taken_bytes = 0
-        self._turn: Turn | None = None
-        """Its turn among long bodies that arrive, where it is one."""
-        self._handled: Turn | None = None
-        """Its turn among those that become prompts."""
+        self._turn: BodyTurn | None = None
+        """The turn of a long body among those that arrive."""
+        self._handled: BodyTurn | None = None
+        """The turn of a long body among those that become prompts."""
         self._tenant = ""
 
     @property
     def local_address(self) -> str:
-        """The address at which the connection came in; empty where it is a Unix socket."""
+        """The server's address of the connection; empty for a Unix socket."""
         server = self._scope.get("server")
         return str(server[0]) if server else ""
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether the connection uses TLS, so that a certificate tells the client who answers."""
+        """Whether the connection uses TLS, so that a certificate identifies the server."""
         return self._scope.get("scheme") == "https"
 
     @property
     def refusal(self) -> ServiceError | None:
+        """The error of the request's bytes; None: no error so far."""
         return self._scope.get(REFUSAL)
 
     @property
     def ends_connection(self) -> bool:
-        """Whether too much of the body is still to come to be thrown away.
+        """Whether the connection must close with the reply.
 
-        A client that waits for leave to send its body may send it or not after a refusal.
+        It must if the rest of the body is too long to discard, or of unknown length.
+        A client that waits for `100 Continue` may send its body after a refusal, or may not.
         """
         if self._is_read:
             return False
+
         headers = self.headers
         return (
             self._has_failed
@@ -176,10 +116,10 @@ class Request:
         )
 
     def end_turn(self) -> None:
-        """End the turn of a long body once this one is a prompt, never will be, or waits for others
-        than this router.
+        """End the turn of a long body.
 
-        The values made of the body still take its room, until that is released.
+        Call it once the body has become a prompt or never will, or once the request waits for
+        anything but this router. The parsed values still take room until `release`.
         """
         if self._turn:
             self._room.long_bodies.give_back(self._turn)
@@ -189,7 +129,7 @@ class Request:
             self._handled = None
 
     def release(self) -> None:
-        """Give back the room of a body that its reader does not need any more."""
+        """Free the room of a body that its reader does not need any more."""
         self.end_turn()
         self._room.give_back(self._taken_bytes, self._tenant)
         self._taken_bytes = 0
@@ -197,8 +137,11 @@ class Request:
     async def read_json(self, tenant: str = "") -> Body:
         """Read a body whose content type is JSON; see `read`.
 
+        Args:
+            tenant: The owner of the body's room until the body is released.
+
         Raises:
-            ServiceError: the content type is another one, or `read` raises it.
+            ServiceError: The content type is not JSON, or `read` raises the error.
         """
         self._check_length()
         kind = self.headers.get("content-type", "")
@@ -211,16 +154,16 @@ class Request:
         """Read the body.
 
         Args:
-            tenant: the owner of the body's room until the body is released.
+            tenant: The owner of the body's room until the body is released.
 
         Raises:
-            ServiceError: there is none, it is too large, malformed or late, or there is no room.
+            ServiceError: The body is missing, too large, malformed or late, or there is no room.
         """
         self._check_length()
         return await self._read_whole(tenant)
 
     async def _read_whole(self, tenant: str) -> bytes:
-        """Read a body whose declared length is possible."""
+        """Read a body whose declared length is within the limit."""
         try:
             body = await self._read(tenant)
         except ServiceError:
@@ -231,7 +174,11 @@ class Request:
         return body
 
     def _check_length(self) -> None:
-        """Raise ServiceError if there is no body, or if its declared length is too large."""
+        """Check that there is a body, and that its declared length is within the limit.
+
+        Raises:
+            ServiceError: There is no body, or it is too large.
+        """
         limit = self._limits.max_body_bytes
         declared = self.headers.get("content-length")
         if declared is None and "transfer-encoding" not in self.headers:
@@ -241,14 +188,15 @@ class Request:
             raise body_too_large(f"{int(declared)} bytes", limit)
 
     async def _read(self, tenant: str) -> bytes:
-        # A list of pieces could have one for each byte. The buffer hands its bytes out uncopied.
+        # A list of parts could have an entry for each byte. BytesIO returns its value uncopied.
         buffer = io.BytesIO()
         has_more = True
         self._tenant = tenant
         while has_more:
             part, has_more = await self._receive_part(buffer.tell())
             if not (has_more or buffer.tell()):
-                return part
+                return part  # the whole body came at once, as most do
+
             buffer.write(part)
             if buffer.tell() > LONG_BODY_BYTES:
                 await self._read_long(buffer, has_more)
@@ -256,8 +204,7 @@ class Request:
         return buffer.getvalue()
 
     async def _read_long(self, buffer: io.BytesIO, has_more: bool) -> None:
-        """Read the rest of a long body in its turn; then wait until few others are becoming
-        prompts."""
+        """Read the rest of a long body in its turn, then wait for a turn to become a prompt."""
         bodies = self._room.long_bodies
         size = int(self.headers.get("content-length", self._limits.max_body_bytes))
         try:
@@ -268,22 +215,29 @@ class Request:
                         part, has_more = await self._receive_part(buffer.tell())
                 buffer.write(part)
                 turn.add(len(part))
+
             bodies.shrink(turn, buffer.tell())
             self._handled = await self._room.handled.take(buffer.tell(), self._tenant)
         except TimeoutError as error:
             raise bodies_full() from error
 
     async def _receive_part(self, num_before: int) -> tuple[bytes, bool]:
-        """Return the next part of the body, which takes room, and whether more is to come.
+        """Return the next part of the body, and whether another part follows.
+
+        The part takes room.
 
         Args:
-            num_before: bytes that came before.
+            num_before: Bytes of the parts before it.
+
+        Raises:
+            ServiceError: The body is malformed or too large, or there is no room.
         """
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise asyncio.CancelledError
         if self.refusal:
             raise self.refusal
+
         part: bytes = message["body"]
         limit = self._limits.max_body_bytes
         if num_before + len(part) > limit:
@@ -295,7 +249,10 @@ class Request:
 
 
 class Reply:
-    """The one reply to a request; `whole`, or `start`, `piece` any number of times and `end`."""
+    """The one reply to a request.
+
+    A caller sends it with `whole`, or with `start`, then `piece` any number of times, then `end`.
+    """
 
     def __init__(self, request: Request, send: Send) -> None:
         self._request = request
@@ -303,12 +260,12 @@ class Reply:
         self._start: Message | None = None
         self._nudge: asyncio.Task[None] | None = None
         self.headers: Headers = []
-        """Headers beside those of the endpoint."""
+        """Headers that are added to the endpoint's."""
         self.has_begun = False
         self.is_complete = False
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """The reply in one write."""
+        """Send the reply in one write."""
         self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         assert self._start is not None
         self.is_complete = True
@@ -325,7 +282,7 @@ class Reply:
         self.has_begun = True
 
     async def piece(self, data: bytes) -> None:
-        """A part of the body; waits until the client has taken enough of those before it."""
+        """Send a part of the body, once the client has read enough of the parts before it."""
         message = {"type": "http.response.body", "body": data, "more_body": True}
         if self._nudge is None and self._start is None:
             await self._send(message)
@@ -333,13 +290,17 @@ class Reply:
             await self._write(message)
 
     def nudge(self, data: bytes) -> None:
-        """Send a part that is of no use to a client which has others to read."""
+        """Send a part without waiting, such as a keep-alive comment.
+
+        The next part cancels one that has not been sent: a client with other data to read does not
+        need it.
+        """
         if not self.is_complete and (self._nudge is None or self._nudge.done()):
             message = {"type": "http.response.body", "body": data, "more_body": True}
             self._nudge = asyncio.create_task(self._write_now(message))
 
     async def end(self, data: bytes = b"") -> None:
-        """The last part."""
+        """Send the last part of the body."""
         self.is_complete = True
         await self._write({"type": "http.response.body", "body": data})
 
@@ -357,13 +318,16 @@ class Reply:
 
 
 Endpoint = Callable[[Request, Reply], Awaitable[None]]
-"""Answers requests."""
+"""Answers a request."""
 Routes = Mapping[str, Mapping[str, Endpoint]]
 """Endpoints by path and method."""
 
 
-def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
-    """An ASGI application; its task is cancelled when the client goes."""
+def asgi(serve: Endpoint, limits: HTTPLimits) -> ASGIApp:
+    """Return an ASGI application that answers with `serve`.
+
+    The server cancels the application's task when the client disconnects.
+    """
     room = BodyRoom(
         limits.max_held_bytes,
         long_bodies=LongBodies(limits.max_long_bytes, limits.max_long_bytes // 2),
@@ -375,7 +339,7 @@ def asgi(serve: Endpoint, limits: Limits) -> ASGIApp:
         try:
             await serve(request, Reply(request, send))
         except asyncio.CancelledError:
-            return  # the client has gone, or the server ends: nobody would read an error
+            return  # the client has disconnected, or the server ends: nobody would read an error
         finally:
             request.release()
 
@@ -390,47 +354,3 @@ def _merged(headers: Headers) -> dict[str, str]:
         value = raw_value.decode("latin-1")
         merged[name] = f"{merged[name]}, {value}" if name in merged else value
     return merged
-
-
-def unknown_version(version: str) -> ServiceError:
-    message = f"HTTP/{version} is not spoken here; 1.1 is"
-    return invalid_head("HTTP_VERSION_NOT_SUPPORTED", message)
-
-
-_RARE = frozenset({b"transfer-encoding", b"content-encoding", b"expect"})
-
-
-def head_error(version: str, headers: Headers) -> ServiceError | None:
-    """Return the error in a head, which a proxy may read in another way than we do; None: there is
-    none."""
-    if version not in ("1.0", "1.1"):
-        return unknown_version(version)
-    names = [name for name, _ in headers]
-    hosts = names.count(b"host")
-    if hosts > 1 or (not hosts and version == "1.1"):
-        return malformed("it has no Host header" if not hosts else "it has several Host headers")
-    if _RARE.isdisjoint(names):
-        return None
-    for name, value in headers:
-        if name == b"transfer-encoding":
-            if version == "1.0":
-                return malformed("HTTP/1.0 has no Transfer-Encoding")
-            if value.lower() != b"chunked":
-                return invalid_head(
-                    "TRANSFER_ENCODING_NOT_SUPPORTED",
-                    f"transfer-encoding is {_shown(value)}; possible: chunked",
-                )
-        elif name == b"content-encoding" and value.lower() != b"identity":
-            return invalid_head(
-                "CONTENT_ENCODING_NOT_SUPPORTED",
-                f"content-encoding is {_shown(value)}; send the body as it is",
-            )
-        elif name == b"expect" and value.lower() != b"100-continue":
-            return invalid_head(
-                "EXPECTATION_FAILED", f"expect is {_shown(value)}; possible: 100-continue"
-            )
-    return None
-
-
-def _shown(value: bytes) -> str:
-    return repr(value.decode("latin-1")[:60])

@@ -1,14 +1,14 @@
 """The pages on the metrics port, for Prometheus and for the operator.
 
-/metrics         Prometheus' text, of all processes of this router
-/stats           the state of the process that is asked, as JSON
+/metrics         metrics of all processes of this router, in Prometheus' text format
+/stats           the state of the answering process, as JSON
 /measures        a list with each process's `PoolReport`s by pool, as JSON
-/measures/wait   the same, once a pool that sleeps is needed, or after `WAIT_S`
-/console         the console, where it is on (`console/console.py`)
+/measures/wait   the same list, once a pool at zero replicas is needed, or after `WAIT_S`
+/console         the console, if enabled (`console/console.py`)
 
-Every process answers on a Unix socket of its own with its own metrics. A process that is asked over
-the network asks all others and puts their answers together; the label `process` of each sample says
-whose it is, so that Prometheus can add them up and gauges keep their meaning.
+Every process serves its own metrics on a Unix socket. A process that gets a request over the
+network collects the answers of all others and merges them. The label `process` of each sample names
+its process, so that Prometheus can add counters up and gauges keep their meaning.
 """
 
 import asyncio
@@ -32,20 +32,27 @@ from ullage_router.http.server import HTTPServer
 from ullage_router.server.load_report import LoadReporter
 
 WAIT_S = 10.0
+"""Seconds after which /measures/wait answers in any case."""
+ANSWER_TIMEOUT_S = 2.0
+"""Seconds within which another process must answer."""
+ASK_AGAIN_S = 0.5
+"""Seconds between two looks at the reports of all processes."""
 JSON = "application/json"
+_HEAD_END = b"\r\n\r\n"
 
 log = logging.getLogger(__name__)
 
 Page = Callable[[], Awaitable[tuple[str, bytes]]]
-"""Makes a body and says its type."""
+"""Returns the content type and the body."""
 
 
 class Pages:
-    """Answers every request with one of the pages; an unknown path gets /metrics.
+    """Answer every request with one of the pages; an unknown path gets /metrics.
 
     Args:
-        stats: makes the body of /stats for a header `authorization`, or raises ServiceError.
-        routes: of the console; none where it is off.
+        pages: The pages by path.
+        stats: Returns the body of /stats for a header `authorization`, or raises ServiceError.
+        routes: Routes of the console; None: the console is off.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class Pages:
             headers = [(b"content-type", JSON.encode()), *error_headers(error)]
             await reply.whole(http_status(error), headers, envelope(error))
             return
+
         await reply.whole(HTTPStatus.OK, [(b"content-type", kind.encode())], body)
 
     async def _page(self, request: Request) -> tuple[str, bytes]:
@@ -107,22 +115,17 @@ def own_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, 
     return {"/metrics": metrics, "/measures": report, "/measures/wait": wait}
 
 
-ANSWER_TIMEOUT_S = 2.0
-ASK_AGAIN_S = 0.5
-_HEAD_END = b"\r\n\r\n"
-
-
 class Siblings:
-    """The processes that share this one's ports.
+    """The processes that share the ports of this process.
 
     Args:
-        pages: of this process.
-        stats: of this process; see `Pages`.
-        folder: where each has its socket.
-        index: of this process.
-        count: of all.
-        routes: of the console, for the network.
-        own_routes: of the console, for the other processes.
+        pages: The pages of this process.
+        stats: The body of this process's /stats; see `Pages`.
+        folder: The folder of the processes' Unix sockets.
+        index: The index of this process.
+        count: The number of processes.
+        routes: Routes of the console for the network.
+        own_routes: Routes of the console for the other processes.
     """
 
     def __init__(
@@ -149,24 +152,26 @@ class Siblings:
             stats,
             routes,
         )
-        """Pages of all processes together."""
+        """The merged pages of all processes."""
         self._shared: HTTPServer | None = None
 
     async def start(self, metrics_listener: socket.socket, shared: HTTPServer) -> None:
-        """Serve the other processes from now on, and the network on the port of the metrics.
+        """Start to serve the other processes, and the network on the metrics port.
 
         Args:
-            shared: serves `pages`.
+            metrics_listener: The socket of the metrics port.
+            shared: The server of `pages`.
         """
         self._shared = shared
         path = socket_path(self._folder, self._index)
-        path.unlink(missing_ok=True)  # of a process that died in this place
+        path.unlink(missing_ok=True)  # left by a process with this index that died
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
         await self._own.start(listener)
         await shared.start(metrics_listener)
 
     async def stop(self) -> None:
+        """Stop serving the network and the other processes."""
         if self._shared:
             await self._shared.stop(ANSWER_TIMEOUT_S)
         await self._own.stop(ANSWER_TIMEOUT_S)
@@ -176,13 +181,13 @@ class Siblings:
         return CONTENT_TYPE_LATEST, merged(texts).encode()
 
     async def _measures(self) -> tuple[str, bytes]:
-        """The reports of all processes that answer; those of one that does not are missing."""
+        """Return the reports of all processes that answer."""
         documents = (await self._all("/measures")).values()
         reports = [report for text in documents for report in msgspec.json.decode(text)]
         return JSON, msgspec.json.encode(reports)
 
     async def _wait(self) -> tuple[str, bytes]:
-        """Return the reports as soon as any process says that a pool is wanted."""
+        """Return the reports once any process reports that a pool is wanted, or after WAIT_S."""
         end = time.monotonic() + WAIT_S
         while True:
             kind, body = await self._measures()
@@ -202,7 +207,11 @@ class Siblings:
 
 
 def merged(texts: Mapping[int, str]) -> str:
-    """Prometheus' text of several processes as one, each sample with the label `process`."""
+    """Merge the Prometheus texts of several processes; each sample gets the label `process`.
+
+    Args:
+        texts: The texts by index of the process.
+    """
     families: dict[str, list[str]] = {}
     for index in sorted(texts):
         family: list[str] = []
@@ -215,6 +224,7 @@ def merged(texts: Mapping[int, str]) -> str:
                     family.append(line)
             elif line:
                 family.append(_labelled(line, index))
+
     lines = [line for head, family in families.items() for line in (head, *family)]
     return "".join(f"{line}\n" for line in lines)
 
@@ -228,7 +238,7 @@ def _labelled(sample: str, index: int) -> str:
 
 
 async def _ask(path: Path, page: str) -> bytes | None:
-    """None when that process does not answer: it is starting, or gone."""
+    """Return the page of another process; None if it does not answer, as while it starts."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(str(path))
@@ -243,5 +253,5 @@ async def _ask(path: Path, page: str) -> bytes | None:
 
 
 def socket_path(folder: Path, index: int) -> Path:
-    """Return where a process has its socket."""
+    """Return the path of a process's Unix socket."""
     return folder / f"{index}.sock"

@@ -1,7 +1,7 @@
-"""The description of the HTTP API in OpenAPI 3.1, made from what parses requests.
+"""The OpenAPI 3.1 document of the HTTP API, generated from the structures that parse requests.
 
-Bodies of requests come from the structures that the parser fills, and statuses from the table of
-errors. An operation stands here once: a path that the server has and this file lacks is an error.
+The schemas of request bodies come from those structures, and the schemas of answers from
+`openai/answers.py`. A route of the server that this file does not describe raises an error.
 """
 
 from collections.abc import Iterable, Mapping
@@ -59,44 +59,44 @@ RAW_FIELDS: Mapping[tuple[type[msgspec.Struct], str], Any] = {
     (JsonSchema, "schema"): dict[str, Any] | bool | str | None,
     (StructuredOutputs, "json"): dict[str, Any] | bool | str | None,
 }
-"""Types of fields whose JSON is read later, or by others."""
+"""Types of fields whose JSON is decoded later, or elsewhere."""
 
 ANY_REQUEST = {
     400: "The request cannot be read, or a field is wrong.",
-    403: "The key does not allow it, or a page of another site asks a router of this machine.",
+    403: "The key does not allow it, or a page of another site uses a router on this machine.",
     404: "There is no such path or model.",
     405: "The path takes other methods.",
     408: "The request did not arrive in time.",
     415: "The body is encoded, or its content-type is not application/json.",
-    417: "The expectation is none that this server can meet.",
+    417: "The server cannot meet the expectation.",
     431: "The request line and the headers are too long.",
     500: "The router failed.",
-    501: "The transfer encoding is not spoken.",
-    505: "The version of HTTP is not spoken.",
+    501: "The transfer encoding is not supported.",
+    505: "The version of HTTP is not supported.",
 }
-"""What each status says that any request may get."""
+"""Descriptions of the statuses that any request may get."""
 WITH_KEY = {
     401: "The key is missing or wrong.",
-    429: "It does not fit now, or a quota is spent.",
-    503: "Nothing can serve it now.",
+    429: "The request does not fit now, or a quota is spent.",
+    503: "No engine can serve the request now.",
 }
 WITH_BODY = {
     411: "The request has no body.",
     413: "The body is too large.",
 }
 GENERATING = {
-    409: "A later request with its x-ullage-replace took its place.",
-    422: "Its Idempotency-Key was sent with another request.",
+    409: "A later request with the same x-ullage-replace took its place.",
+    422: "Another request had the same Idempotency-Key.",
     504: "The time limit passed before the first token.",
 }
 _TEXTS = ANY_REQUEST | WITH_KEY | WITH_BODY | GENERATING
 _ERROR_HEADERS: Mapping[str, tuple[frozenset[int], str]] = {
-    "retry-after": (frozenset({429, 503}), "Seconds after which to come back."),
+    "retry-after": (frozenset({429, 503}), "Seconds after which to retry."),
     "www-authenticate": (frozenset({401}), "How to send a key."),
-    "allow": (frozenset({405}), "The methods that the path takes."),
-    "x-should-retry": (frozenset({409}), "Not to send the request again."),
+    "allow": (frozenset({405}), "The methods that the path allows."),
+    "x-should-retry": (frozenset({409}), "Whether to retry: false."),
 }
-"""Headers of errors, with the statuses of these."""
+"""Headers of errors, with the statuses that have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,39 +106,39 @@ class Operation:
     name: str
     summary: str
     answer: Any = None
-    """Type of the answer in JSON; None: it has none."""
+    """Type of the answer in JSON; None: the answer is not JSON."""
     kinds: tuple[str, ...] = (JSON,)
-    """Content types of the answer; the type is that of its JSON."""
+    """Content types of the answer; `answer` is the type of its JSON."""
     status: int = 200
     body: Any = None
-    """Type of the request's body; None: it takes none."""
+    """Type of the request's body; None: the request has no body."""
     events: tuple[type, ...] = ()
     """Types of the events of a stream; empty: the answer is never one."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """What each status says, besides those of any request."""
+    """Descriptions of statuses, in addition to those of any request."""
     headers: tuple[str, ...] = ()
     """Headers that the request may have."""
     more: Mapping[int, Any] = field(default_factory=dict)
-    """Types of answers with other statuses, which are no errors."""
+    """Types of answers with other statuses that are not errors."""
     needs_key: bool = True
 
 
 _GENERATE_HEADERS = ("x-request-id", "x-session-id", idempotency.HEADER, replace.HEADER)
 _ANSWER_HEADERS: Mapping[str, str] = {
     "x-request-id": "The request's id.",
-    "x-ullage-action": "What was decided: accept, shrink, queue or route4.",
+    "x-ullage-action": "The decision: accept, shrink, queue or route4.",
     "x-ullage-route": "The pool, or the kind of its engines.",
     "x-ullage-predicted-kv-bytes": "Predicted bytes of KV cache.",
-    "x-ullage-degraded": "What was made smaller.",
-    "x-ullage-trail": "Each step of the decision, and why.",
+    "x-ullage-degraded": "The parts of the request that were made smaller.",
+    "x-ullage-trail": "Each step of the decision, with its reason.",
     "x-ullage-model": "The model that answers.",
     "x-ullage-engine": "The engine that answers.",
     "x-ullage-revision": "The revision of the service.",
     "x-ullage-cached": "Prompt tokens whose KV was cached, by tier.",
     "x-ullage-cascade": "The steps of a cascade.",
     "x-ullage-discarded-tokens": "Tokens of answers that a cascade did not use.",
-    "x-ullage-resumed-on": "Engines that went on with a whole answer.",
-    "x-ullage-resumed-inexact": "Whether these compute otherwise.",
+    "x-ullage-resumed-on": "The engines that resumed a whole answer.",
+    "x-ullage-resumed-inexact": "Whether those engines compute differently.",
 }
 _REQUEST_HEADERS: Mapping[str, str] = {
     "x-request-id": "Id of the request, 1 to 128 printable characters; others are replaced.",
@@ -148,8 +148,8 @@ _REQUEST_HEADERS: Mapping[str, str] = {
 }
 
 
-class Status(answers.Answer, frozen=True, kw_only=True):
-    """The state of the process."""
+class ProcessStatus(answers.Answer, frozen=True, kw_only=True):
+    """The status of the process."""
 
     status: str
 
@@ -158,7 +158,7 @@ class Overloading(answers.Answer, frozen=True, kw_only=True):
     """An overload that has begun."""
 
     prefix: str
-    """Beginning of the ids of its requests."""
+    """Prefix of the ids of its requests."""
     requests: int
 
 
@@ -205,13 +205,15 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/models/{name}": _get(
         Operation("model", "Describe a model.", answers.ModelCard, errors=WITH_KEY)
     ),
-    "/healthz": _get(Operation("alive", "Say that the process lives.", Status, needs_key=False)),
+    "/healthz": _get(
+        Operation("alive", "Say that the process lives.", ProcessStatus, needs_key=False)
+    ),
     "/readyz": _get(
         Operation(
             "ready",
             "Say whether requests are served.",
-            Status,
-            more={503: Status},
+            ProcessStatus,
+            more={503: ProcessStatus},
             needs_key=False,
         )
     ),
@@ -249,10 +251,10 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
 
 
 def document(routes: Iterable[tuple[str, str]]) -> bytes:
-    """Return the description of these paths and methods, as JSON.
+    """Return the OpenAPI document of these paths and methods, as JSON.
 
     Raises:
-        KeyError: an operation is not described.
+        KeyError: An operation is not described.
     """
     schemas = Schemas()
     paths: dict[str, Json] = {}
@@ -262,6 +264,7 @@ def document(routes: Iterable[tuple[str, str]]) -> bytes:
         described = _operation(operation, path, method, schemas)
         paths.setdefault(path, {})[method.lower()] = described
         errors |= {status: _error(status, schemas) for status in _errors(operation)}
+
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -285,8 +288,8 @@ def document(routes: Iterable[tuple[str, str]]) -> bytes:
 class Schemas:
     """JSON schemas of types.
 
-    components
-        those of structures, by name
+    Attributes:
+        components: The schemas of structures, by name.
     """
 
     def __init__(self) -> None:
@@ -321,7 +324,7 @@ class Schemas:
 
 
 def _any(kind: type) -> Json:
-    """Return the schema of `object`, which every value has."""
+    """Return the schema of `object`, which every value matches."""
     if kind is object:
         return {"description": "any value"}  # an empty schema would count as none
     raise NotImplementedError
@@ -336,6 +339,7 @@ def _operation(operation: Operation, path: str, method: str, schemas: Schemas) -
         parameters.append(_parameter("name", "path"))
     if parameters:
         described["parameters"] = parameters
+
     if operation.body is not None:
         content = {JSON: {"schema": schemas.of(operation.body)}}
         described["requestBody"] = {"required": True, "content": content}
@@ -353,6 +357,7 @@ def _operation(operation: Operation, path: str, method: str, schemas: Schemas) -
         if not is_head:
             response["content"] = _content(operation, status, schemas)
         responses[str(status)] = response
+
     for status in _errors(operation):
         if status not in answered:
             responses[str(status)] = {"$ref": f"#/components/responses/Error{status}"}

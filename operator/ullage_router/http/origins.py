@@ -1,13 +1,14 @@
-"""Which web pages may use a router: the checks of Host and Origin, and CORS.
+"""The web pages that may use a router: checks of Host and Origin, and CORS.
 
-A router that listens on a loopback address is for its own machine, and a browser there runs the
-pages of strangers. Such a page may send requests to 127.0.0.1, which `Origin` shows. Or its name
-turns into 127.0.0.1 after it was loaded (DNS rebinding), so that the browser takes the router for
-the page's own server: then only `Host` shows it. The same holds for a connection that a forwarder,
-such as `kubectl port-forward`, makes to a pod over its loopback interface.
+A router on a loopback address serves its own machine, and a browser on that machine also runs the
+pages of strangers. A stranger's page may send requests to 127.0.0.1, which `Origin` reveals. Or the
+name of the page resolves to 127.0.0.1 after the page was loaded (DNS rebinding), and the browser
+treats the router as the page's own server. Then only `Host` reveals the page. The same holds for
+the connections of a forwarder, such as `kubectl port-forward`, over the loopback interface of a
+pod.
 
-Other connections come over a network that decides who may connect, often by a proxy with names of
-its own, so their Host and Origin are not checked.
+Other connections come over a network that decides who may connect, often through a proxy with names
+of its own. So their Host and Origin are not checked.
 """
 
 import functools
@@ -23,15 +24,15 @@ from ullage_router.http.messages import Endpoint, Headers, Reply, Request
 from ullage_router.http.openai.errors import envelope, error_headers
 
 API = "/v1/"
-"""CORS is for paths below this: what they answer is for whoever has a key."""
+"""Prefix of the paths that have CORS: their answers are for every holder of a key."""
 _FOR_MACHINES = frozenset({"/metrics", "/measures", "/measures/wait"})
-"""Pages that Prometheus and the operator read, through whatever proxies a mesh has."""
+"""Pages that Prometheus and the operator read, also through the proxies of a mesh."""
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
-"""Ends of names that nobody can register, such as host.docker.internal."""
+"""Suffixes of names that nobody can register, such as host.docker.internal."""
 MAX_HOST = 253 + len(".:65535")
-"""Characters of the longest name that DNS has, with the root's dot and a port."""
+"""Characters of the longest name in DNS, with the root's dot and a port."""
 KEPT_NAMES = 256
-"""Names and addresses of which the answer is remembered: nearly all requests have the same."""
+"""Hosts whose answers are cached; nearly all requests have the same host."""
 _METHODS = b"GET, HEAD, POST, OPTIONS"
 _EXPOSED = (
     b"retry-after, x-request-id, x-should-retry, x-ratelimit-limit-requests, "
@@ -44,14 +45,15 @@ _PREFLIGHT_S = b"600"
 
 
 class OriginGuard:
-    """Refuses requests of foreign web pages, and adds the headers of CORS to answers.
+    """Refuse requests of foreign web pages, and add the CORS headers to answers.
 
     Args:
-        serve: answers all else.
-        host: on which the server listens; None: at all addresses.
-        cors: origins that may use the API; None: only pages of the router itself.
-        is_api: whether the port is the API's: what is for machines there is checked, too, and a
-            connection of a forwarder only where a browser made the request.
+        serve: Answers all other requests.
+        host: The address on which the server listens; None: all addresses.
+        cors: Origins that may use the API; None: only pages of the router itself.
+        is_api: Whether this is the API's port. On a forwarder's connection, the API checks only
+            requests with an Origin, which browsers send; the metrics port checks all pages but
+            those for machines.
     """
 
     def __init__(
@@ -74,29 +76,37 @@ class OriginGuard:
                 headers = [(b"content-type", b"application/json"), *error_headers(error)]
                 await reply.whole(http_status(error), headers, envelope(error))
                 return
+
             if self._origins and self._is_api and request.path.startswith(API):
                 reply.headers = self._cors_headers(origin)
                 if origin and request.method == "OPTIONS" and self._allows(origin):
                     await reply.whole(HTTPStatus.NO_CONTENT, _preflight_headers(request), b"")
                     return
+
         await self._serve(request, reply)
 
     def _check(self, request: Request, origin: str | None) -> None:
-        """Raise ServiceError if a stranger's page may have sent the request."""
+        """Check that no stranger's page can have sent the request.
+
+        Raises:
+            ServiceError: A stranger's page may have sent it.
+        """
         if not self._is_local:
             if not is_loopback(request.local_address):
                 return
             is_for_machines = not origin if self._is_api else request.path in _FOR_MACHINES
             if is_for_machines:
                 return
+
         host = request.headers.get("host", "")
-        # Over TLS a name that turned into this machine has no certificate here.
+        # Over TLS the browser has checked the certificate, and a rebound name has none here.
         if not (request.is_encrypted or _is_local_host(host) or _name(host) in self._hosts):
             raise forbidden(
                 "HOST_NOT_ALLOWED",
                 f"host is {host[:100]!r}, which is no name of this machine; use 127.0.0.1 or "
                 "localhost, or allow an origin of that name in spec.router.cors.allowedOrigins",
             )
+
         if origin and not (self._allows(origin) or _is_same(origin, host)):
             raise forbidden(
                 "ORIGIN_NOT_ALLOWED",
@@ -108,7 +118,7 @@ class OriginGuard:
         return origin in self._origins or ANY_ORIGIN in self._origins
 
     def _cors_headers(self, origin: str | None) -> Headers:
-        """Return the CORS headers of every answer; caches must keep answers by origin apart."""
+        """Return the CORS headers of an answer; `vary` makes caches keep one answer an origin."""
         vary = (b"vary", b"origin")
         if not (origin and self._allows(origin)):
             return [vary]
@@ -130,14 +140,14 @@ def _preflight_headers(request: Request) -> Headers:
 
 
 def _names_of(wanted: str) -> str:
-    """Return the names in a list of headers, without those that are no names."""
+    """Return the valid header names of a comma-separated list."""
     names = (name.strip().lower() for name in wanted.split(","))
     return ", ".join(n for n in names if n and n.replace("-", "").replace("_", "").isalnum())
 
 
 @functools.lru_cache(maxsize=KEPT_NAMES)
 def is_loopback(host: str) -> bool:
-    """Return whether only the own machine reaches a server on this address."""
+    """Return whether a server on this address can only be reached from its own machine."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -154,8 +164,10 @@ def _name(host: str) -> str:
 
 
 def _is_local_host(host: str) -> bool:
-    """Return whether no stranger can make the name in a Host header mean another address: it is an
-    address, or a name that nobody can register."""
+    """Return whether a Host header is safe from DNS rebinding.
+
+    It is safe where it has an address, or a name that nobody can register.
+    """
     return len(host) <= MAX_HOST and _is_local(host)
 
 
@@ -172,6 +184,8 @@ def _is_local(host: str) -> bool:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Return whether a page of the router itself sent the request; schemes differ behind a
-    proxy."""
+    """Return whether a page of the router itself sent the request.
+
+    The schemes are not compared, since they differ behind a proxy.
+    """
     return origin.partition("://")[2].lower() == host.lower()

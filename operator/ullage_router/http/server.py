@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn's protocol on sockets that are bound already, a clock, and draining."""
+"""The HTTP server: uvicorn's protocol on bound sockets, a clock for time limits, and draining."""
 
 import asyncio
 import contextlib
@@ -10,33 +10,35 @@ from collections.abc import Awaitable, Callable
 
 import uvicorn
 
-from ullage_router.http.connection import Connection, ConnectionState
-from ullage_router.http.messages import Limits, Reply, Request, asgi
+from ullage_router.http.connection import ConnectionState, HTTPConnection
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.messages import Reply, Request, asgi
 
 BACKLOG = 2048
 TICK_S = 0.5
+"""Seconds between two checks of the time limits of connections."""
 HANDSHAKE_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 2.0
 
 
 class HTTPServer:
-    """Serves HTTP/1.1 on sockets that are bound already.
+    """Serve HTTP/1.1 on sockets that are bound already.
 
-    uvicorn's own `Server` is not used: it has no limit on TLS handshakes, and it ends with the
-    process, where this one first sends clients elsewhere.
+    uvicorn's own `Server` is not used: it has no time limit for TLS handshakes, and it cannot send
+    clients to another process before it stops.
 
     Args:
-        serve: answers requests.
-        limits: of each connection.
+        serve: Answers requests.
+        limits: Limits of each connection and of all; None: the defaults.
     """
 
     def __init__(
-        self, serve: Callable[[Request, Reply], Awaitable[None]], limits: Limits | None = None
+        self, serve: Callable[[Request, Reply], Awaitable[None]], limits: HTTPLimits | None = None
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or HTTPLimits()
         self._config = uvicorn.Config(
             asgi(serve, limits),
-            http=Connection,
+            http=HTTPConnection,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -47,25 +49,29 @@ class HTTPServer:
             date_header=False,
         )
         self._config.load()
+
         self._state = ConnectionState(limits)
         self._server: asyncio.Server | None = None
         self._clock: asyncio.Task[None] | None = None
 
     @property
     def num_connections(self) -> int:
+        """The number of open connections."""
         return len(self._state.connections)
 
     async def start(self, listener: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        """Starts to accept connections.
+        """Start to accept connections.
 
         Args:
-            context: of TLS; None: plaintext.
+            listener: The socket, bound already.
+            context: The TLS context; None: plaintext.
         """
         self._tick()
         self._clock = asyncio.create_task(self._keep_time(), name="http clock")
+
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: Connection(self._config, self._state, {}, loop),
+            lambda: HTTPConnection(self._config, self._state, {}, loop),
             sock=listener,
             backlog=BACKLOG,
             ssl=context,
@@ -74,40 +80,46 @@ class HTTPServer:
         )
 
     async def leave(self, within_s: float) -> None:
-        """Send clients elsewhere while their requests are still served; returns when all went."""
+        """Ask clients to reconnect elsewhere while their requests are still served.
+
+        Args:
+            within_s: Seconds after which the method returns, even if connections are still open.
+        """
         self._state.is_leaving = True
         for connection in self._connections:
             connection.leave()
         await self._all_closed(within_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting connections and returns when those open have had their answers.
+        """Stop accepting connections, and return when the open ones have had their answers.
 
         Args:
-            grace_s: after which the rest is cut off.
+            grace_s: Seconds after which connections that are still open are aborted.
         """
         self._state.is_leaving = self._state.is_draining = True
         if self._server:
             self._server.close()
+
         for connection in self._connections:
             connection.shutdown()
         if not await self._all_closed(grace_s):
             for connection in self._connections:
                 connection.abort()
             await self._all_closed(grace_s)
+
         if self._clock:
             self._clock.cancel()
 
     async def _all_closed(self, within_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self._is_busy:  # noqa: ASYNC110 - asked once, at the end
+                while self._is_busy:  # noqa: ASYNC110 - only while the server stops
                     await asyncio.sleep(0.01)
         return not self._is_busy
 
     @property
-    def _connections(self) -> list[Connection]:
-        return [c for c in self._state.connections if isinstance(c, Connection)]
+    def _connections(self) -> list[HTTPConnection]:
+        return [c for c in self._state.connections if isinstance(c, HTTPConnection)]
 
     @property
     def _is_busy(self) -> bool:

@@ -18,7 +18,7 @@ from ullage_router.admission.load_balancer import LoadBalancer
 from ullage_router.admission.queue import RequestQueue
 from ullage_router.admission.scale_to_zero import ScaleToZero
 from ullage_router.call import Handler, Stage
-from ullage_router.cascade import Cascade
+from ullage_router.cascade.cascade import Cascade
 from ullage_router.engines.engine import Engine
 from ullage_router.engines.engines import Engines
 from ullage_router.errors import stopped
@@ -41,7 +41,7 @@ from ullage_router.shared_quota import QuotaFolder
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest
 from ullage_router.telemetry.record import RequestRecord, Stats
 from ullage_router.tenants import ANONYMOUS, Tenants
-from ullage_router.tickets.picker import TicketIssuer
+from ullage_router.tickets.issuer import TicketIssuer
 from ullage_router.tickets.signing import TicketSigner
 
 log = logging.getLogger(__name__)

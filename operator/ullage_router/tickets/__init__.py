@@ -1,5 +1,4 @@
-"""Tickets with which clients stream straight from engines: placing, signing, and what is still
-open.
+"""Tickets with which clients stream straight from engines: placing, signing, and open tickets.
 
-It places by admission's rules and never carries tokens.
+The folder places by admission's rules and never carries tokens.
 """

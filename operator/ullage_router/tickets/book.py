@@ -1,13 +1,13 @@
-"""Open picks: what each holds of its engine's memory and its tenant's quota, and until when.
+"""Open picks: their reservations of engine memory and tenant quota, and when those end.
 
-A ticket's uses are *unused* until the client reports that the engine accepted them, and *used* from
-then on. A client's reports give credit back early; where no client reports, time gives it back:
+A use of a ticket is *unused* until the client reports that the engine accepted it, and *used* from
+then on. A client's reports return credit early. Without reports, credit returns after a time:
 
-    unused    when the ticket can no longer be taken
-    used      with the ticket too, but where the tenant's concurrency is limited: there the place
-              stays taken until the request must have ended
+    unused    when engines no longer accept the ticket
+    used      at the same time; where the tenant's concurrency is limited, the request counts until
+              it must have ended
 
-A tenant pays for every use, reported or not: a ticket that was revoked could still be taken.
+A tenant pays for every use, reported or not, since an engine could still accept an unused ticket.
 """
 
 from collections import Counter
@@ -19,23 +19,24 @@ from ullage_router.policy.credit import Credit
 from ullage_router.tenants import TenantSession
 
 SERVED = 200
-"""HTTP status that stands for them in the tenants' metrics."""
+"""HTTP status of ended picks in the metrics of tenants."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketCharge:
-    """What a tenant pays for each use of a ticket."""
+    """The price of each use of a ticket, and the tenant's session that pays it."""
 
     session: TenantSession
     prompt_tokens: int
     output_tokens: int
 
     def pay(self, count: int) -> None:
+        """Charge the tenant for `count` uses."""
         self.session.settle(self.prompt_tokens, self.output_tokens, SERVED, count)
 
     @property
     def is_limited(self) -> bool:
-        """Whether the tenant may have only so many requests at once."""
+        """Whether the tenant's number of concurrent requests is limited."""
         return bool(self.session.rules.concurrency)
 
 
@@ -47,9 +48,9 @@ class _OpenTicket:
     unused: list[Credit]
     charge: TicketCharge | None
     until: float
-    """Time at which what remains of the ticket is forgotten."""
+    """Time at which the ticket's remaining uses expire."""
     holder: str = ""
-    """Who picked it and pays nothing; empty where somebody pays."""
+    """The caller that pays nothing for the ticket; empty if a tenant pays."""
     used: list[Credit] = field(default_factory=list)
 
 
@@ -57,24 +58,25 @@ class OpenTickets:
     """Every pick that has neither ended nor expired.
 
     Args:
-        ticket_s: after this long an engine takes the ticket no more, and reports what it took.
-        request_s: the longest that a request runs.
-        clock: monotonic, seconds.
+        ticket_s: Seconds after which engines no longer accept a ticket and have reported the
+            requests that came with it.
+        request_s: Longest seconds that a request runs.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, ticket_s: float, request_s: float, clock: Callable[[], float]) -> None:
         self._ticket_s = ticket_s
         self._request_s = request_s
         self._clock = clock
-        # Both in the order in which they end.
+        # Both are in the order in which the tickets expire, since all have the same lifetime.
         self._fresh: dict[int, _OpenTicket] = {}
         self._running: dict[int, _OpenTicket] = {}
-        """Expired tickets whose accepted uses may run still."""
+        """Expired tickets whose accepted uses may still run."""
         self.open = 0
         """Uses that have neither ended nor expired."""
         self._open_by_holder: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        """placed, ended, expired."""
+        """Uses that were placed, ended or expired, by these words."""
 
     def open_of(self, holder: str) -> int:
         """Return the open uses of one holder that pays nothing."""
@@ -101,10 +103,14 @@ class OpenTickets:
         self.counts["placed"] += len(credits)
 
     def report(self, accepted: Iterable[int], ended: Iterable[int]) -> None:
-        """What a client says of tickets, each as often as it was used; strangers are left out."""
+        """Take a client's report of tickets, each listed once for every use.
+
+        Unknown tickets are ignored: they have expired, or are another router's.
+        """
         for number, count in Counter(accepted).items():
             if ticket := self._find(number):
                 _accept(ticket, count)
+
         freed = _Freed()
         for number, count in Counter(ended).items():
             if ticket := self._find(number):
@@ -112,7 +118,7 @@ class OpenTickets:
         self._settle(freed, "ended")
 
     def sweep(self) -> None:
-        """Free what expired: by now the engine counts the request, or never will."""
+        """Free expired uses: by now the engine's own report counts the request, or never will."""
         now = self._clock()
         freed = _Freed()
         for number, ticket in _due(self._fresh, now):
@@ -124,6 +130,7 @@ class OpenTickets:
                 self._running[number] = ticket
             else:
                 freed.add(ticket, ticket.used)
+
         for number, ticket in _due(self._running, now):
             del self._running[number]
             freed.add(ticket, ticket.used)
@@ -152,7 +159,7 @@ class OpenTickets:
 
 
 class _Freed:
-    """Uses that are over; each engine gets all of its own at once, and wakes waiters once."""
+    """Uses that are over, by engine, so that each engine wakes its waiters only once."""
 
     def __init__(self) -> None:
         self.credits: dict[Engine, list[Credit]] = {}
@@ -160,6 +167,7 @@ class _Freed:
         self.by_holder: Counter[str] = Counter()
 
     def add(self, ticket: _OpenTicket, ended: list[Credit]) -> None:
+        """Add the ended uses of a ticket, and charge for them."""
         self.credits.setdefault(ticket.engine, []).extend(ended)
         self.count += len(ended)
         if ticket.holder and ended:
@@ -176,7 +184,7 @@ def _accept(ticket: _OpenTicket, count: int) -> None:
 
 
 def _cut(credits: list[Credit], count: int) -> list[Credit]:
-    """Take out that many uses, or as many as there are."""
+    """Remove and return the last `count` uses, or all if there are fewer."""
     first = max(0, len(credits) - count)
     ended = credits[first:]
     del credits[first:]
@@ -184,7 +192,7 @@ def _cut(credits: list[Credit], count: int) -> list[Credit]:
 
 
 def _due(tickets: dict[int, _OpenTicket], now: float) -> Iterator[tuple[int, _OpenTicket]]:
-    """Yield entries whose time has come; each must be taken out before the next is asked for."""
+    """Yield expired entries; the caller must remove each one before it asks for the next."""
     while tickets:
         number = next(iter(tickets))
         if tickets[number].until > now:

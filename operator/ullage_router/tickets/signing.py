@@ -1,52 +1,47 @@
-"""The router's side of tickets: signing them, and recognising those that paid for an answer which
-goes on elsewhere."""
+"""Sign the tickets with which clients stream straight from engines."""
 
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import RouterTickets
 from ullage_common.tickets.tickets import (
-    CLOCK_SKEW_S,
     TICKET_KEY,
     Claims,
-    TicketError,
     TicketKeys,
-    TicketUses,
     cache_salt,
     engine_tag,
-    read,
 )
 
 MAX_TAGS = 10_000
-"""Engines' names come and go with their pods."""
+"""Tags of engines that are kept; engines' names come and go with their pods."""
 
 _BLOCK = struct.Struct("64Q")
 
 
 def new_ids() -> Iterator[int]:
-    """64 random bits each, never 0: nobody guesses another's."""
+    """Yield ticket ids of 64 random bits, never 0, so that nobody guesses another's."""
     while True:
         yield from filter(None, _BLOCK.unpack(os.urandom(_BLOCK.size)))
 
 
 class TicketSigner:
-    """Signs tickets.
+    """Sign tickets.
 
     Args:
-        section: where the keys are and how long a ticket lasts.
+        section: The folder of the keys and the lifetime of a ticket.
 
     Raises:
-        ConfigError: the keys cannot be read.
+        ConfigError: The keys cannot be read.
     """
 
     def __init__(self, section: RouterTickets) -> None:
         self.ttl_s = section.ttl
         self.is_required = section.required
-        """Engines take nothing without a ticket."""
+        """Whether engines refuse requests without a ticket."""
         self.keys = TicketKeys(Path(section.keys_dir))
         self.ids = new_ids()
         self._tags: dict[str, bytes] = {}
@@ -63,9 +58,17 @@ class TicketSigner:
         count: int = 1,
         tenant: str | None = None,
     ) -> str:
-        """Leave for so many requests, each of at most this size, to this engine.
+        """Return a ticket for `count` requests of at most this size to one engine.
 
-        `tenant`: whose requests they are; None where there are no tenants.
+        Args:
+            number: Id of the ticket.
+            engine_id: The engine.
+            prompt_tokens: Most tokens of each prompt.
+            max_tokens: Most output tokens of each answer.
+            samples: Most answers to each request.
+            priority: Priority of the requests.
+            count: Number of requests.
+            tenant: The tenant that sends the requests; None where there are no tenants.
         """
         expires_ms = int((time.time() + self.ttl_s) * 1000)
         tag = self.tag(engine_id)
@@ -78,7 +81,7 @@ class TicketSigner:
     def sign_request(
         self, engine_id: str, request: inference_pb2.GenerateRequest
     ) -> tuple[str, str]:
-        """Metadata with a ticket for just this request, in token ids and with its limit."""
+        """Return metadata with a ticket for one request that has token ids and an output limit."""
         samples = request.samples
         return TICKET_KEY, self.sign(
             next(self.ids),
@@ -97,59 +100,3 @@ class TicketSigner:
                 self._tags.clear()
             tag = self._tags[engine_id] = engine_tag(engine_id)
         return tag
-
-
-RESUMES_A_USE = 4
-"""Times that an answer goes on elsewhere for one payment; then it is charged like a new one."""
-MAX_RESUMED = 100_000
-"""Tickets that are remembered because their answers went on elsewhere."""
-
-
-class PaidTickets:
-    """Recognises the tickets with which answers were paid for that go on elsewhere.
-
-    The ticket itself says who paid for what, so that every router with its key knows; how often it
-    was shown is counted by each process for itself.
-
-    Args:
-        keys: of the tickets.
-        request_s: the longest that a request runs.
-        clock: Unix time, seconds.
-    """
-
-    def __init__(
-        self, keys: TicketKeys, request_s: float, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._keys = keys
-        self._request_s = request_s
-        self._clock = clock
-        self._resumed = TicketUses(MAX_RESUMED)
-
-    def find(self, ticket: str, tenant: str, size: tuple[int, int, int]) -> Claims | None:
-        """Return the claims of a ticket that paid for a request; None where none did.
-
-        Args:
-            tenant: whose request it is.
-            size: its tokens of the prompt, most output tokens of each answer (0: as many as the
-                service gives, for which no ticket pays), and answers.
-        """
-        try:
-            claims = read(ticket, self._keys.all)
-        except TicketError:
-            return None
-        now = self._clock()
-        self._resumed.forget(now)
-        paid = (claims.prompt_tokens, claims.max_tokens, claims.samples)
-        is_covered = all(0 < asked <= most for asked, most in zip(size, paid, strict=True))
-        is_own = claims.is_sessionless and claims.cache_salt == cache_salt(tenant)
-        most = RESUMES_A_USE * max(1, claims.uses)
-        is_left = self._resumed.has_room_for(claims.id) and self._resumed.count(claims.id) < most
-        is_running = now <= self._until(claims)
-        return claims if is_covered and is_own and is_left and is_running else None
-
-    def on_resumed(self, claims: Claims) -> None:
-        """Counts that an answer of the ticket went on elsewhere."""
-        self._resumed.add(claims.id, self._until(claims))
-
-    def _until(self, claims: Claims) -> float:
-        return claims.expires_ms / 1000 + CLOCK_SKEW_S + self._request_s

@@ -1,10 +1,9 @@
-"""How much tickets may hold that cost their caller nothing: where there are no tenants, or the
-tenant has no limit.
+"""Bounds of tickets that cost their caller nothing.
 
-Such a caller could pick without end and use none of its tickets. So what is picked and not yet
-accepted takes no more than a share of an engine: of its memory, of the sequences in a step, and of
-the time in which prompts must be computed for others to keep their objectives. The rest is there
-for `Generate`, and for other callers.
+Tickets cost nothing where there are no tenants, or where the tenant has no limit. A caller could
+then pick without end and use none of its tickets. So its unused tickets take no more than a share
+of an engine: of its memory, of the sequences in a step, and of the prefill time within which other
+requests keep their TTFT objective. The rest is left for `Generate` and for other callers.
 """
 
 import ipaddress
@@ -17,9 +16,9 @@ from ullage_router.policy.forecast import SHARE
 CALLER_SHARE = 0.5
 """Share of an engine that the unused tickets of one caller may hold."""
 ALL_SHARE = 0.75
-"""Share of an engine that the unused tickets of all such callers may hold."""
+"""Share of an engine that the unused tickets of all callers who pay nothing may hold."""
 _V6_NETWORK = 64
-"""Bits of an IPv6 address that one site has been given."""
+"""Prefix length of the IPv6 network of one site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,8 @@ class Unpaid:
     """The bounds of one caller.
 
     Args:
-        holder: the caller's name.
-        ttft_s: objective of the first token.
+        holder: The caller's name.
+        ttft_s: Objective of the time to first token, in seconds.
     """
 
     holder: str
@@ -38,9 +37,11 @@ class Unpaid:
         """Return how many more requests may be reserved on an engine.
 
         Args:
-            held: the reservations of the caller, and of all callers, there.
-            size: bytes of each request.
-            tokens: prompt tokens of each request.
+            view: The engine.
+            held: Reservations on the engine: the caller's, and those of all callers who pay
+                nothing.
+            size: Bytes of each request.
+            tokens: Prompt tokens of each request.
         """
         return min(
             _room(view, part, share, size, tokens, self.ttft_s)
@@ -59,10 +60,10 @@ def _room(view: EngineView, held: Held, share: float, size: int, tokens: int, tt
 
 
 def caller_of(peer: str) -> str:
-    """Return the name of a caller without a key: the address of its connection.
+    """Return the name of a caller without a key: its address, or its IPv6 network.
 
     Args:
-        peer: as gRPC names it, such as `ipv4:10.0.0.1:5000` or `ipv6:%5B::1%5D:5000`.
+        peer: The address as gRPC writes it, such as `ipv4:10.0.0.1:5000` or `ipv6:%5B::1%5D:5000`.
     """
     kind, _, address = peer.partition(":")
     host = address.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")

@@ -14,7 +14,7 @@ import pytest
 from ullage.inference.v1 import inference_pb2
 from ullage_common.process.config_file import ConfigError, entry
 from ullage_common.wire.errors import ServiceError, from_rpc_error
-from ullage_router.cascade import ServiceKey
+from ullage_router.cascade.peer import PeerKey
 from ullage_router.errors import http_status
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def test_an_unusable_key_is_refused_at_start(tmp_path: Path, text: str | None) -
     if text is not None:
         (tmp_path / "key").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/key: ")) as caught:
-        asyncio.run(ServiceKey(tmp_path).start())
+        asyncio.run(PeerKey(tmp_path).start())
     assert text is None or text not in str(caught.value)
 
 

@@ -9,7 +9,7 @@ import pytest
 from ullage.inference.v1 import inference_pb2
 from ullage_common.config.router import CascadeSection, ConfidenceSection, StepSection
 from ullage_router.call import Call, Event, Handler
-from ullage_router.cascade import Cascade
+from ullage_router.cascade.cascade import Cascade
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.telemetry.record import RequestRecord
 

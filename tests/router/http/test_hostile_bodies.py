@@ -13,7 +13,7 @@ from ullage_testing.peak_memory import PeakMemory
 from ullage_testing.raw_http import exchange
 
 from ullage_common.wire.errors import ServiceError
-from ullage_router.http.openai import requests
+from ullage_router.http.openai import decoding, requests
 
 if TYPE_CHECKING:
     StartService = Any
@@ -211,7 +211,7 @@ LISTS: dict[str, tuple[bytes, list[list[int]] | None]] = {
 
 def test_long_lists_of_token_ids() -> None:
     for name, (text, expected) in LISTS.items():
-        found = requests.long_token_lists(msgspec.Raw(text.strip()), "prompt")
+        found = decoding.long_token_lists(msgspec.Raw(text.strip()), "prompt")
         assert (found and [list(ids) for ids in found]) == expected, name
 
 

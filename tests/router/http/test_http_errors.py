@@ -11,7 +11,8 @@ import pytest
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.wire.errors import ServiceError, from_rpc_error
-from ullage_router.http.messages import Limits, asgi
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.messages import asgi
 from ullage_router.http.openai.endpoint import Dialect, GenerateEndpoint, Parsed
 from ullage_router.http.openai.responses import ChatFormat
 
@@ -352,7 +353,7 @@ def test_a_bug_in_reading_a_body_is_counted_too(start_service: "StartService") -
             endpoint = GenerateEndpoint(
                 service.router.service, Dialect(broken, ChatFormat, "messages")
             )
-            transport = httpx.ASGITransport(asgi(endpoint, Limits()))
+            transport = httpx.ASGITransport(asgi(endpoint, HTTPLimits()))
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
                 answer = await http.post(CHAT, json={})
             assert answer.status_code == 500

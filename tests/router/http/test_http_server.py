@@ -17,13 +17,14 @@ import uvloop
 from ullage_testing.loop_watch import watched_loop
 
 from ullage_common.wire.errors import ServiceError
-from ullage_router.http.connection import STARTED_PER_TURN, Connection, ConnectionState
-from ullage_router.http.messages import BodyRoom, Limits, Reply, Request
+from ullage_router.http.connection import STARTED_PER_TURN, ConnectionState, HTTPConnection
+from ullage_router.http.limits import BodyRoom, HTTPLimits
+from ullage_router.http.messages import Reply, Request
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.processes import listen
 
 WAIT_S = 20.0
-SMALL = Limits(
+SMALL = HTTPLimits(
     max_head_bytes=2000,
     max_body_bytes=1000,
     head_timeout_s=0.2,
@@ -114,7 +115,7 @@ Scenario = Callable[[HTTPServer, Echo, Connect], Awaitable[None]]
 
 
 @contextlib.asynccontextmanager
-async def serving(limits: Limits) -> AsyncIterator[tuple[HTTPServer, Echo, Connect]]:
+async def serving(limits: HTTPLimits) -> AsyncIterator[tuple[HTTPServer, Echo, Connect]]:
     echo = Echo()
     server = HTTPServer(echo, limits)
     listener = listen("127.0.0.1", 0)
@@ -142,9 +143,9 @@ def run(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Runs a scenario on both event loops."""
     start: Any = asyncio.run if request.param == "asyncio" else uvloop.run
 
-    def run_it(scenario: Scenario, limits: Limits | None = None) -> None:
+    def run_it(scenario: Scenario, limits: HTTPLimits | None = None) -> None:
         async def main() -> None:
-            async with serving(limits or Limits()) as parts:
+            async with serving(limits or HTTPLimits()) as parts:
                 await scenario(*parts)
 
         start(main())
@@ -259,7 +260,7 @@ def test_no_message_holds_up_others(data: bytes) -> None:
     """Another client is answered meanwhile; the time is the loop's own, whatever else runs."""
 
     async def scenario() -> None:
-        async with serving(Limits()) as (_, echo, connect), watched_loop() as watch:
+        async with serving(HTTPLimits()) as (_, echo, connect), watched_loop() as watch:
             sending = asyncio.create_task(asyncio.to_thread(send_all, echo.port, data))
             other = await connect()
             num_answers = 0
@@ -303,7 +304,7 @@ def test_leave_to_send_a_body(run: Run) -> None:
         await client.send(head % 1001)
         assert (await client.answer())[1] == b"BODY_TOO_LARGE"
 
-    run(scenario, Limits(max_body_bytes=1000))
+    run(scenario, HTTPLimits(max_body_bytes=1000))
 
 
 def test_an_offer_to_upgrade_is_not_taken_and_loses_no_body(run: Run) -> None:
@@ -331,13 +332,13 @@ def test_the_old_protocol_gets_no_chunks(run: Run) -> None:
 
 def test_parts_of_one_moment_leave_in_one_write(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
-    write = Connection.write
+    write = HTTPConnection.write
 
-    def counted(connection: Connection, data: bytes) -> None:
+    def counted(connection: HTTPConnection, data: bytes) -> None:
         writes.append(data)
         write(connection, data)
 
-    monkeypatch.setattr(Connection, "write", counted)
+    monkeypatch.setattr(HTTPConnection, "write", counted)
 
     async def scenario(server: HTTPServer, echo: Echo, connect: Connect) -> None:
         client = await connect()
@@ -402,7 +403,7 @@ def test_malformed_requests_are_refused_after_those_before(run: Run, data: bytes
         assert await client.rest() == b""
         assert echo.begun == 1
 
-    run(scenario, Limits(linger_s=0.1))
+    run(scenario, HTTPLimits(linger_s=0.1))
 
 
 @pytest.mark.parametrize("data", OTHERS.values(), ids=OTHERS.keys())
@@ -423,7 +424,7 @@ def test_what_others_would_read_otherwise_is_refused_and_closed(run: Run, data: 
         assert await client.rest() == b""
         assert echo.begun == 0
 
-    run(scenario, Limits(linger_s=0.1))
+    run(scenario, HTTPLimits(linger_s=0.1))
 
 
 def test_many_offers_to_upgrade_hold_up_nobody(run: Run) -> None:
@@ -498,7 +499,7 @@ def test_a_client_that_reads_nothing_is_parsed_no_further(run: Run) -> None:
         assert echo.begun - begun < 100
         await until(lambda: server.num_connections == 0)
 
-    run(scenario, Limits(stall_timeout_s=1.5))
+    run(scenario, HTTPLimits(stall_timeout_s=1.5))
 
 
 def test_a_long_pipeline_is_answered_in_order_and_whole(run: Run) -> None:
@@ -534,7 +535,7 @@ def test_a_short_body_that_nobody_reads_costs_no_connection(run: Run) -> None:
             assert "connection: close" in answer
             assert await client.rest() == b""
 
-    run(scenario, Limits(linger_s=0.1))
+    run(scenario, HTTPLimits(linger_s=0.1))
 
 
 def test_a_body_that_nobody_reads_must_come_in_time(run: Run) -> None:
@@ -566,7 +567,7 @@ def test_one_tenant_gets_half_the_room_for_bodies(run: Run) -> None:
             await client.send(b"x" * 100)
             assert (await client.answer())[1] == b"POST / " + b"x" * 1000
 
-    run(scenario, Limits(max_body_bytes=1000, max_held_bytes=4000, linger_s=0.1))
+    run(scenario, HTTPLimits(max_body_bytes=1000, max_held_bytes=4000, linger_s=0.1))
 
 
 def test_old_connections_end_with_a_reply(run: Run) -> None:
@@ -579,7 +580,7 @@ def test_old_connections_end_with_a_reply(run: Run) -> None:
         assert "connection: close" in (await client.answer())[0]
         assert await client.rest() == b""
 
-    run(scenario, Limits(max_age_s=1.0))
+    run(scenario, HTTPLimits(max_age_s=1.0))
 
 
 HUGE = {
@@ -598,7 +599,7 @@ def test_heads_have_bounds(run: Run, data: bytes) -> None:
         assert (await client.answer())[1] == b"HEADERS_TOO_LARGE"
         assert await client.rest() == b""
 
-    run(scenario, Limits(max_head_bytes=2000, linger_s=0.1))
+    run(scenario, HTTPLimits(max_head_bytes=2000, linger_s=0.1))
 
 
 def test_bodies_have_bounds(run: Run) -> None:
@@ -618,7 +619,7 @@ def test_bodies_have_bounds(run: Run) -> None:
             assert (await client.answer())[1] == reason
             assert await client.rest() == b""
 
-    run(scenario, Limits(max_body_bytes=1000, max_head_bytes=2000, linger_s=1.0))
+    run(scenario, HTTPLimits(max_body_bytes=1000, max_head_bytes=2000, linger_s=1.0))
 
 
 def test_bodies_that_arrive_have_a_bound_together(run: Run) -> None:
@@ -649,7 +650,7 @@ def test_bodies_that_arrive_have_a_bound_together(run: Run) -> None:
         for _ in range(4):
             assert (await other.answer())[1] == b"POST / " + b"y" * 1000
 
-    run(scenario, Limits(max_body_bytes=1000, max_held_bytes=4950, linger_s=0.1))
+    run(scenario, HTTPLimits(max_body_bytes=1000, max_held_bytes=4950, linger_s=0.1))
 
 
 def test_clients_that_take_their_time_are_ended(run: Run) -> None:
@@ -746,7 +747,7 @@ def test_a_client_that_takes_nothing_is_cut_off(run: Run) -> None:
         await until(lambda: echo.cancelled > 0)
         assert echo.cancelled == 1
 
-    run(scenario, Limits(stall_timeout_s=0.2))
+    run(scenario, HTTPLimits(stall_timeout_s=0.2))
 
 
 def test_a_failing_handler_ends_the_connection(run: Run) -> None:
@@ -771,7 +772,7 @@ def test_connections_have_a_bound(run: Run) -> None:
             await client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await client.answer())[1] == b"GET / "
 
-    run(scenario, Limits(max_connections=2))
+    run(scenario, HTTPLimits(max_connections=2))
 
 
 def test_a_stop_waits_for_answers_and_not_for_idle_clients(run: Run) -> None:
@@ -807,7 +808,7 @@ def test_a_stop_ends_what_does_not_end(run: Run) -> None:
 
 def test_a_burst_is_begun_in_order_and_over_several_turns() -> None:
     async def scenario() -> None:
-        state = ConnectionState(Limits())
+        state = ConnectionState(HTTPLimits())
         begun = []
         for number in range(3 * STARTED_PER_TURN):
             state.start_soon(lambda n=number: begun.append(n))

@@ -7,8 +7,9 @@ import pytest
 
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http import long_bodies
-from ullage_router.http.long_bodies import MAX_LONG_BYTES, LongBodies, Turn
-from ullage_router.http.messages import Limits, Reply, Request
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.long_bodies import MAX_LONG_BYTES, BodyTurn, LongBodies
+from ullage_router.http.messages import Reply, Request
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.processes import listen
 
@@ -30,7 +31,7 @@ def test_few_have_a_turn_and_tenants_follow_one_another() -> None:
     async def scenario() -> None:
         bodies = LongBodies()
         order: list[str] = []
-        turns: dict[str, Turn] = {}
+        turns: dict[str, BodyTurn] = {}
 
         async def take(tenant: str, number: int) -> None:
             turn = await bodies.take(QUARTER, tenant)
@@ -98,7 +99,7 @@ def test_a_body_of_any_size_has_its_turn() -> None:
         bodies = LongBodies()
         turn = await bodies.take(1, "a")
         await bodies.take(1, "")
-        largest = asyncio.create_task(bodies.take(Limits().max_body_bytes, "a"))
+        largest = asyncio.create_task(bodies.take(HTTPLimits().max_body_bytes, "a"))
         await settled()
         assert not largest.done()
         bodies.give_back(turn)
@@ -107,14 +108,14 @@ def test_a_body_of_any_size_has_its_turn() -> None:
     asyncio.run(scenario())
 
 
-async def awaited(bodies: LongBodies, turn: Turn) -> None:
+async def awaited(bodies: LongBodies, turn: BodyTurn) -> None:
     """Wait for more of a body that has its turn until it is lost."""
     async with asyncio.timeout(None) as timeout:
         with bodies.awaited(turn, timeout):
             await asyncio.Event().wait()
 
 
-async def is_lost(bodies: LongBodies, turn: Turn) -> bool:
+async def is_lost(bodies: LongBodies, turn: BodyTurn) -> bool:
     try:
         await awaited(bodies, turn)
     except TimeoutError:
@@ -140,7 +141,7 @@ def test_a_body_that_brings_nothing_loses_its_turn(monkeypatch: pytest.MonkeyPat
 
 
 def test_bytes_make_up_for_time_that_has_passed() -> None:
-    turn = Turn(8 << 20, "", idle_since=100.0)
+    turn = BodyTurn(8 << 20, "", idle_since=100.0)
     assert turn.lost_at() == 102
     turn.idle_s = 1.5
     assert turn.lost_at() == 100.5
@@ -298,7 +299,7 @@ def test_the_wait_for_a_turn_is_no_time_of_the_body() -> None:
                 await go_on.wait()
             await reply.whole(200, [], b"%d" % len(body))
 
-        server = HTTPServer(serve, Limits(body_timeout_s=2.0, max_long_bytes=3 << 20))
+        server = HTTPServer(serve, HTTPLimits(body_timeout_s=2.0, max_long_bytes=3 << 20))
         listener = listen("127.0.0.1", 0)
         port = listener.getsockname()[1]
         await server.start(listener)

@@ -18,7 +18,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.wire.errors import ServiceError
 from ullage_router import errors
 from ullage_router.http import openapi
-from ullage_router.http.openai import answers, requests
+from ullage_router.http.openai import answers, decoding
 from ullage_router.http.openai.embeddings import EmbeddingsRequest
 from ullage_router.http.openai.errors import envelope
 from ullage_router.http.openai.responses import (
@@ -128,7 +128,7 @@ def test_what_is_described_is_parsed_and_nothing_else(body: Any, data: Any) -> N
 
     is_described = VALIDATORS[body].is_valid(asked)
     try:
-        decoded = requests.parse(msgspec.json.Decoder(body), json.dumps(asked).encode())
+        decoded = decoding.parse(msgspec.json.Decoder(body), json.dumps(asked).encode())
         refuse_unread_parts(decoded)
         is_parsed = True
     except ServiceError:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_common.config.router import CORSSection
-from ullage_router.http.messages import BodyRoom, Limits, Reply, Request
+from ullage_router.http.limits import BodyRoom, HTTPLimits
+from ullage_router.http.messages import Reply, Request
 from ullage_router.http.origins import OriginGuard
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ async def status(
     headers = [(name.encode(), value.encode()) for name, value in more.items()]
     scope = {"method": "GET", "path": path, "headers": headers, "server": (local_address, 8000)}
     scope["scheme"] = scheme
-    request = Request(scope, receive, Limits(), BodyRoom(1))
+    request = Request(scope, receive, HTTPLimits(), BodyRoom(1))
     await OriginGuard(serve, "0.0.0.0", cors, is_api=is_api)(request, Reply(request, send))
     return int(sent[0]["status"])
 

@@ -34,7 +34,7 @@ from ullage_router.policy.decision import (
     RoutingPolicy,
     TimeLimits,
 )
-from ullage_router.tickets.picker import Ask, Batch
+from ullage_router.tickets.batch import Ask, PickBatch
 
 if TYPE_CHECKING:
     Service = Any
@@ -111,7 +111,7 @@ def test_a_pick_is_what_decide_would_say(
     """The quick way never places what the ladder would not, nor at another price."""
     policy = RoutingPolicy(("single", "large"), 800, 60 * BLOCK_BYTES, LADDER, large_pool="large")
     ahead = {"single": 1} if is_ahead else {}
-    found, _ = Batch(engines, policy, ahead, 400, TimeLimits(first_token_s=10.0)).place(
+    found, _ = PickBatch(engines, policy, ahead, 400, TimeLimits(first_token_s=10.0)).place(
         wanted, draw
     )
     most = min(wanted.max_tokens or 400, 400)
@@ -152,7 +152,7 @@ def test_a_pick_goes_where_the_request_would_go(preferred: str) -> None:
     ]
     policy = RoutingPolicy(("single",), 8000, 1 << 40, LADDER)
     for draw in range(8):
-        run, _ = Batch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0)).place(
+        run, _ = PickBatch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0)).place(
             Ask(10, 16, preferred=preferred), draw
         )
         facts = RequestFacts(10, 16, 16, preferred=preferred, draw=draw)
@@ -168,7 +168,7 @@ def test_what_comes_at_its_end_has_the_whole_time() -> None:
     policy = RoutingPolicy(("single",), 8000, 1 << 40, LADDER)
     limits = TimeLimits(first_token_s=30.0, end_s=600.0)
     answers = [
-        Batch([busy], policy, {}, 400, limits).place(Ask(10, 16, comes_at_end=at_end), 0)[0]
+        PickBatch([busy], policy, {}, 400, limits).place(Ask(10, 16, comes_at_end=at_end), 0)[0]
         for at_end in (False, True)
     ]
     assert [type(each) for each in answers] == [Refuse, Run]
@@ -188,7 +188,7 @@ def test_a_shorter_answer_in_another_pool_is_left_to_generate() -> None:
         rungs,
         large_pool="large",
     )
-    batch = Batch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0))
+    batch = PickBatch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0))
     run, _ = batch.place(Ask(16, 100), 0)
     assert isinstance(run, Refuse)
     assert "a shorter answer" in run.message
@@ -198,7 +198,7 @@ def test_a_shorter_answer_in_another_pool_is_left_to_generate() -> None:
 def test_a_batch_never_promises_more_than_there_is(prompts: list[int], count: int) -> None:
     engines = [engine_view(i, "single", 20 * BLOCK_BYTES) for i in range(count)]
     policy = RoutingPolicy(("single",), 8000, 1 << 40, LADDER)
-    batch = Batch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0))
+    batch = PickBatch(engines, policy, {}, 400, TimeLimits(first_token_s=10.0))
     used = dict.fromkeys((e.id for e in engines), 0)
     draws = random.Random(7)
     for prompt in prompts:

@@ -20,8 +20,8 @@ from ullage_router.policy.credit import Credit, CreditBook
 from ullage_router.policy.decide import Refuse, Run
 from ullage_router.policy.decision import EngineState, EngineView, RoutingPolicy, TimeLimits
 from ullage_router.tenants import Account, TenantSession, open_account
+from ullage_router.tickets.batch import Ask, PickBatch
 from ullage_router.tickets.book import OpenTickets, TicketCharge
-from ullage_router.tickets.picker import Ask, Batch
 
 if TYPE_CHECKING:
     Service = Any
@@ -170,7 +170,7 @@ def test_like_requests_never_take_more_than_there_is(
     blocks: list[int], asked: list[tuple[int, int]], speed: float, chance: Any
 ) -> None:
     views = [view(i, size, prefill_speed=speed) for i, size in enumerate(blocks)]
-    batch = Batch(views, POLICY, {}, 400, TimeLimits(first_token_s=10.0))
+    batch = PickBatch(views, POLICY, {}, 400, TimeLimits(first_token_s=10.0))
     used = Counter[str]()
     prompts = Counter[str]()
     for prompt, wanted in asked:
@@ -195,7 +195,7 @@ def test_like_requests_never_take_more_than_there_is(
 
 
 def test_like_requests_are_spread() -> None:
-    batch = Batch(
+    batch = PickBatch(
         [view(i, 1000) for i in range(4)], POLICY, {}, 400, TimeLimits(first_token_s=10.0)
     )
     share = batch.share(64)
@@ -205,7 +205,7 @@ def test_like_requests_are_spread() -> None:
         assert isinstance(run, Run)
         found[run.engine] += count
     assert (share, found.total(), len(found)) == (16, 64, 4)
-    many = Batch(
+    many = PickBatch(
         [view(i, 1000) for i in range(100)], POLICY, {}, 400, TimeLimits(first_token_s=10.0)
     )
     assert (many.share(8), many.share(64)) == (1, 4)
@@ -214,7 +214,7 @@ def test_like_requests_are_spread() -> None:
 @pytest.mark.parametrize("num_engines", [3, 4])
 def test_one_by_one_every_engine_gets_its_share(num_engines: int) -> None:
     views = [view(i, 10_000) for i in range(num_engines)]
-    batch = Batch(views, POLICY, {}, 400, TimeLimits())
+    batch = PickBatch(views, POLICY, {}, 400, TimeLimits())
     chance = random.Random(1)
     placed = Counter[str]()
     for _ in range(400):

@@ -14,7 +14,8 @@ from ullage_common.config.router import RouterTickets
 from ullage_common.tickets.tickets import CLOCK_SKEW_S, engine_tag, read, verify
 from ullage_common.wire.errors import from_rpc_error
 from ullage_router.tenants import TenantSession
-from ullage_router.tickets.signing import RESUMES_A_USE, TicketSigner
+from ullage_router.tickets.paid import RESUMES_A_USE
+from ullage_router.tickets.signing import TicketSigner
 
 if TYPE_CHECKING:
     Service = Any
@@ -208,7 +209,7 @@ def test_a_loss_is_seen_though_the_clocks_of_routers_differ(
             signed = read(ticket, signer.keys.all).expires_ms / 1000 - signer.ttl_s
             for behind_s, is_lost in ((CLOCK_SKEW_S - 1, True), (CLOCK_SKEW_S + 1, False)):
                 engine.lost_unix = signed - behind_s
-                assert issuer._was_lost(read(ticket, signer.keys.all)) == is_lost
+                assert issuer.paid.was_lost(read(ticket, signer.keys.all)) == is_lost
 
     asyncio.run(scenario())
 

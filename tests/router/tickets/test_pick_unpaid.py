@@ -15,7 +15,7 @@ from ullage_common.tickets.client import Client
 from ullage_common.wire.errors import from_rpc_error
 from ullage_router.policy.credit import CreditBook
 from ullage_router.policy.decision import EngineState, EngineView
-from ullage_router.tickets import picker
+from ullage_router.tickets import issuer
 from ullage_router.tickets.unpaid import ALL_SHARE, CALLER_SHARE, Unpaid, caller_of
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def test_no_caller_opens_all_picks(
     start_service: "StartService", tickets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accepted ones hold no memory and are open until their tickets end."""
-    monkeypatch.setattr(picker, "MAX_OPEN", 20)
+    monkeypatch.setattr(issuer, "MAX_OPEN", 20)
 
     async def scenario() -> None:
         async with start_service(single=(1000,), tickets=tickets) as service:

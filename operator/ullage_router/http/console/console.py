@@ -1,14 +1,16 @@
-"""Serves the console's page and its events.
+"""Serve the console's page and its events.
 
 /console               the page; console.css and console.js are below it
-/console/events        what happens, as server-sent events:
+/console/events        server-sent events:
     state                  /stats of a process without its records, at once and every second
-    decisions              records of requests that ended since, oldest first; at first the latest
-/console/overload      sends many requests at once, of a service on one's own machine
-/v1/chat/completions   for the page's chat, where the port has no other
+    decisions              records of requests that ended since the last event, oldest first; the
+                           first event has the latest records
+/console/overload      sends many requests at once; only for a service on the own machine
+/v1/chat/completions   for the page's chat, on a port that has no API
 
-Where several processes share the ports, the one that is asked also hands on the events of the
-others, which it reads from their sockets: each event says whose it is, and the page adds them up.
+Where several processes share the ports, the process that gets the request also relays the events of
+the others, which it reads from their sockets. Each event names its process, and the page adds them
+up.
 """
 
 import asyncio
@@ -25,16 +27,8 @@ import msgspec
 
 from ullage_common.config.router import ConsoleSection
 from ullage_router.errors import console_busy, invalid_head
-from ullage_router.http.messages import (
-    Endpoint,
-    Headers,
-    Limits,
-    Message,
-    Reply,
-    Request,
-    Routes,
-    asgi,
-)
+from ullage_router.http.limits import HTTPLimits
+from ullage_router.http.messages import Endpoint, Headers, Message, Reply, Request, Routes, asgi
 from ullage_router.http.monitoring import socket_path
 from ullage_router.server.processes import ProcessSlot
 from ullage_router.server.service import RouterService
@@ -47,11 +41,11 @@ CHAT = "/v1/chat/completions"
 
 STATE_EVERY_S = 1.0
 FLUSH_EVERY_S = 0.2
+RECONNECT_S = 1.0
 MAX_PENDING = 256
-"""Records that wait for one reader; of more the oldest are skipped, and the reader is told."""
+"""Records that wait for one reader. If there are more, the oldest are skipped and counted."""
 MAX_READERS = 16
 """Readers of one process."""
-RECONNECT_S = 1.0
 MAX_EVENT_BYTES = 4 << 20
 SENTENCE = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. "
 
@@ -83,6 +77,7 @@ class RecordBuffer:
         self._skipped = 0
 
     def put(self, record: RequestRecord) -> None:
+        """Add a record; the oldest one is skipped if the buffer is full."""
         self._skipped += len(self._pending) == MAX_PENDING
         self._pending.append(record)
 
@@ -100,10 +95,12 @@ class RecordBuffer:
 
 
 class Console:
-    """Serves the page and its events, and sends an overload.
+    """Serve the page and its events, and send an overload.
 
     Args:
-        place: of this process among those that share the ports; None when it is the only one.
+        service: The router that is shown.
+        section: The configuration of the console.
+        place: The slot of this process among those that share the ports; None: the only process.
     """
 
     def __init__(
@@ -113,9 +110,11 @@ class Console:
         self._is_local = section.local
         tls = service.config.tls.router
         self._has_chat = not (tls and tls.client_ca_dir)
-        """Whether the port of the metrics, which asks for no certificate, may take requests."""
+        """Whether the metrics port, which asks for no client certificate, may serve the chat."""
+
         indices = [i for i in range(service.config.processes) if place and i != place.index]
         self._siblings = [socket_path(Path(place.folder), i) for i in indices if place]
+
         self._readers: set[RecordBuffer] = set()
         self._closing = asyncio.Event()
         self._app: Endpoint | None = None
@@ -123,7 +122,7 @@ class Console:
         service.observers.append(self._on_end)
 
     def serve_requests(self, app: Endpoint) -> None:
-        """Take the endpoint of all other paths, for the chat and the overload."""
+        """Set the endpoint that serves the requests of the chat and the overload."""
         self._app = app
 
     def routes(self) -> Routes:
@@ -141,11 +140,11 @@ class Console:
         return routes
 
     def own_routes(self) -> Routes:
-        """Return the paths for the other processes."""
+        """Return the console's paths for the other processes."""
         return {EVENTS: {"GET": self._send_own_events}}
 
     def close(self) -> None:
-        """End what was begun: open events would keep the server from stopping."""
+        """End open event streams and the overload, which would keep the server from stopping."""
         self._closing.set()
         if self._overload:
             self._overload.cancel()
@@ -166,15 +165,19 @@ class Console:
         await self._send_events(reply, ())
 
     async def _send_events(self, reply: Reply, siblings: Sequence[Path]) -> None:
-        """Send events until the reader goes or this process stops.
+        """Send events until the reader disconnects or this process stops.
 
-        A reader that takes nothing is cut off by the server.
+        The server cuts off a reader that does not read.
+
+        Raises:
+            ServiceError: There are too many readers.
         """
         if len(self._readers) >= MAX_READERS:
             raise console_busy(f"{MAX_READERS} readers watch this router already; close one")
+
         async with contextlib.aclosing(self._events()) as own:
             reply.start(HTTPStatus.OK, _EVENT_HEADERS)
-            await reply.piece(await anext(own))  # with the head, before others send
+            await reply.piece(await anext(own))  # the head leaves with it, before relays write
             relays = [asyncio.create_task(self._relay(path, reply)) for path in siblings]
             try:
                 async for data in own:
@@ -190,6 +193,7 @@ class Console:
         self._readers.add(reader)
         loop = asyncio.get_running_loop()
         state_due = loop.time()
+
         try:
             while not self._closing.is_set():
                 data = b""
@@ -198,6 +202,7 @@ class Console:
                     data += _event(b"state", self._state())
                 if decisions := reader.take():
                     data += _event(b"decisions", decisions)
+
                 if data:
                     yield data
                 await self._pause(FLUSH_EVERY_S)
@@ -210,7 +215,7 @@ class Console:
         }
 
     async def _relay(self, path: Path, reply: Reply) -> None:
-        """Send the events of another process, also of the one that starts in its place."""
+        """Relay the events of another process, and reconnect after it was restarted."""
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 async with contextlib.aclosing(_events_of(path)) as events:
@@ -219,19 +224,20 @@ class Console:
             await self._pause(RECONNECT_S)
 
     async def _pause(self, seconds: float) -> None:
-        """Return after so long, or at once when this process stops."""
+        """Wait for some seconds, or until this process stops."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
     async def _begin_overload(self, request: Request, reply: Reply) -> None:
-        """Send many long requests to this process; answer at once with the prefix of their ids."""
+        """Start an overload, and answer at once with the prefix of its request ids."""
         try:
             asked = msgspec.json.decode((await request.read_json()).take(), type=Overload)
         except msgspec.DecodeError as error:
             raise invalid_head("INVALID_ARGUMENT", f"the body is not valid: {error}") from error
         if self._overload and not self._overload.done():
             raise console_busy("an overload is under way; wait until it has ended")
+
         assert self._app
         prefix = f"overload-{secrets.token_hex(2)}"
         self._overload = asyncio.create_task(
@@ -251,7 +257,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     async def send(self, app: Endpoint, prefix: str, authorization: str) -> None:
         """Send the requests as a server would, and return when all have been answered."""
-        serve = asgi(app, Limits())
+        serve = asgi(app, HTTPLimits())
 
         async def send_one(index: int) -> None:
             prompt = f"Report {index}. " + SENTENCE * self.sentences + "Summarise."
@@ -280,7 +286,7 @@ class Overload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def _discard(message: Message) -> None:
-    """Take a part of an answer that nobody reads."""
+    """Discard a part of an answer that nobody reads."""
 
 
 def _event(name: bytes, data: dict[str, object]) -> bytes:
@@ -291,7 +297,8 @@ async def _events_of(path: Path) -> AsyncGenerator[bytes]:
     """Yield the events of another process.
 
     Raises:
-        OSError, IncompleteReadError: it is starting, or gone.
+        OSError: The process is starting, or has ended.
+        asyncio.IncompleteReadError: The process ended.
     """
     reader, writer = await asyncio.open_unix_connection(str(path), limit=MAX_EVENT_BYTES)
     try:
@@ -306,7 +313,7 @@ async def _events_of(path: Path) -> AsyncGenerator[bytes]:
 
 
 def _page(name: str) -> dict[str, Endpoint]:
-    """Return the endpoint of a file of the page."""
+    """Return the endpoint that serves a file of the page."""
     body = files("ullage_router.http.console").joinpath(name).read_bytes()
     kind = _TYPES[name.rpartition(".")[2]] + b"; charset=utf-8"
 

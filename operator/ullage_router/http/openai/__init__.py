@@ -1,5 +1,4 @@
-"""OpenAI's API: request bodies in, answers and server-sent events out, and errors in OpenAI's
-envelope.
+"""OpenAI's API: request bodies, answers, server-sent events, and errors in OpenAI's envelope.
 
-It knows the pipeline's calls and answers, and nothing of sockets or engines.
+The folder knows the calls and answers of the pipeline. It does not know sockets or engines.
 """

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's answers, as typed structures for the API's description.
 
-Answers are written by `responses.py` and `embeddings.py` without these; tests read what is written
-with them, and find a field that only one side has.
+`responses.py` and `embeddings.py` write answers without these structures. Tests parse the written
+answers with them, and so find a field that only one side has.
 """
 
 from typing import Literal
@@ -16,12 +16,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """An object of an answer; fields that are UNSET may be absent."""
 
 
-class CachedTokens(Answer, frozen=True, kw_only=True):
-    """Prompt tokens that were not computed again."""
+class PromptTokensDetails(Answer, frozen=True, kw_only=True):
+    """Prompt tokens whose KV was cached."""
 
     cached_tokens: int
     cached_tokens_details: dict[str, int] | UnsetType = UNSET
-    """Tokens by tier, where another tier than the device had a part."""
+    """Tokens by tier, if any tier but the device had a part."""
 
 
 class Usage(Answer, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class Usage(Answer, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptTokensDetails
 
 
 class Alternative(Answer, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class Alternative(Answer, frozen=True, kw_only=True):
 
 
 class ChatLogprob(Alternative, frozen=True, kw_only=True):
-    """A token that was chosen, and the likeliest ones."""
+    """A token that was chosen, and the likeliest tokens in its place."""
 
     top_logprobs: list[Alternative]
 
@@ -78,14 +78,14 @@ class AnswerToolCall(Answer, frozen=True, kw_only=True):
 
 
 class FunctionPiece(Answer, frozen=True, kw_only=True):
-    """The name comes with a call's first piece."""
+    """A piece of a call's function; only the first piece has the name."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallPiece(Answer, frozen=True, kw_only=True):
-    """A piece of a call; the id and the type come with the first one."""
+    """A piece of a call; only the first piece has the id and the type."""
 
     index: int
     function: FunctionPiece
@@ -159,7 +159,7 @@ class Delta(Answer, frozen=True, kw_only=True):
 
 
 class ChunkChoice(Answer, frozen=True, kw_only=True):
-    """A piece of one of the answers; the last one has both reasons."""
+    """A piece of one of the answers; the last piece has both reasons."""
 
     index: int
     finish_reason: FinishReason | None
@@ -183,13 +183,13 @@ class CompletionChunkChoice(ChunkChoice, frozen=True, kw_only=True):
 
 
 class Resumption(Answer, frozen=True, kw_only=True):
-    """How an answer went on when its engine was lost."""
+    """How an answer was resumed when its engine was lost."""
 
     resumed_inexact: bool
     resumed_on: list[str]
 
 
-class Chunk(Answer, frozen=True, kw_only=True):
+class StreamChunk(Answer, frozen=True, kw_only=True):
     """An event of a stream."""
 
     id: str
@@ -199,7 +199,7 @@ class Chunk(Answer, frozen=True, kw_only=True):
     ullage: Resumption | UnsetType = UNSET
 
 
-class ChatChunk(Chunk, frozen=True, kw_only=True):
+class ChatChunk(StreamChunk, frozen=True, kw_only=True):
     """An event of a streamed chat."""
 
     object: Literal["chat.completion.chunk"]
@@ -207,14 +207,14 @@ class ChatChunk(Chunk, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionChunk(Chunk, frozen=True, kw_only=True):
+class CompletionChunk(StreamChunk, frozen=True, kw_only=True):
     """An event of a streamed completion."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
 
 
-class Embedding(Answer, frozen=True, kw_only=True):
+class EmbeddingItem(Answer, frozen=True, kw_only=True):
     """The vector of one input: numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
@@ -227,14 +227,14 @@ class EmbeddingsUsage(Answer, frozen=True, kw_only=True):
 
     prompt_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens | UnsetType = UNSET
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
 class Embeddings(Answer, frozen=True, kw_only=True):
     """The vectors of a body's inputs."""
 
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: EmbeddingsUsage
 
@@ -249,7 +249,7 @@ class ModelCard(Answer, frozen=True, kw_only=True):
     root: str
     parent: str | None
     max_model_len: int | None
-    """Tokens of a prompt and its answer; null while no engine is known."""
+    """Most tokens of a prompt and its answer together; null while no engine is known."""
     sampling_defaults: dict[str, float] | None
 
 
@@ -260,8 +260,8 @@ class ModelList(Answer, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
-class Problem(Answer, frozen=True, kw_only=True):
-    """What was wrong, with the field at fault."""
+class ErrorDetails(Answer, frozen=True, kw_only=True):
+    """The message and the code of an error, and the field at fault."""
 
     message: str
     type: str
@@ -272,11 +272,11 @@ class Problem(Answer, frozen=True, kw_only=True):
 class ErrorAnswer(Answer, frozen=True, kw_only=True):
     """OpenAI's envelope of errors."""
 
-    error: Problem
+    error: ErrorDetails
 
 
-class EventProblem(Problem, frozen=True, kw_only=True):
-    """The error that ends a stream, and the seconds of Retry-After where a response has them."""
+class EventErrorDetails(ErrorDetails, frozen=True, kw_only=True):
+    """The error that ends a stream, with the seconds that Retry-After would have."""
 
     retry_after: int | UnsetType = UNSET
 
@@ -284,4 +284,4 @@ class EventProblem(Problem, frozen=True, kw_only=True):
 class ErrorEvent(Answer, frozen=True, kw_only=True):
     """The last event of a stream that fails."""
 
-    error: EventProblem
+    error: EventErrorDetails

@@ -1,5 +1,8 @@
-"""POST /v1/embeddings: each input is a request of its own, with its own admission and place, and
-all of them are one answer, or one error."""
+"""Serve POST /v1/embeddings.
+
+Each input is a request of its own, which is admitted and placed by itself. All inputs together get
+one answer, or one error.
+"""
 
 import asyncio
 import base64
@@ -19,15 +22,11 @@ from ullage_common.wire.limits import MAX_PROMPT_TOKENS, MAX_REQUEST_ID_BYTES
 from ullage_common.wire.validation import invalid_value
 from ullage_router.call import Call
 from ullage_router.errors import deadline, http_status, internal, vectors_full
-from ullage_router.http.messages import Body, BodyRoom, Reply, Request
+from ullage_router.http.limits import BodyRoom
+from ullage_router.http.messages import Body, Reply, Request
+from ullage_router.http.openai.decoding import decode_field, long_token_lists, parse, utf8
 from ullage_router.http.openai.endpoint import Writer, as_service_error, request_id
-from ullage_router.http.openai.requests import (
-    decode_field,
-    long_token_lists,
-    parse,
-    set_tokens,
-    utf8,
-)
+from ullage_router.http.openai.requests import set_tokens
 from ullage_router.http.openai.responses import JSON, prompt_tokens_details
 from ullage_router.http.openai.schemas import Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
@@ -37,19 +36,21 @@ from ullage_router.tenants import TenantSession
 
 MAX_INPUTS = 2048
 MAX_PARALLEL = 32
-"""Inputs of one body that are with engines, or wait for one, at a time."""
+"""Inputs of one body that run or are queued at a time."""
 MAX_VECTOR_BYTES = 64 << 20
-"""Most bytes of one body's vectors, which are kept until all are there."""
+"""Most bytes of one body's vectors, which are kept until the last is computed."""
 MAX_ALL_VECTOR_BYTES = 256 << 20
-"""Most bytes of the vectors of all bodies of a process; one tenant gets at most half of them."""
+"""Most bytes of the vectors of all bodies in a process; one tenant gets at most half of them."""
 PIECE_BYTES = 64 << 10
-"""Bytes of an answer that are encoded before other requests have their turn."""
+"""Bytes of an answer that are encoded before the event loop serves other requests."""
 
 Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Input = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
     input: msgspec.Raw
     """JSON of an `Input`."""
     model: str | None = None
@@ -64,7 +65,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
         "truncate_prompt_tokens": (None,),
         "add_special_tokens": (None, True),
     }
-    """Values that ask for nothing, of the fields that cannot be honoured."""
+    """Fields that the service cannot honour, with the values that ask for nothing."""
 
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
@@ -72,7 +73,10 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
         return cls.NEUTRAL[name]
 
     def refused(self) -> tuple[str, object] | None:
-        """The first field that cannot be honoured and asks for something, with its value."""
+        """Return the first field that asks for something the service cannot do, with its value.
+
+        None: no field does.
+        """
         for name, neutral in self.NEUTRAL.items():
             if (value := getattr(self, name)) not in neutral:
                 return name, value
@@ -84,10 +88,10 @@ _INPUT = msgspec.json.Decoder(Input)
 
 
 class EmbeddingsEndpoint:
-    """Serves the path.
+    """Serve the path.
 
     Args:
-        service: serves requests, and says who may send them.
+        service: Serves requests, and knows the tenants.
     """
 
     def __init__(self, service: RouterService) -> None:
@@ -98,6 +102,7 @@ class EmbeddingsEndpoint:
         service = self._service
         record = RequestRecord(request_id(request.headers))
         tenant: TenantSession | None = None
+
         try:
             tenant = service.tenants.open_session(request.headers.get("authorization"))
             data = await request.read_json(tenant.name)
@@ -112,18 +117,21 @@ class EmbeddingsEndpoint:
             service.pipeline.refuse(record, refusal, tenant, trace_context(request.headers))
             await Writer(reply, record, "input").error(refusal)
             return
+
         is_base64 = body.encoding_format == "base64"
         del body
         trace = trace_context(request.headers)
         room = self._room
         run = _Run(service, record.request_id, tenant, trace, asked, room, request.end_turn)
+
         try:
             try:
                 await run.compute()
             except Exception as error:
-                request.end_turn()  # a client may be slow to take the error
+                request.end_turn()  # a slow client must not keep its turn while it reads the error
                 await Writer(reply, run.record, "input").error(as_service_error(error, run.record))
                 return
+
             pieces = run.pieces(is_base64=is_base64)
             await Writer(reply, run.record, "input").in_pieces(pieces)
         finally:
@@ -131,17 +139,20 @@ class EmbeddingsEndpoint:
 
 
 class _Run:
-    """The inputs of one body on their way.
+    """The inputs of one body while they are served.
 
     Args:
-        name: request id; those of all inputs but the first get numbers behind it.
-        tenant: a session of it; each input gets one of its own.
-        room: for the vectors of all bodies.
-        end_turn: lets other long bodies come; called when an input waits for others than this
+        service: Serves requests.
+        name: The request id; each input but the first gets a number appended to it.
+        tenant: The tenant's session; each input gets a session of its own.
+        trace: The trace context.
+        asked: One request for each input.
+        room: Memory for the vectors of all bodies.
+        end_turn: Gives the body's turn back; called when an input waits for anything but this
             router.
 
-    record
-        the first input's, whose decision the headers tell
+    Attributes:
+        record: The record of the first input, whose decision is in the headers.
     """
 
     def __init__(
@@ -155,6 +166,7 @@ class _Run:
         end_turn: Callable[[], None],
     ) -> None:
         self.record = RequestRecord(name)
+
         self._pipeline = service.pipeline
         self._limits = service.config.limits
         self._max_queued = service.config.routing.queue.max_requests
@@ -162,35 +174,37 @@ class _Run:
         self._name = name
         self._tenant = tenant
         self._trace = trace
-        self._asked = asked
-        self._deadline = time.monotonic() + self._limits.total_timeout
-        self._waiting = deque(range(len(asked)))
-        """Inputs that are still to be served, by index."""
-        self._running: dict[int, Call] = {}
-        self._vectors = [b""] * len(asked)
-        """Numbers as float32, little-endian."""
-        self._num_tokens = self._num_done = 0
-        self._cached = Counter[str]()
-        """Prompt tokens whose KV was reused, by tier."""
         self._room = room
         self._end_turn = end_turn
         self._taken_bytes = 0
 
+        self._asked = asked
+        self._deadline = time.monotonic() + self._limits.total_timeout
+        self._waiting = deque(range(len(asked)))
+        """Indices of the inputs that are still to be served."""
+        self._running: dict[int, Call] = {}
+        self._vectors = [b""] * len(asked)
+        """Vectors as little-endian float32, by index; empty until computed."""
+        self._num_tokens = 0
+        self._num_done = 0
+        self._cached = Counter[str]()
+        """Prompt tokens whose KV was reused, by tier."""
+
     async def compute(self) -> None:
-        """Has all vectors computed.
+        """Compute all vectors.
 
         Raises:
-            ServiceError: an input was refused or failed; the others are cancelled.
+            ServiceError: An input was refused or failed; the others were cancelled.
         """
         error = await self._serve_all()
         if error:
             try:
                 raise error
             finally:
-                del error  # the error holds this frame, which would hold the error
+                del error  # the error refers to this frame: a reference cycle
 
     async def _serve_all(self) -> BaseException | None:
-        """Return the first error."""
+        """Serve all inputs, and return the first error; None: no error."""
         try:
             async with asyncio.TaskGroup() as group:
                 timer = group.create_task(self._time_out())
@@ -198,19 +212,23 @@ class _Run:
                 await asyncio.wait([group.create_task(self._work()) for _ in count])
                 timer.cancel()
         except BaseExceptionGroup as errors:
-            # The frames of the group hold it. With such a cycle the inputs, which the frames of its
-            # errors hold, would stay until the garbage collector runs, which is rare.
+            # The frames of the group refer to the group: a reference cycle. The inputs, to which
+            # the frames of its errors refer, would stay alive until the garbage collector runs,
+            # which is rare.
             errors.__traceback__ = None
             return errors.exceptions[0]
         return None
 
     def close(self) -> None:
-        """Give back the room of the vectors."""
+        """Free the room of the vectors."""
         self._room.give_back(self._taken_bytes, self._tenant.name)
         self._taken_bytes = 0
 
     def pieces(self, *, is_base64: bool) -> Iterator[bytes]:
-        """Yield the body of the answer in pieces of about PIECE_BYTES; each vector once."""
+        """Yield the body of the answer in pieces of about PIECE_BYTES.
+
+        Each vector is dropped once it is encoded, so call this only once.
+        """
         piece = bytearray(b'{"object":"list","data":[')
         for index, vector in enumerate(self._vectors):
             piece += b"," if index else b""
@@ -219,13 +237,14 @@ class _Run:
             if len(piece) >= PIECE_BYTES:
                 yield bytes(piece)
                 piece.clear()
+
         usage: JSON = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
         if self._cached:
             usage["prompt_tokens_details"] = prompt_tokens_details(self._cached)
         yield bytes(piece) + b"]," + msgspec.json.encode({"model": self._model, "usage": usage})[1:]
 
     def _max_parallel(self) -> int:
-        """Return how many inputs may run or wait at a time without refusing one another."""
+        """Return how many inputs may run or queue at a time without refusing each other."""
         most = self._tenant.max_concurrency or MAX_PARALLEL
         return min(len(self._asked), MAX_PARALLEL, most, 1 + self._max_queued)
 
@@ -238,9 +257,9 @@ class _Run:
     async def _work(self) -> None:
         """Serve one input after another.
 
-        One that lacks what others of this body take is served when one of them has ended, and
-        fewer run at a time from then on. Once a vector is there, the last worker waits shortages
-        out.
+        An input that finds a quota or memory taken by others of this body goes back to the queue,
+        and this worker ends, so that fewer run at a time from then on. The last worker waits for
+        the shortage to pass, once at least one vector is computed.
         """
         while self._waiting:
             index = self._waiting.popleft()
@@ -252,15 +271,16 @@ class _Run:
                 may_wait = self._num_done and time.monotonic() + wait_s < self._deadline
                 if not (is_shortage and (self._running or may_wait)):
                     self._end_others(error)
-                    # Frames below hold this task, which will hold the error: a cycle.
+                    # The frames below refer to this task, which will refer to the error: a cycle.
                     raise error.with_traceback(None) from None
+
                 self._waiting.appendleft(index)
                 if self._running:
                     return
                 await asyncio.sleep(wait_s)
 
     def _end_others(self, error: ServiceError) -> None:
-        """Make the inputs that end with the body count as its error, not as clients that left."""
+        """Record this error for the inputs that it cancels, not the disconnect of a client."""
         for call in self._running.values():
             call.ended_by = error
 
@@ -281,21 +301,26 @@ class _Run:
             raise
         finally:
             del self._running[index]
+
         self._take_room(len(vector))
         self._model = call.adapter or self._model
         self._vectors[index] = vector
         self._num_done += 1
 
     def _take_room(self, size: int) -> None:
-        """Take room for all vectors of the body, once the size of one in bytes is known.
+        """Take room for all vectors of the body, once the size of the first is known.
+
+        Args:
+            size: Bytes of one vector.
 
         Raises:
-            ServiceError: they are too large together, or there is no room now.
+            ServiceError: The vectors are too large together, or there is no room now.
         """
-        count = len(self._asked)
-        most = max(1, MAX_VECTOR_BYTES // size)
         if self._taken_bytes:
             return
+
+        count = len(self._asked)
+        most = max(1, MAX_VECTOR_BYTES // size)
         if count > most:
             raise invalid(
                 "input",
@@ -311,6 +336,7 @@ class _Run:
         record = RequestRecord(self._name[: MAX_REQUEST_ID_BYTES - len(suffix)] + suffix)
         if not index:
             self.record = record
+
         total_s = self._limits.total_timeout
         stall_s = self._limits.request_timeout
         request = self._asked[index]
@@ -340,7 +366,7 @@ def _name(index: int, count: int) -> str:
 
 
 def _name_field(error: ServiceError, name: str) -> None:
-    """Name the input at fault in an error, in the words of this endpoint."""
+    """Put this endpoint's name of the input at fault into an error."""
     if error.metadata.get("field") in ("prompt", "input"):
         error.metadata["field"] = name
         if error.message.startswith("prompt "):
@@ -356,11 +382,12 @@ def _requests(body: EmbeddingsRequest) -> list[inference_pb2.GenerateRequest]:
     """Return one request for each input.
 
     Raises:
-        ServiceError: there is none, or there are too many.
+        ServiceError: There is no input, there are too many, or one is invalid.
     """
     lists = long_token_lists(body.input, "input")
     inputs: str | Sequence[str | int | Sequence[int]]
     inputs = decode_field(_INPUT, body.input, "input") if lists is None else lists
+
     if isinstance(inputs, str):
         return [_request(body, inputs, "input")]
     if inputs and all(isinstance(item, int) for item in inputs):
@@ -381,9 +408,7 @@ def _request(
     if isinstance(item, str):
         request.text = utf8(field, item)
     elif isinstance(item, int):
-        raise invalid(
-            field, f"{field} is a token beside other inputs; send texts or lists of tokens"
-        )
+        raise invalid(field, f"{field} is a token among inputs; send texts or lists of token ids")
     else:
         set_tokens(request, item)
     return request

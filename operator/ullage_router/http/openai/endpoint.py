@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: two bodies, one way through the router."""
+"""Serve /v1/chat/completions and /v1/completions, which share one way through the router."""
 
 import asyncio
 import functools
@@ -28,29 +28,28 @@ from ullage_router.http.openai.errors import (
 from ullage_router.http.openai.responses import (
     JSON,
     ChatFormat,
-    Chunks,
     Collected,
     CompletionFormat,
     Format,
     ResponseOptions,
-    sse_event,
 )
 from ullage_router.http.openai.schemas import Common
+from ullage_router.http.openai.sse import Chunks, sse_event
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord, trace_context
-
-log = logging.getLogger(__name__)
 
 KEEPALIVE = b": keepalive\n\n"
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
+log = logging.getLogger(__name__)
+
 
 class Parsed(NamedTuple):
-    """The parts of a body that are kept: the request, and the form of the answer."""
+    """The parts of a body that are kept: the request, and the options of the answer."""
 
     request: inference_pb2.GenerateRequest
     is_streamed: bool
@@ -76,6 +75,7 @@ class Dialect:
     parse: Callable[[Body], Parsed]
     format: Callable[[ResponseOptions], Format]
     input_field: str
+    """The endpoint's name for the prompt, for errors."""
 
 
 def _parse_chat(body: Body) -> Parsed:
@@ -93,13 +93,15 @@ COMPLETION = Dialect(_parse_completion, CompletionFormat, "prompt")
 
 
 class Writer:
-    """Writes one answer: a JSON body, or server-sent events that end with [DONE] whatever happens.
+    """Write one answer: a JSON body, or server-sent events that always end with [DONE].
 
-    A slow client makes it wait, and with it the engine's stream.
+    The methods wait for a slow client, and so slow the engine's stream down.
 
     Args:
-        input_field: what the endpoint calls the prompt, for errors.
-        keepalive_s: silence after which a stream gets a comment; 0: never.
+        reply: The reply to the request.
+        record: The request's record, for the headers.
+        input_field: The endpoint's name for the prompt, for errors.
+        keepalive_s: Seconds of silence after which a stream gets a comment; 0: never.
     """
 
     def __init__(
@@ -109,27 +111,33 @@ class Writer:
         self._record = record
         self._input_field = input_field
         self._keepalive_s = keepalive_s
+
         self._is_streaming = False
         self._loop = asyncio.get_running_loop()
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     async def whole(self, answer: JSON, later: Headers) -> None:
-        """A complete answer.
+        """Send a whole answer.
 
         Args:
-            later: headers that are known at the answer's end.
+            answer: The body.
+            later: Headers that are only known at the answer's end.
         """
         await self._body(200, _encode(answer), later)
 
     async def in_pieces(self, pieces: Iterator[bytes]) -> None:
-        """A complete answer in JSON, each piece of which is made when the client has taken those
-        before it; other requests have their turns in between."""
+        """Send a JSON body piece by piece.
+
+        Each piece is made once the client has read enough of those before it. Between two pieces
+        the event loop serves other requests.
+        """
         first = next(pieces)
         second = next(pieces, None)
         if second is None:
             await self._body(200, first, [])
             return
+
         kind = (b"content-type", b"application/json")
         self._reply.start(200, [kind, *decision_headers(self._record)])
         for piece in chain((first, second), pieces):
@@ -138,14 +146,16 @@ class Writer:
         await self._reply.end()
 
     def wait_for_stream(self) -> None:
-        """Send comments, the first of which begins the stream, whenever nothing else is sent for
-        too long: balancers would cut the connection."""
+        """Send a comment after each long silence, so that load balancers keep the connection.
+
+        The first comment begins the stream.
+        """
         if self._keepalive_s:
             self._sent_at = self._loop.time()
             self._timer = self._loop.call_later(self._keepalive_s, self._keep_alive)
 
     def start_stream(self) -> None:
-        """Begin the stream, if it has not begun."""
+        """Begin the stream if it has not begun."""
         if self._is_streaming:
             return
         headers = [
@@ -158,13 +168,13 @@ class Writer:
         self._is_streaming = True
 
     def stop(self) -> None:
-        """Stop keep-alives: nothing more is sent unless somebody asks for it."""
+        """Stop the keep-alive comments."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
 
     def _keep_alive(self) -> None:
-        """Send a comment where nothing was sent for long enough, and look again."""
+        """Send a comment if the silence has lasted long enough, and schedule the next check."""
         now = self._loop.time()
         if now - self._sent_at >= self._keepalive_s:
             self.start_stream()
@@ -174,15 +184,16 @@ class Writer:
         self._timer = self._loop.call_at(due, self._keep_alive)
 
     async def events(self, data: bytes) -> None:
-        """Events of a stream."""
+        """Send events of the stream."""
         self._sent_at = self._loop.time()
         await self._reply.piece(data)
 
     async def end_stream(self, last: bytes = b"") -> None:
+        """Send the last events and [DONE]."""
         await self._reply.end(last + DONE)
 
     async def error(self, error: ServiceError) -> None:
-        """The error as a response, or as an event where the answer has begun."""
+        """Send an error as a response, or as an event if the stream has begun."""
         body = envelope(error, self._input_field, is_event=self._is_streaming)
         self.stop()
         if self._is_streaming:
@@ -196,11 +207,11 @@ class Writer:
 
 
 class GenerateEndpoint:
-    """Serves one path.
+    """Serve one path.
 
     Args:
-        service: serves requests, and says who may send them.
-        dialect: chat or completions.
+        service: Serves requests, and knows the tenants.
+        dialect: Chat or completions.
     """
 
     def __init__(self, service: RouterService, dialect: Dialect) -> None:
@@ -216,10 +227,11 @@ class GenerateEndpoint:
     async def __call__(self, request: Request, reply: Reply) -> None:
         headers = request.headers
         record_id = request_id(headers)
+
         try:
             tenant = self._tenants.open_session(headers.get("authorization"))
             body = await request.read_json(tenant.name)
-            record = RequestRecord(record_id)  # its time begins when all of the body is there
+            record = RequestRecord(record_id)  # the clock starts when the whole body is there
             parse = functools.partial(self._dialect.parse, body)
             parsed = await self._intake.run(body.num_bytes, tenant.name, parse)
         except Exception as error:
@@ -230,6 +242,7 @@ class GenerateEndpoint:
             self._pipeline.refuse(record, refusal, trace=trace_context(headers))
             await self._writer(reply, record).error(refusal)
             return
+
         if session_id := headers.get("x-session-id"):
             parsed.request.session_id = session_id
         call = Call(
@@ -255,6 +268,7 @@ class GenerateEndpoint:
     async def _answer(self, call: Call, asked: Parsed, writer: Writer) -> None:
         if asked.is_streamed:
             writer.wait_for_stream()
+
         try:
             async with self._pipeline.serve(call) as stream:
                 options = self._response_options(call, asked)
@@ -264,7 +278,7 @@ class GenerateEndpoint:
                 else:
                     await _whole(stream, form, writer, asked.n)
         except Exception as error:
-            call.end_turn()  # a client may be slow to take the error
+            call.end_turn()  # a slow client must not keep its turn while it reads the error
             await writer.error(as_service_error(error, call.record))
         finally:
             writer.stop()
@@ -284,7 +298,7 @@ class GenerateEndpoint:
 
 
 def as_service_error(error: Exception, record: RequestRecord) -> ServiceError:
-    """The error as the client sees it; what went wrong in the router is for its log."""
+    """Return the error that the client gets; log a failure of the router itself."""
     if isinstance(error, ServiceError):
         return error
     log.error("request failed", exc_info=error, extra={"request_id": record.request_id})
@@ -312,10 +326,11 @@ async def _whole(stream: ResponseStream, form: Format, writer: Writer, n: int) -
                 parts[event.sample_finished.sample].end = event.sample_finished
             case _:
                 parts[event.delta.sample].add(event.delta)
+
     await writer.whole(form.whole(stream.accepted, parts, finished), resumed_headers(finished))
 
 
 def request_id(headers: Mapping[str, str]) -> str:
-    """The client's id when it is printable and short, otherwise a new one."""
+    """Return the client's request id if it is printable and short, otherwise a new one."""
     given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()

@@ -1,4 +1,4 @@
-"""Errors and decisions as HTTP says them: the OpenAI envelope and the x-ullage headers."""
+"""Errors in OpenAI's envelope, and decisions in the x-ullage headers."""
 
 from collections.abc import Sequence
 
@@ -28,9 +28,7 @@ _CODES = {
     "CONTEXT_TOO_LONG": "context_length_exceeded",
     "MODEL_NOT_FOUND": "model_not_found",
 }
-"""OpenAI's words where it has the same meaning."""
-
-
+"""OpenAI's codes for errors of the same meaning."""
 _FIELDS = {
     "grammar.json_schema": "response_format.json_schema.schema",
     "grammar.regex": "structured_outputs.regex",
@@ -39,17 +37,17 @@ _FIELDS = {
     "grammar": "response_format",
     "samples.beam": "use_beam_search",
 }
-"""OpenAI's and vLLM's names of fields that are known by other names on the wire, by their
-beginnings."""
+"""OpenAI's and vLLM's names of fields that have other names on the wire, by prefixes of those."""
 
 
 def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool = False) -> bytes:
-    """{"error": {"message", "type", "param", "code"}}.
+    """Return the JSON `{"error": {"message", "type", "param", "code"}}`.
 
     Args:
-        input_field: what the endpoint calls the prompt.
-        is_event: it ends a stream, whose headers have left: it also has `retry_after`, the seconds
-            of a response's Retry-After, where that would have one.
+        error: The error.
+        input_field: The endpoint's name for the prompt.
+        is_event: Whether the error ends a stream, whose headers are sent already. The envelope then
+            also has `retry_after`, the seconds that the header Retry-After would have.
     """
     field = error.metadata.get("field")
     message = error.message
@@ -60,6 +58,7 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
             break
     if field == "input":
         field = input_field
+
     body: dict[str, object] = {
         "message": message,
         "type": error_type(error),
@@ -72,19 +71,19 @@ def envelope(error: ServiceError, input_field: str = "input", *, is_event: bool 
 
 
 def error_headers(error: ServiceError) -> Headers:
-    """Retry-After where coming back helps, and a word against it where that would do harm."""
+    """Return Retry-After where a retry helps, and `x-should-retry: false` where it does harm."""
     seconds = retry_after_s(error)
     headers = [] if seconds is None else [(b"retry-after", str(seconds).encode())]
     if error.reason == INVALID_API_KEY:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.reason == REPLACED:
-        # OpenAI's clients send a 409 again with the same key, which would replace the newer one.
+        # OpenAI's clients retry a 409, and the retry would replace the newer request.
         headers.append((b"x-should-retry", b"false"))
     return headers
 
 
 def resumed_headers(finished: inference_pb2.Finished) -> Headers:
-    """Who went on with a whole answer after a loss, and whether they compute otherwise."""
+    """Return the engines that resumed a whole answer, and whether they compute differently."""
     headers = []
     if finished.resumed_on:
         headers.append((b"x-ullage-resumed-on", ", ".join(finished.resumed_on).encode()))
@@ -94,9 +93,10 @@ def resumed_headers(finished: inference_pb2.Finished) -> Headers:
 
 
 def decision_headers(record: RequestRecord) -> Headers:
-    """The request's id, and what was decided when something was."""
+    """Return the request's id, the rate limits, and the decision if there is one."""
     decision = record.decision
     named = {"x-request-id": record.request_id, **record.limits}
+
     if decision.action:
         named["x-ullage-action"] = decision.action
         named["x-ullage-route"] = decision.route
@@ -114,13 +114,14 @@ def decision_headers(record: RequestRecord) -> Headers:
             named["x-ullage-cascade"] = attempts_header(decision.attempts)
             if discarded := sum(attempt.discarded_tokens for attempt in decision.attempts):
                 named["x-ullage-discarded-tokens"] = str(discarded)
+
     if record.cached:
         named["x-ullage-cached"] = _cached_header(record.cached)
     return [(name.encode(), value.encode()) for name, value in named.items()]
 
 
 def _cached_header(cached: Sequence[CachedTokens]) -> str:
-    """Return a dictionary of tokens by tier as structured fields (RFC 9651) have it."""
+    """Return the tokens by tier as a dictionary of structured fields (RFC 9651)."""
     return ", ".join(
         f"{each.tier}={each.num_tokens}"
         + (f";seconds={each.seconds:.3f}" if each.tier != DEVICE else "")

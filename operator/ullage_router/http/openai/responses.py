@@ -1,12 +1,16 @@
 """The bodies of OpenAI's answers, chat and completions: whole, or as the chunks of a stream.
 
-finish_reason has OpenAI's words; an answer that a time limit ended says "length", and stop_reason
-(a field that vLLM has too) says "timeout", or ENGINE_LOST or ENGINE_SILENT where no engine could go
-on with it in time. Where a stop string ended it, stop_reason is that one,
-and where a lowered limit did, the limit as in the header x-ullage-degraded: "max_tokens=64".
-A stream that went on where another text may follow has a comment at its end that says so, as the
-header x-ullage-resumed-inexact does of whole answers, and a field of the chunk with the usage.
-What all chunks of a stream share is encoded once.
+`finish_reason` has OpenAI's values, and `stop_reason` (a field that vLLM has, too) has the cause:
+
+    a stop string         "stop"      the string
+    a lowered limit       "length"    the limit as in the header x-ullage-degraded: "max_tokens=64"
+    a time limit          "length"    "timeout"
+    an engine was lost    "length"    ENGINE_LOST or ENGINE_SILENT, where no engine could resume the
+                                      answer in time
+
+An engine that resumes another engine's answer may compute a different text. A stream then has a
+comment at its end and a field of the chunk with the usage; a whole answer has the header
+x-ullage-resumed-inexact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +20,7 @@ from typing import Protocol
 import msgspec
 
 from ullage.inference.v1 import inference_pb2
-from ullage_router.telemetry.record import DEVICE, RESUMED_INEXACT, cached_tokens
-
-
-def sse_event(data: bytes) -> bytes:
-    """Return one server-sent event; JSON has no line break in it."""
-    return b"data: " + data + b"\n\n"
-
+from ullage_router.telemetry.record import DEVICE, cached_tokens
 
 JSON = dict[str, object]
 Delta = inference_pb2.Delta
@@ -31,7 +29,6 @@ SampleFinished = inference_pb2.SampleFinished
 Accepted = inference_pb2.Accepted
 TokenLogprob = inference_pb2.TokenLogprob
 ToolCallPiece = inference_pb2.ToolCallPiece
-
 _FINISH = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -41,22 +38,22 @@ _FINISH = {
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """The parts of an answer besides text."""
+    """The fields that an answer has in addition to its text."""
 
     id: str
     model: str
     created: int
-    """Unix time, seconds."""
+    """Unix time, in seconds."""
     logprobs: bool
     token_ids: bool
     usage: bool
-    """A last chunk with the usage; whole answers always have it."""
+    """Whether a last chunk has the usage; whole answers always have it."""
     n: int
     """Number of choices."""
     tools: bool = False
-    """Whether there may be calls instead of text."""
+    """Whether there may be tool calls instead of text."""
     lowered_limit: str = ""
-    """The limit of the output where it is lower than the client asked, such as `max_tokens=64`."""
+    """The output limit if it was lowered below the client's, such as `max_tokens=64`."""
 
 
 @dataclass(slots=True)
@@ -69,9 +66,10 @@ class Collected:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallPiece] = field(default_factory=list)
     end: SampleFinished | None = None
-    """None: it ended as the whole answer did."""
+    """The end of this choice; None: it ended with the whole answer."""
 
     def add(self, delta: Delta) -> None:
+        """Append a delta."""
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
@@ -83,7 +81,7 @@ class Collected:
     def _add_call(self, piece: ToolCallPiece) -> None:
         if piece.name:
             copy = ToolCallPiece()
-            copy.CopyFrom(piece)  # the event may be another client's too
+            copy.CopyFrom(piece)  # other clients may share the event
             self.calls.append(copy)
         else:
             self.calls[-1].arguments += piece.arguments
@@ -93,23 +91,23 @@ class Format(Protocol):
     """The bodies of one endpoint."""
 
     def opening(self, accepted: Accepted) -> list[JSON]:
-        """Chunks before the first text."""
+        """Return the chunks before the first text."""
 
     def piece(self, delta: Delta) -> list[JSON]:
-        """The chunk of a delta; none when it would say nothing."""
+        """Return the chunk of a delta; no chunk for an empty delta."""
 
     def ended(self, end: SampleFinished) -> list[JSON]:
-        """The last chunk of one of several choices."""
+        """Return the last chunk of one of several choices."""
 
     def closing(self, finished: Finished) -> list[JSON]:
-        """Chunks after the last text: of every choice that has not ended, and of the whole."""
+        """Return the chunks after the last text: one for each open choice, and the usage."""
 
     def whole(self, accepted: Accepted, parts: Sequence[Collected], finished: Finished) -> JSON:
-        """The answer in one piece."""
+        """Return the body of a whole answer."""
 
 
 class ChatFormat:
-    """chat.completion and its chunks."""
+    """The bodies of /v1/chat/completions: `chat.completion` and its chunks."""
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
@@ -128,6 +126,7 @@ class ChatFormat:
         more: JSON = {}
         if self._options.logprobs:
             more["logprobs"] = chat_logprobs(delta.logprobs)
+            # The token that ends a turn has no entry, so its chunk would be empty.
             is_end = all(entry.is_end for entry in delta.logprobs)
             says_more = delta.text or delta.tool_calls or delta.reasoning
             if is_end and not (says_more or self._options.token_ids):
@@ -171,12 +170,13 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """text_completion, whole and in chunks."""
+    """The bodies of /v1/completions: `text_completion`, whole and in chunks."""
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options = options
         self._open = list(range(options.n))
         self._offsets = [0] * options.n
+        """Characters that each choice has sent."""
         self._prompt_ids: dict[int, list[int]] = {}
         """Prompt ids of choices that have not sent them yet."""
 
@@ -232,7 +232,7 @@ class CompletionFormat:
 
 
 def usage(counted: inference_pb2.Usage) -> JSON:
-    """OpenAI's usage object."""
+    """Return OpenAI's usage object."""
     return {
         "prompt_tokens": counted.prompt_tokens,
         "completion_tokens": counted.completion_tokens,
@@ -244,10 +244,10 @@ def usage(counted: inference_pb2.Usage) -> JSON:
 
 
 def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
-    """OpenAI's object, and the tiers where another one than the device had a part.
+    """Return OpenAI's details of prompt tokens, with the tiers if any but the device had KV.
 
     Args:
-        cached: prompt tokens whose KV was reused, by tier.
+        cached: Prompt tokens whose KV was reused, by tier.
     """
     details: JSON = {"cached_tokens": sum(cached.values())}
     if any(tier != DEVICE for tier in cached):
@@ -256,8 +256,10 @@ def prompt_tokens_details(cached: Mapping[str, int]) -> JSON:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
-    """Return the logprobs object of chat answers, which covers their content: the token that ends a
-    turn is no part of that."""
+    """Return the logprobs object of a chat.
+
+    The object covers the content, which the token that ends a turn is not part of.
+    """
     return {
         "content": [
             _logprob(entry) | {"top_logprobs": [_logprob(top) for top in entry.top]}
@@ -268,15 +270,17 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> JSON:
 
 
 def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> JSON:
-    """The logprobs object of completions; the chosen token is always among the likeliest.
+    """Return the logprobs object of a completion; `top_logprobs` always has the chosen token.
 
     Args:
-        offset: characters of the answer before the first entry.
+        entries: The tokens.
+        offset: Characters of the answer before the first token.
     """
     offsets = []
     for entry in entries:
         offsets.append(offset)
         offset += len(entry.token)
+
     return {
         "tokens": [entry.token for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -297,7 +301,7 @@ def _logprob(entry: TokenLogprob | inference_pb2.Alternative) -> JSON:
 
 
 def _chat_message(part: Collected) -> JSON:
-    """content is null where there are calls and no text."""
+    """Return the assistant's message; its content is null if there are calls and no text."""
     content = "".join(part.texts)
     message: JSON = {"role": "assistant", "content": content or (None if part.calls else "")}
     if part.reasoning:
@@ -322,7 +326,7 @@ def _tool_call(call: ToolCallPiece) -> JSON:
 
 
 def _tool_call_piece(piece: ToolCallPiece) -> JSON:
-    """Id, type and name come with a call's first piece only."""
+    """Return a piece of a call; only the first piece has the id, the type and the name."""
     if piece.name:
         return {"index": piece.index} | _tool_call(piece)
     return {"index": piece.index, "function": {"arguments": piece.arguments}}
@@ -359,60 +363,3 @@ def _base(prefix: str, kind: str, options: ResponseOptions) -> JSON:
         "created": options.created,
         "model": options.model,
     }
-
-
-# Stands for the text in a chunk that is made to be cut in two; no text has it by chance.
-_MARK = "\ue000the text\ue000"
-
-_encode = msgspec.json.Encoder().encode
-
-
-class Chunks:
-    """Turns events into server-sent ones.
-
-    Args:
-        form: says what is in a chunk.
-        options: what chunks carry besides text.
-    """
-
-    def __init__(self, form: Format, options: ResponseOptions) -> None:
-        self._form = form
-        self._is_plain = not (options.logprobs or options.token_ids)
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """What is before and after the text in a plain chunk, by choice."""
-
-    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
-        """Return what comes before the first event."""
-        return _events(self._form.opening(accepted))
-
-    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
-        """Return the bytes of one event of the answer; empty when it has none."""
-        match event.WhichOneof("event"):
-            case "finished":
-                return _events(self._form.closing(event.finished)) + _comment(event.finished)
-            case "sample_finished":
-                return _events(self._form.ended(event.sample_finished))
-            case _:
-                return self._piece(event.delta)
-
-    def _piece(self, delta: inference_pb2.Delta) -> bytes:
-        if not self._is_plain or not delta.text or delta.reasoning or delta.tool_calls:
-            return _events(self._form.piece(delta))
-        frame = self._frames.get(delta.sample)
-        if frame is None:
-            frame = self._frames[delta.sample] = self._make_frame(delta.sample)
-        return frame[0] + _encode(delta.text) + frame[1]
-
-    def _make_frame(self, sample: int) -> tuple[bytes, bytes]:
-        example = self._form.piece(inference_pb2.Delta(text=_MARK, sample=sample))
-        before, _, after = _events(example).partition(_encode(_MARK))
-        return before, after
-
-
-def _comment(finished: Finished) -> bytes:
-    """Return the comment of an answer that another engine may have gone on with otherwise."""
-    return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
-
-
-def _events(chunks: list[JSON]) -> bytes:
-    return b"".join(sse_event(_encode(chunk)) for chunk in chunks)

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's chat and completion requests, as typed structures.
 
-Fields that this service does not know are ignored, as OpenAI-compatible servers do; known fields
-that it cannot honour and that would change the meaning of the answer are refused by name.
+Unknown fields are ignored, as in other OpenAI-compatible servers. Known fields that the service
+cannot honour and that would change the meaning of the answer are refused by name.
 """
 
 from operator import attrgetter
@@ -21,49 +21,70 @@ from ullage_common.wire.limits import (
 )
 
 MAX_UINT32 = (1 << 32) - 1
+MAX_FIELD_BYTES = 64 << 10
+"""Bytes of JSON that a field may have, other than those of the next two sets."""
+MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
+"""Bytes of JSON that a grammar may have: six for each character if all are escaped."""
+INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
+"""Fields with bounds of their own, or with the bound of the whole body."""
+GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
+NULL = msgspec.Raw(b"null")
+
+_USUAL: tuple[object, ...] = (False, [], {})
+_SWITCHES = frozenset({"skip_special_tokens", "add_generation_prompt"})
+"""Fields that are on unless a request turns them off."""
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_UINT32)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=MAX_UINT32)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Choice = Annotated[list[str], msgspec.Meta(max_length=MAX_GRAMMAR_BYTES // 2)]
-"""Each of its texts takes two bytes of a grammar and more."""
-NULL = msgspec.Raw(b"null")
+"""Texts to choose from; each takes at least two bytes of a grammar."""
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
+Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
 def unread() -> Any:
-    """Return a field whose JSON is decoded later, null unless it is given.
+    """Return a field whose JSON is decoded later; null if the body lacks it.
 
-    A default would be a part of the type's JSON schema, which has no form for unread JSON.
+    A plain default would become part of the type's JSON schema, which cannot express raw JSON.
     """
     return msgspec.field(default_factory=lambda: NULL)
 
 
-TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=20)]
-
-
 class StreamOptions(msgspec.Struct, frozen=True):
+    """Options of a stream."""
+
     include_usage: bool | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message's content."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
+    """A function that the model called, with its arguments as JSON."""
+
     name: str
     arguments: str = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
+    """A call in a message of the assistant."""
+
     function: FunctionCall
     id: str = ""
     type: str = "function"
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
+    """A message of a conversation."""
+
     role: str
     content: str | Annotated[list[ContentPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
     tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_CALLS)] | None = None
@@ -75,15 +96,21 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
+    """The function that the answer must call."""
+
     name: str
 
 
 class NamedTool(msgspec.Struct, frozen=True):
+    """A tool that the answer must call."""
+
     type: str
     function: NamedFunction | None = None
 
 
 class DefinedFunction(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
     name: str
     description: str | None = None
     parameters: dict[str, object] | None = None
@@ -98,13 +125,17 @@ class ToolDefinition(msgspec.Struct, frozen=True):
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
+    """A JSON schema that the answer must follow."""
+
     name: str
     schema: msgspec.Raw = unread()
     strict: bool | None = None
-    """Schemas are followed either way."""
+    """Has no effect: answers always follow the schema."""
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's constraint of the answer."""
+
     type: str
     json_schema: JsonSchema | None = None
 
@@ -121,7 +152,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that would change the answer and that are not served yet."""
+    """Fields that would change the answer and that the service does not support."""
 
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {
         "suffix": ("",),
@@ -132,8 +163,8 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         "modalities": (["text"],),
         "truncate_prompt_tokens": (),
     }
-    """Values that ask for nothing, besides null, and besides false and empty ones where the field
-    is no switch."""
+    """Values that ask for nothing, in addition to null. False and empty values ask for nothing,
+    too, unless the field is a switch."""
 
     suffix: object = None
     functions: object = None
@@ -162,11 +193,12 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def neutral_values(cls, name: str) -> tuple[object, ...]:
         """Return the values of a field that ask for nothing."""
-        usual = () if name in _SWITCHES else _USUAL  # 0 asks for the chosen token's, in vLLM
+        # Without 0: in vLLM, prompt_logprobs: 0 asks for those of the prompt's own tokens.
+        usual = () if name in _SWITCHES else _USUAL
         return (None, *usual, *cls.NEUTRAL.get(name, ()))
 
     def refused(self) -> tuple[str, object] | None:
-        """The first field that asks for something, with its value."""
+        """Return the first field that asks for something, with its value; None: there is none."""
         if _unsupported(self) == _NOTHING:
             return None
         for name in Unsupported.__struct_fields__:
@@ -182,17 +214,14 @@ class Unsupported(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-_USUAL: tuple[object, ...] = (False, [], {})
-_SWITCHES = frozenset({"skip_special_tokens", "add_generation_prompt"})
-"""Fields that are on unless a request turns them off."""
 _unsupported = attrgetter(*Unsupported.__struct_fields__)
 _NOTHING = (None,) * len(Unsupported.__struct_fields__)
 
 
 class Common(Unsupported, frozen=True, kw_only=True):
-    """What chat and completions share; null means the default.
+    """The fields that chat and completions share; null means the default.
 
-    With `use_beam_search`, which vLLM has too, `best_of` (or else `n`) is the width of the search.
+    With vLLM's `use_beam_search`, `best_of` (or else `n`) is the width of the search.
     """
 
     model: str = ""
@@ -224,12 +253,13 @@ class Common(Unsupported, frozen=True, kw_only=True):
     session_id: str | None = None
     """Session id; the header x-session-id takes precedence."""
     prompt_cache_key: str | None = None
-    """Requests with the same one go to the engine that has their beginning in its caches."""
+    """Requests with the same key go to the engine that has their prefix in its caches."""
     cache_salt: str | None = None
     """Requests share cached KV only with the tenant's requests of the same salt."""
 
     @property
     def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -246,10 +276,6 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     echo: bool | None = None
 
 
-Tokens = Annotated[list[Token], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
-Prompt = str | Annotated[list[str | Token | Tokens], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
-
-
 class CompletionRequest(Common, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
@@ -257,15 +283,6 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     """JSON of a `Prompt`."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
-
-
-INPUT_FIELDS = frozenset({"messages", "tools", "prompt", "input"})
-"""Fields whose bytes have their own bounds, or that of the whole body."""
-GRAMMAR_FIELDS = frozenset({"response_format", "structured_outputs"})
-MAX_FIELD_BYTES = 64 << 10
-"""Bytes of JSON that any other field may have."""
-MAX_GRAMMAR_FIELD_BYTES = 8 * MAX_GRAMMAR_BYTES
-"""Bytes of JSON that a grammar may have: six for each character where all are escaped."""
 
 
 def max_field_bytes(name: str) -> int | None:

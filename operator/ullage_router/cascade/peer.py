@@ -1,0 +1,268 @@
+"""The router of another service as a step of a cascade.
+
+A cascade calls the other router over gRPC as any client does: in plaintext or over TLS, with the
+client's key or with a key of this service.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+from msgspec.structs import replace
+
+from ullage.inference.v1 import inference_pb2, inference_pb2_grpc
+from ullage_common.config.router import StepSection
+from ullage_common.process.config_file import HASH_PREFIX, ConfigError, read_entry
+from ullage_common.process.file_watch import fingerprint, follow
+from ullage_common.wire.channels import open_channel
+from ullage_common.wire.errors import ServiceError, from_rpc_error
+from ullage_common.wire.tls import Certificates
+from ullage_router import errors
+from ullage_router.call import Call, Event, ResponseStream, timed_out
+from ullage_router.policy.decision import Decision
+
+PATH_KEY = "x-ullage-cascade"
+"""Metadata key with the names of the cascades that handed the request on, joined by commas."""
+EventStream = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, Event]
+
+log = logging.getLogger(__name__)
+
+
+class PeerKey:
+    """This service's API key for another service, from a mounted Secret that is watched.
+
+    Args:
+        folder: The folder of the file `key`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key = ""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def authorization(self) -> str:
+        """The value of the header `authorization`."""
+        return f"Bearer {self._key}"
+
+    async def start(self) -> None:
+        """Read the key and watch it for changes.
+
+        Raises:
+            ConfigError: There is no usable key.
+        """
+        seen = fingerprint([self._folder])
+        self._read()
+        self._task = asyncio.create_task(follow([self._folder], seen, self._reload))
+
+    async def close(self) -> None:
+        """Stop watching the key."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _read(self) -> None:
+        path = self._folder / "key"
+        try:
+            key = path.read_text(encoding="ascii").strip()
+            read_entry(key)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: {error.strerror}; the Secret must have the entry key"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+        if key.startswith(HASH_PREFIX):
+            raise ConfigError(f"{path}: contains the digest of a key; write the key itself")
+        self._key = key
+
+    async def _reload(self) -> None:
+        try:
+            self._read()
+        except ConfigError as error:
+            log.error("key not read; the previous key stays in use", extra={"reason": str(error)})
+
+
+class PeerRouter:
+    """The router of another service.
+
+    Args:
+        step: The router's address, and the folders of the certificates and the key.
+        name: The name of the cascade that calls it.
+        grace_s: Seconds that running answers have to end when the certificate changes.
+    """
+
+    def __init__(self, step: StepSection, name: str, grace_s: float) -> None:
+        self._step = step
+        self._name = name
+        self._grace_s = grace_s
+        self._channel: grpc.aio.Channel | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._key = PeerKey(Path(step.key_dir)) if step.key_dir else None
+        self.certificates: Certificates | None = None
+        if step.tls:
+            folder = Path(step.tls.dir)
+            self.certificates = Certificates(folder, folder, self._reconnect)
+
+    async def start(self) -> None:
+        """Read the certificates and the key.
+
+        Raises:
+            ConfigError: They cannot be used.
+        """
+        if self.certificates:
+            await self.certificates.start()
+        if self._key:
+            await self._key.start()
+
+    async def close(self) -> None:
+        """Close the channels, and stop watching the certificates and the key."""
+        if self.certificates:
+            await self.certificates.close()
+        if self._key:
+            await self._key.close()
+        if self._channel:
+            await self._channel.close()
+
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _reconnect(self) -> None:
+        """Close the channel, so that the next request opens one with the new certificate."""
+        if self._channel:
+            task = asyncio.create_task(self._channel.close(self._grace_s))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        self._channel = None
+
+    def _connected(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            tls = self._step.tls
+            target = self._step.target
+            if tls and self.certificates:
+                credentials = self.certificates.channel_credentials()
+                self._channel = open_channel(target, credentials, tls.server_name)
+            else:
+                self._channel = open_channel(target)
+        return self._channel
+
+    async def ask(self, call: Call) -> ResponseStream:
+        """Return the other service's answer once it has accepted the request.
+
+        Args:
+            call: The request, as this step gets it.
+
+        Raises:
+            ServiceError: The other service refused or failed.
+        """
+        call.end_turn()
+
+        authorization = self._key.authorization if self._key else call.authorization
+        credentials = [("authorization", authorization)] if authorization else []
+        path = ",".join((*call.path, self._name))
+
+        stub = inference_pb2_grpc.InferenceServiceStub(self._connected())
+        stream = stub.Generate(
+            _for_peer(call),
+            timeout=max(0.001, call.deadline.remaining_s),
+            metadata=(*call.metadata, *credentials, (PATH_KEY, path)),
+        )
+
+        try:
+            first = await _read(stream)
+            if first is None:
+                raise errors.broken_stream("the service ended it before its first token")
+        except BaseException:
+            stream.cancel()
+            raise
+
+        call.decision = _adopted(call, first.accepted)
+        return _PeerStream(stream, first.accepted)
+
+
+class _PeerStream:
+    """An answer that another router has begun."""
+
+    def __init__(self, stream: EventStream, accepted: inference_pb2.Accepted) -> None:
+        self.accepted = accepted
+        self.output_tokens = 0
+        self._stream = stream
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield the other router's events; a deadline ends the answer with a timeout event."""
+        while (event := await self._next()) is not None:
+            self.output_tokens += event.delta.num_tokens
+            if event.HasField("finished"):
+                self.output_tokens = event.finished.usage.completion_tokens
+                yield event
+                await self._end()
+                return
+            yield event
+        raise errors.broken_stream("the service ended it without a last word")
+
+    def close(self) -> None:
+        """Cancel the call."""
+        self._stream.cancel()
+
+    async def _end(self) -> None:
+        """Wait until the other service has counted the request as served.
+
+        A call that is cancelled before its end counts there as a failure.
+        """
+        with contextlib.suppress(ServiceError):
+            await _read(self._stream)
+
+    async def _next(self) -> Event | None:
+        try:
+            return await _read(self._stream)
+        except ServiceError as error:
+            if error.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        return timed_out(self.accepted, self.output_tokens)
+
+
+def _for_peer(call: Call) -> inference_pb2.GenerateRequest:
+    """Return the request without the name of this service's model and without a high priority.
+
+    A high priority would overtake the other service's own clients, or would be refused where the
+    key's tenant may not ask for it. A low priority stays: such work gives way everywhere.
+    """
+    request = inference_pb2.GenerateRequest()
+    request.CopyFrom(call.request)
+    request.model = ""
+    request.request_id = call.record.request_id
+    request.priority = min(0, call.request.priority)
+    return request
+
+
+def _adopted(call: Call, accepted: inference_pb2.Accepted) -> Decision:
+    """Return the other router's decision as this router's decision."""
+    return replace(
+        call.decision,
+        prompt_tokens=accepted.prompt_tokens,
+        predicted_bytes=accepted.predicted_bytes,
+        action=accepted.action,
+        route=accepted.route,
+        reason="CASCADE",
+        engine=accepted.engine,
+        model=accepted.model,
+        degraded=tuple(accepted.degraded),
+    )
+
+
+async def _read(stream: EventStream) -> Event | None:
+    """Return the next message; None at the end of the stream.
+
+    Raises:
+        ServiceError: The call failed.
+    """
+    try:
+        event = await stream.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return event if isinstance(event, Event) else None

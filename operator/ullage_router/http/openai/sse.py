@@ -1,0 +1,70 @@
+"""Write the chunks of a streamed answer as server-sent events.
+
+The JSON around the text, which all chunks of a choice share, is encoded once.
+"""
+
+import msgspec
+
+from ullage.inference.v1 import inference_pb2
+from ullage_router.http.openai.responses import JSON, Finished, Format, ResponseOptions
+from ullage_router.telemetry.record import RESUMED_INEXACT
+
+_MARK = "\ue000the text\ue000"
+"""Placeholder of the text in a chunk that is cut in two there; no other field contains it."""
+_encode = msgspec.json.Encoder().encode
+
+
+class Chunks:
+    """Convert the events of an answer to server-sent events.
+
+    Args:
+        form: Returns the chunks of an event.
+        options: The fields that chunks have in addition to text.
+    """
+
+    def __init__(self, form: Format, options: ResponseOptions) -> None:
+        self._form = form
+        self._is_plain = not (options.logprobs or options.token_ids)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """The bytes before and after the text of a chunk that has only text, by choice."""
+
+    def opening(self, accepted: inference_pb2.Accepted) -> bytes:
+        """Return the bytes before the first event."""
+        return _events(self._form.opening(accepted))
+
+    def of(self, event: inference_pb2.GenerateResponse) -> bytes:
+        """Return the bytes of an event of the answer; empty for an event without a chunk."""
+        match event.WhichOneof("event"):
+            case "finished":
+                return _events(self._form.closing(event.finished)) + _comment(event.finished)
+            case "sample_finished":
+                return _events(self._form.ended(event.sample_finished))
+            case _:
+                return self._piece(event.delta)
+
+    def _piece(self, delta: inference_pb2.Delta) -> bytes:
+        if not self._is_plain or not delta.text or delta.reasoning or delta.tool_calls:
+            return _events(self._form.piece(delta))
+        frame = self._frames.get(delta.sample)
+        if frame is None:
+            frame = self._frames[delta.sample] = self._make_frame(delta.sample)
+        return frame[0] + _encode(delta.text) + frame[1]
+
+    def _make_frame(self, sample: int) -> tuple[bytes, bytes]:
+        example = self._form.piece(inference_pb2.Delta(text=_MARK, sample=sample))
+        before, _, after = _events(example).partition(_encode(_MARK))
+        return before, after
+
+
+def sse_event(data: bytes) -> bytes:
+    """Return a server-sent event with JSON, which must have no line break."""
+    return b"data: " + data + b"\n\n"
+
+
+def _comment(finished: Finished) -> bytes:
+    """Return the comment of an answer that was resumed inexactly; empty for any other answer."""
+    return f": {RESUMED_INEXACT}: true\n\n".encode() if finished.resumed_inexact else b""
+
+
+def _events(chunks: list[JSON]) -> bytes:
+    return b"".join(sse_event(_encode(chunk)) for chunk in chunks)

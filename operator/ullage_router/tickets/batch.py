@@ -1,0 +1,230 @@
+"""Place a batch of picked requests over one view of the engines.
+
+The batch decides by the rules of every other request: over a few drawn engines where a request
+fits at home as it is, otherwise over all. Requests that the batch has placed already count for the
+rest of it. Equal requests are placed several at once, where the same decisions, made one by one,
+could have placed each of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ullage_common.request_cost import Demand
+from ullage_router.engines.roster import DrawGroup
+from ullage_router.policy.decide import (
+    NextStep,
+    Refuse,
+    Run,
+    ShrinkContext,
+    decide,
+    decide_among,
+    min_output,
+    room_of,
+)
+from ullage_router.policy.decision import (
+    WELL,
+    EngineState,
+    EngineView,
+    RequestFacts,
+    RoutingPolicy,
+    TimeLimits,
+)
+from ullage_router.policy.forecast import is_on_time
+
+WAIT_RETRY_S = 1
+MAX_SHARES = 16
+"""Most decisions over which equal requests are spread."""
+HELD = Refuse(
+    "busy",
+    "TICKETS_HELD",
+    "tickets that are not used yet hold as much of the engines as they may; report those that were "
+    "accepted or ended, or send the request to the router with Generate",
+    retry_after_s=WAIT_RETRY_S,
+)
+Room = Callable[[EngineView, int, int], int]
+"""Returns the number of equal requests that may be reserved on an engine, from the engine and the
+bytes and prompt tokens of each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as its client priced it."""
+
+    prompt_tokens: int
+    max_tokens: int
+    """Largest number of output tokens of each answer; 0: the service's limit."""
+    samples: int = 1
+    preferred: str = ""
+    """Key of the engine that has the request's prefix in its caches."""
+    refused_by: frozenset[str] = frozenset()
+    """Keys of engines that may not get the request."""
+    limit: int = 0
+    """Largest number of output tokens that the tenant may have; 0: the service's limit."""
+    comes_at_end: bool = False
+    """Whether the whole answer comes at its end, such as the best of several."""
+
+
+class PickBatch:
+    """Decide requests one after another, each over what those before it have left.
+
+    Args:
+        views: The engines at this moment.
+        policy: The policy of the ladder.
+        ahead: Bytes for which queued requests wait, by pool.
+        max_output_tokens: The service's limit of output tokens.
+        limits: Times that each request must keep. An answer that comes at its end has the limit of
+            the end for its first token, too.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[EngineView],
+        policy: RoutingPolicy,
+        ahead: Mapping[str, int],
+        max_output_tokens: int,
+        limits: TimeLimits,
+    ) -> None:
+        self._policy = policy
+        self._ahead = ahead
+        self._max_output_tokens = max_output_tokens
+        self._limits = limits
+        self._limits_at_end = replace(limits, first_token_s=limits.end_s)
+        self._views = {view.id: view for view in views}
+
+        home = policy.pools[0]
+        large = policy.large_pool
+        has_large = any(view.pool == large for view in views)
+        names = (home, large) if has_large and home != large else (home,)
+
+        self._groups: dict[str, DrawGroup[str]] = {name: DrawGroup() for name in names}
+        for view in views:
+            if view.standing is EngineState.USABLE and (group := self._groups.get(view.pool)):
+                group.usable.append(view.id)
+                group.set_idle(view.id, _is_idle(view))
+
+    def share(self, count: int) -> int:
+        """Return how many of `count` equal requests to place at once to spread all over engines."""
+        home = self._groups[self._policy.pools[0]].usable
+        usable = sum(view.standing is EngineState.USABLE for view in self._views.values())
+        return -(-count // min(len(home) or usable or 1, MAX_SHARES))
+
+    def place(
+        self, ask: Ask, draw: int, most: int = 1, room: Room | None = None
+    ) -> tuple[Run | Refuse, int]:
+        """Place equal requests on one engine, or return the reason why none of them runs now.
+
+        Args:
+            ask: Each of the requests.
+            draw: A random number, by which engines are drawn.
+            most: Most requests to place; 1 or more.
+            room: Bounds the requests that the caller may reserve on an engine; None: all that fit.
+
+        Returns:
+            The decision, and the number of requests for which it holds.
+        """
+        limit = min(ask.limit or self._max_output_tokens, self._max_output_tokens)
+        facts = self._facts(ask, min(ask.max_tokens or limit, limit), draw)
+        run = self._decide(facts)
+        if isinstance(run, Refuse):
+            return run, most
+
+        view = self._views[run.engine]
+        prompt = ask.prompt_tokens
+        if room:
+            most = min(most, room(view, run.demand.kv_bytes, prompt))
+        if not most:
+            return HELD, 1
+
+        count = self._fitting(view, facts, run.demand, most)
+        view = self._views[run.engine] = replace(
+            view,
+            available=view.available - count * run.demand.kv_bytes,
+            load=view.load + count,
+            backlog_tokens=view.backlog_tokens + count * prompt,
+            step_limit_s=min(view.step_limit_s, run.step_limit_s),
+        )
+        if group := self._groups.get(view.pool):
+            group.set_idle(view.id, _is_idle(view))
+        return run, count
+
+    def _facts(self, ask: Ask, most: int, draw: int) -> RequestFacts:
+        asked = most if ask.max_tokens else None
+        return RequestFacts(
+            prompt_tokens=ask.prompt_tokens,
+            max_tokens=most,
+            min_tokens=min_output(asked, most, self._policy.rungs.shrink_output),
+            samples=ask.samples,
+            ahead=self._ahead,
+            refused_by=ask.refused_by,
+            limits=self._limits_at_end if ask.comes_at_end else self._limits,
+            preferred=ask.preferred,
+            draw=draw,
+        )
+
+    def _decide(self, facts: RequestFacts) -> Run | Refuse:
+        decision: NextStep | None = decide_among(facts, self._sample(facts), self._policy)
+        if decision is None:
+            decision = decide(facts, list(self._views.values()), self._policy)
+        match decision:
+            case Run():
+                room = room_of(facts, self._views[decision.engine])
+                if decision.max_tokens < min(facts.max_tokens, room):
+                    return _left_to_generate(decision.reason, "a shorter answer")
+                return decision
+            case Refuse():
+                return decision
+            case ShrinkContext():
+                return _left_to_generate(decision.reason, "a shorter prompt")
+            case _:
+                return _left_to_generate(decision.reason, "waiting for memory")
+
+    def _sample(self, facts: RequestFacts) -> list[EngineView]:
+        """Return the engines for `decide_among`: drawn ones and the preferred one."""
+        sample = []
+        for pool, group in self._groups.items():
+            drawn = group.draw(facts.draw)
+            preferred = self._views.get(facts.preferred)
+            if preferred and preferred.pool == pool and preferred.id not in drawn:
+                drawn += [preferred.id] if preferred.standing is EngineState.USABLE else []
+            views = [self._views[name] for name in drawn]
+            # The rules must see that there is a large pool, even when none of it is usable.
+            if not views and pool == self._policy.large_pool:
+                views = [next(view for view in self._views.values() if view.pool == pool)]
+            sample += views
+        return sample
+
+    def _fitting(self, view: EngineView, facts: RequestFacts, demand: Demand, most: int) -> int:
+        """Return how many equal requests fit on an engine, the first of which is known to fit.
+
+        Memory is divided. Time is not linear, so halves are tried until the last request of a half
+        would still be on time.
+        """
+        size = demand.kv_bytes
+        prompt = facts.prompt_tokens
+        output = demand.tokens - prompt
+        count = min(most, view.available // size) if size else most
+        while count > 1:
+            before = replace(
+                view,
+                load=view.load + count - 1,
+                backlog_tokens=view.backlog_tokens + (count - 1) * prompt,
+            )
+            if is_on_time(before, prompt, output, facts.limits):
+                break
+            count //= 2
+        return count
+
+
+def _is_idle(view: EngineView) -> bool:
+    return not view.backlog_tokens and view.health >= WELL
+
+
+def _left_to_generate(reason: str, need: str) -> Refuse:
+    return Refuse(
+        "busy",
+        reason,
+        f"the request needs {need}; send it to the router with Generate, which does that",
+        retry_after_s=WAIT_RETRY_S,
+    )

@@ -1,0 +1,109 @@
+"""Recognise the tickets that paid for answers which resume on another engine.
+
+A client whose engine is lost continues its answer elsewhere: with a new ticket, or through the
+router. It shows the answer's first ticket, so that the tenant does not pay twice.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+from ullage_common.tickets.tickets import (
+    CLOCK_SKEW_S,
+    Claims,
+    TicketError,
+    TicketUses,
+    cache_salt,
+    read,
+)
+from ullage_router.engines.engines import Engines
+from ullage_router.tenants import TenantSession
+from ullage_router.tickets.signing import TicketSigner
+
+RESUMES_A_USE = 4
+"""Times that an answer is resumed for one payment; after that it is charged like a new one."""
+MAX_RESUMED = 100_000
+"""Tickets that are remembered because their answers were resumed."""
+
+
+class PaidTickets:
+    """The tickets that may have paid for answers.
+
+    The ticket itself carries the tenant and the size that were paid for, so every router with its
+    key can read them. Each process counts the resumptions that it has seen itself.
+
+    Args:
+        signer: Knows the keys, the tags of engines and the lifetime of tickets.
+        engines: The engines, some of which may have been lost.
+        request_s: Longest seconds that a request runs.
+        clock: Unix time, in seconds.
+    """
+
+    def __init__(
+        self,
+        signer: TicketSigner,
+        engines: Engines,
+        request_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._signer = signer
+        self._engines = engines
+        self._request_s = request_s
+        self._clock = clock
+        self._resumed = TicketUses(MAX_RESUMED)
+
+    def prepay(
+        self, ticket: str, session: TenantSession, size: tuple[int, int, int]
+    ) -> Claims | None:
+        """Return the claims of the ticket that paid for a request; None: it did not.
+
+        The session of a paid request is charged at the request's end, unless the ticket's engine
+        was lost.
+
+        Args:
+            ticket: The ticket as the client sent it.
+            session: The session of the tenant that sends the request.
+            size: The request's prompt tokens, most output tokens of each answer, and number of
+                answers. An output limit of 0 means the service's, for which no ticket pays.
+        """
+        claims = self._find(ticket, session.name, size)
+        if claims:
+            session.prepay(functools.partial(self.was_lost, claims))
+        return claims
+
+    def on_resumed(self, claims: Claims) -> None:
+        """Count that an answer of the ticket was resumed."""
+        self._resumed.add(claims.id, self._until(claims))
+
+    def was_lost(self, claims: Claims) -> bool:
+        """Return whether the engine of a ticket was lost after a router signed the ticket.
+
+        The time of signing comes from the clock of the router that signed.
+        """
+        tag = self._signer.tag
+        engine = next((e for e in self._engines.all() if tag(e.id) == claims.engine), None)
+        if engine is None or engine.state != "ready":
+            return True
+        signed_unix = claims.expires_ms / 1000 - self._signer.ttl_s
+        return engine.lost_unix >= signed_unix - CLOCK_SKEW_S
+
+    def _find(self, ticket: str, tenant: str, size: tuple[int, int, int]) -> Claims | None:
+        try:
+            claims = read(ticket, self._signer.keys.all)
+        except TicketError:
+            return None
+
+        now = self._clock()
+        self._resumed.forget(now)
+
+        paid = (claims.prompt_tokens, claims.max_tokens, claims.samples)
+        is_covered = all(0 < asked <= most for asked, most in zip(size, paid, strict=True))
+        is_own = claims.is_sessionless and claims.cache_salt == cache_salt(tenant)
+        most = RESUMES_A_USE * max(1, claims.uses)
+        is_left = self._resumed.has_room_for(claims.id) and self._resumed.count(claims.id) < most
+        is_running = now <= self._until(claims)
+        return claims if is_covered and is_own and is_left and is_running else None
+
+    def _until(self, claims: Claims) -> float:
+        """Return the Unix time at which a request with the ticket must have ended."""
+        return claims.expires_ms / 1000 + CLOCK_SKEW_S + self._request_s
