@@ -21,11 +21,11 @@ import httpx
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ullage_cli.local.plan import LOOPBACK, File, Pod
 from ullage_common.wire.channels import open_channel
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
-from ullage_operator.local.plan import LOOPBACK, File, Pod
 
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 10.0

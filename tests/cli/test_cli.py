@@ -14,12 +14,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ullage_cli.main import main, make_parser
+from ullage_cli.up import traced_to
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.spec import parse
-from ullage_operator.cli.main import main, make_parser
-from ullage_operator.cli.up import traced_to
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm2.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 Make = Callable[..., dict[str, Any]]
 Write = Callable[[str], Path]
 
@@ -317,7 +317,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def up(manifest: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
+    command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
     command += ["--http-port", "0", "--grpc-port", "0"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.cli.main import main
+from ullage_cli.main import main
 
 ARRIVED = 1_790_000_000.0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage_operator.cli.main import main
+from ullage_cli.main import main
 
 
 @pytest.fixture

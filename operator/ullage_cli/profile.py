@@ -13,11 +13,11 @@ from typing import Any, cast
 import grpc
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
+from ullage_cli.top import PortForward
+from ullage_cli.trace import local_folders
 from ullage_common.wire.errors import from_rpc_error
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.cli.top import PortForward
-from ullage_operator.cli.trace import local_folders
 
 MAX_STEPS = 1000
 MAX_SECONDS = 300

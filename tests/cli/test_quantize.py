@@ -5,8 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from ullage_cli.main import QUANTIZE_MODULE, make_parser, quantize
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.cli.main import QUANTIZE_MODULE, make_parser, quantize
 
 
 def test_arguments_are_handed_on() -> None:

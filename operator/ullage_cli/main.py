@@ -12,17 +12,17 @@ from pathlib import Path
 
 import yaml
 
-from ullage_common.process.config_file import TENANT_NAME, entry, new_key
-from ullage_operator.api.errors import LocalFailure, OperatorError
-from ullage_operator.api.naming import HTTP_ROUTE, ROUTER_SCALER
-from ullage_operator.api.spec import VERSION, Service, Settings
-from ullage_operator.cli import profile, top, trace, up
-from ullage_operator.cli.manifest_file import (
+from ullage_cli import profile, top, trace, up
+from ullage_cli.manifest_file import (
     BASE_HELP,
     overruled,
     read_service,
     upgraded_manifest,
 )
+from ullage_common.process.config_file import TENANT_NAME, entry, new_key
+from ullage_operator.api.errors import LocalFailure, OperatorError
+from ullage_operator.api.naming import HTTP_ROUTE, ROUTER_SCALER
+from ullage_operator.api.spec import VERSION, Service, Settings
 from ullage_operator.conditions.conditions import MONITORING
 from ullage_operator.controller.plan import Manifest, Observed, plan
 from ullage_operator.manifests.engine_choice import engine_image, expected_engine, image_has_vllm

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ullage_operator.cli.top import bar, render
-from ullage_operator.cli.top_frame import EngineRow, Sample, make_frame, read_metrics
+from ullage_cli.top import bar, render
+from ullage_cli.top_frame import EngineRow, Sample, make_frame, read_metrics
 
 ENGINE = {
     "id": "demo-single-0",

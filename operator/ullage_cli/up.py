@@ -22,12 +22,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ullage_common.process.tracing import TracingSection
-from ullage_operator.api.errors import LocalFailure
-from ullage_operator.api.spec import Service
-from ullage_operator.cli.manifest_file import BASE_HELP, read_service
-from ullage_operator.local.plan import LOOPBACK, LocalPlan, plan_local
-from ullage_operator.local.runtime import (
+from ullage_cli.local.plan import LOOPBACK, LocalPlan, plan_local
+from ullage_cli.local.runtime import (
     LocalRuntime,
     PodProcess,
     is_among,
@@ -35,6 +31,10 @@ from ullage_operator.local.runtime import (
     make_folders,
     write_files,
 )
+from ullage_cli.manifest_file import BASE_HELP, read_service
+from ullage_common.process.tracing import TracingSection
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.api.spec import Service
 
 
 class StartView:

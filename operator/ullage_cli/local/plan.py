@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from ullage_cli.local.checks import check_service
 from ullage_common.process.cores import physical_cores, usable_cores
 from ullage_common.process.memory import usable_bytes
 from ullage_operator.api import naming
@@ -25,7 +26,6 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.autoscaling import autoscaling_of, replicas
 from ullage_operator.controller.plan import Observed, plan
-from ullage_operator.local.checks import check_service
 from ullage_operator.manifests.config_files import adapters_file, to_yaml
 from ullage_operator.manifests.engine_choice import expected_engine
 

@@ -21,9 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ullage_operator.api import naming
-from ullage_operator.api.errors import LocalFailure
-from ullage_operator.cli.top_frame import (
+from ullage_cli.top_frame import (
     EngineRow,
     Frame,
     LatestRow,
@@ -32,6 +30,8 @@ from ullage_operator.cli.top_frame import (
     read_metrics,
     total_headroom,
 )
+from ullage_operator.api import naming
+from ullage_operator.api.errors import LocalFailure
 
 LOCAL_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 5.0
