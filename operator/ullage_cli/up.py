@@ -22,15 +22,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ullage_cli.local.plan import LOOPBACK, LocalPlan, plan_local
-from ullage_cli.local.runtime import (
-    LocalRuntime,
-    PodProcess,
-    is_among,
-    keep_scaled,
-    make_folders,
-    write_files,
-)
+from ullage_cli.local.files import make_folders, write_files
+from ullage_cli.local.plan import LocalPlan, plan_local
+from ullage_cli.local.pod_process import PodProcess
+from ullage_cli.local.ports import LOOPBACK
+from ullage_cli.local.runtime import LocalRuntime, is_among, keep_scaled
 from ullage_cli.manifest_file import BASE_HELP, read_service
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import LocalFailure

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from ullage_cli.local.files import make_folders, write_files
 from ullage_cli.local.plan import LocalPlan, plan_local
-from ullage_cli.local.runtime import make_folders, write_files
 from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import RouterConfig
 from ullage_common.process.cores import physical_cores
@@ -372,7 +372,7 @@ def test_several_engines_get_their_own_cores_where_these_suffice(
     expected: dict[str, tuple[bool, tuple[int, ...]]],
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
-    monkeypatch.setattr("ullage_cli.local.plan.usable_cores", lambda: num_cores)
+    monkeypatch.setattr("ullage_cli.local.shares.usable_cores", lambda: num_cores)
     for core in range(num_cores):
         topology = tmp_path / f"cpu{core}/topology"
         topology.mkdir(parents=True)
@@ -381,7 +381,7 @@ def test_several_engines_get_their_own_cores_where_these_suffice(
         threads = range(core % num_physical, num_cores, num_physical)
         (topology / "core_cpus_list").write_text(",".join(map(str, threads)) + "\n")
     by_core = partial(physical_cores, root=tmp_path)
-    monkeypatch.setattr("ullage_cli.local.plan.physical_cores", by_core)
+    monkeypatch.setattr("ullage_cli.local.shares.physical_cores", by_core)
     scaling = {"replicas": 1, "autoscaling": {"minReplicas": 1, "maxReplicas": 3}}
     plan = local(manifest(pools={"single": scaling}), tmp_path)
     cores = own_cores(plan)
