@@ -1,4 +1,4 @@
-"""`ullage profile`: a look at the coming steps of an engine that serves, for Perfetto."""
+"""`ullage profile`: records the next steps of a serving engine, for Perfetto."""
 
 import argparse
 import contextlib
@@ -13,14 +13,17 @@ from typing import Any, cast
 import grpc
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
-from ullage_cli.top import PortForward
+from ullage_cli.port_forward import PortForward
 from ullage_cli.trace import local_folders
 from ullage_common.wire.errors import from_rpc_error
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 
 MAX_STEPS = 1000
+"""Most steps of a profile; the engine refuses more."""
 MAX_SECONDS = 300
+"""Longest wait for the steps; the engine refuses more."""
+
 NOT_SERVED = (
     "the engine serves no profiles at that port: with tickets.required clients reach it, and older "
     "engines know none"
@@ -39,6 +42,7 @@ observability.profiling.enabled. Steps are those in which something is computed:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
     parser = commands.add_parser(
         "profile",
         help="look at an engine's coming steps",
@@ -47,9 +51,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("service", metavar="SERVICE", help="name of the LLMService")
-    parser.add_argument("--steps", type=_steps, default=50, help=f"1 to {MAX_STEPS} (50)")
+    parser.add_argument("--steps", type=steps, default=50, help=f"1 to {MAX_STEPS} (50)")
     longest = f"longest wait for them, 1 to {MAX_SECONDS} (60)"
-    parser.add_argument("--seconds", type=_seconds, default=60, help=longest)
+    parser.add_argument("--seconds", type=seconds, default=60, help=longest)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("trace.json.gz"), help="(trace.json.gz)"
     )
@@ -61,28 +65,37 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(run=run)
 
 
-def _steps(text: str) -> int:
+def steps(text: str) -> int:
+    """Return a number of steps; argparse names this function in its error."""
     return _between(text, MAX_STEPS, "steps")
 
 
-def _seconds(text: str) -> int:
+def seconds(text: str) -> int:
+    """Return a number of seconds; argparse names this function in its error."""
     return _between(text, MAX_SECONDS, "seconds")
 
 
-def _between(text: str, most: int, what: str) -> int:
+def _between(text: str, most: int, unit: str) -> int:
     number = int(text)
     if not 1 <= number <= most:
-        raise argparse.ArgumentTypeError(f"{text} {what}; use 1 to {most}")
+        raise argparse.ArgumentTypeError(f"{text} {unit}; use 1 to {most}")
     return number
 
 
 def run(options: argparse.Namespace) -> int:
+    """Write the profile to the chosen file.
+
+    Raises:
+        LocalFailure: there is no such engine, it serves no profiles, or the file cannot be written.
+    """
     request = admin_pb2.ProfileRequest(
         kind="PROFILE_KIND_TIMELINE" if options.timeline else "PROFILE_KIND_OPERATIONS",
         steps=options.steps,
         timeout_ms=1000 * options.seconds,
     )
+    # The chosen file stays as it was unless the profile is complete.
     partial = options.output.with_name(f"{options.output.name}.part")
+
     try:
         with _address(options) as (address, name), grpc.insecure_channel(address) as channel:
             print(f"profiling {name}: {options.steps} steps", file=sys.stderr)
@@ -100,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
     if not steps:
         print("no step was computed meanwhile: send requests while it looks", file=sys.stderr)
     print(
@@ -109,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
-    """Write the file as it comes; return its bytes, and how many steps it has."""
+    """Write the profile while it arrives; return its size in bytes and its number of steps."""
     size = num_seen = 0
     is_live = sys.stderr.isatty()
     with path.open("wb") as file:
@@ -120,6 +134,7 @@ def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
                     print(f"\r{num_seen} of {steps} steps", end="", file=sys.stderr)
             elif response.chunk:
                 size += file.write(response.chunk)
+
     if is_live:
         print(file=sys.stderr)
     return size, num_seen
@@ -145,7 +160,7 @@ def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def _first_pool(namespace: str, service: str) -> str:
-    """Return the default pool, which the service's status names.
+    """Return the service's default pool, which its status names.
 
     Raises:
         LocalFailure: kubectl is not here, or the service has no status.
@@ -157,6 +172,7 @@ def _first_pool(namespace: str, service: str) -> str:
         )
     except FileNotFoundError:
         raise LocalFailure("kubectl is not here; install it, or give --address") from None
+
     label = re.search(rf"{re.escape(naming.POOL_LABEL)}=([a-z0-9]+)", done.stdout)
     if label is None:
         reason = done.stderr.strip() or f"{service} has no status yet"
@@ -165,23 +181,28 @@ def _first_pool(namespace: str, service: str) -> str:
 
 
 def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
-    """Return an engine of a running `ullage up`."""
+    """Return the chosen engine of a running `ullage up`, as its state.json has it.
+
+    Raises:
+        LocalFailure: no such engine runs here.
+    """
     pool = re.escape(options.pool) if options.pool else "[a-z0-9]+"
     pattern = re.compile(f"{re.escape(options.service)}-{pool}-{options.engine}")
     engines = [engine for folder in local_folders() for engine in _engines_of(folder)]
     matching = [each for each in engines if pattern.fullmatch(each["id"])]
-    start = f"{options.service}-{options.pool}-" if options.pool else f"{options.service}-"
+
     if not matching:
+        owner = f"{options.service}-{options.pool}" if options.pool else options.service
         ids = ", ".join(each["id"] for each in engines) or "none"
         raise LocalFailure(
-            f"no engine {options.engine} of {start.removesuffix('-')} runs here, only {ids}; "
+            f"no engine {options.engine} of {owner} runs here, only {ids}; "
             "for a cluster give --namespace"
         )
     return matching[0]
 
 
 def _engines_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the engines of an `ullage up`; none of one that has just ended."""
+    """Return the engines in a folder of `ullage up`; none if it has just ended."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

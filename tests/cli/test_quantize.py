@@ -5,14 +5,15 @@ from importlib.util import find_spec
 
 import pytest
 
-from ullage_cli.main import QUANTIZE_MODULE, make_parser, quantize
+from ullage_cli.main import make_parser
+from ullage_cli.quantize import MODULE, quantize
 from ullage_operator.api.errors import LocalFailure
 
 
 def test_arguments_are_handed_on() -> None:
     given = ["quantize", "--model", "file:///m", "--format", "int8", "--output", "o", "-h"]
     assert make_parser().parse_args(given).arguments == given[1:]
-    assert find_spec(QUANTIZE_MODULE) is not None
+    assert find_spec(MODULE) is not None
 
 
 def test_the_engines_own_status_is_that_of_the_command() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ullage_cli.top import bar, render
-from ullage_cli.top_frame import EngineRow, Sample, make_frame, read_metrics
+from ullage_cli.top.drawing import bar, draw
+from ullage_cli.top.frame import EngineRow, Sample, make_frame, read_metrics
 
 ENGINE = {
     "id": "demo-single-0",
@@ -136,7 +136,7 @@ def test_a_frame_is_drawn_in_letters_where_blocks_cannot_be_shown() -> None:
     frame = make_frame(None, Sample(1.0, STATS, read_metrics(METRICS)))
     out = io.StringIO()
     console = Console(file=out, width=140)
-    console.print(render(frame, "connection refused", with_blocks=False))
+    console.print(draw(frame, "connection refused", with_blocks=False))
     text = out.getvalue()
     assert text.isascii()
     for words in (
@@ -149,5 +149,5 @@ def test_a_frame_is_drawn_in_letters_where_blocks_cannot_be_shown() -> None:
     ):
         assert words in text, words
     empty = {**STATS, "engines": [], "latest": [], "decisions": []}
-    console.print(render(make_frame(None, Sample(1.0, empty, {})), "", with_blocks=True))
+    console.print(draw(make_frame(None, Sample(1.0, empty, {})), "", with_blocks=True))
     assert "no engine has reported yet" in out.getvalue()

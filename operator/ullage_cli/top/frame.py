@@ -1,4 +1,7 @@
-"""What `ullage top` shows at one moment, worked out of two samples of a router. Pure."""
+"""The figures that `ullage top` shows at one moment, computed from two samples of a router.
+
+Pure: neither HTTP nor a clock.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -7,25 +10,29 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-Document = Mapping[str, Any]
 PREFIX = "ullage_router_"
+"""Prefix of the metrics that are read."""
 MAX_LATEST = 50
+"""Latest requests in a frame."""
+
+Document = Mapping[str, Any]
+"""A parsed JSON object."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A router at one moment."""
+    """Both pages of a router at one moment."""
 
     at: float
     """Seconds on the monotonic clock."""
     stats: Document
-    """/stats, of the process that was asked."""
+    """Page /stats of the process that answered."""
     totals: Mapping[tuple[str, ...], float]
-    """/metrics without the prefix of their names, added up over the router's processes: by name,
-    and values of the labels in the order of their names."""
+    """Counters and gauges of /metrics, summed over the router's processes. A key is the metric's
+    name without PREFIX, then the values of the labels, in the order of the labels' names."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """One engine. Bytes are of its KV pool."""
+    """One engine. All bytes are of its KV pool."""
 
     id: str
     pool: str
@@ -35,26 +42,26 @@ class EngineRow(msgspec.Struct, frozen=True):
     pressure_level: int = 0
     pool_bytes: int = 0
     used_bytes: int = 0
-    """Of running sequences."""
+    """KV of running sequences."""
     committed_bytes: int = 0
-    """Promised to admitted requests and not taken yet."""
+    """Reserved for admitted requests, and not used yet."""
     reclaimable_bytes: int = 0
-    """Cached, and to be had for new requests."""
+    """Cached KV that new requests can evict."""
     headroom_bytes: int = 0
     running: int = 0
     waiting: int = 0
     tokens_per_s: float = 0.0
-    """Speed of all running sequences together."""
+    """Decode speed of all running sequences together."""
     restarts: int = 0
-    """Of its workers and its server."""
+    """Restarts of its workers and its server."""
 
 
 class DecisionRow(msgspec.Struct, frozen=True):
-    """Decisions of one kind since the router's start."""
+    """Decisions with one action and reason since the router's start."""
 
     action: str
     reason: str
-    """Empty where several processes have only the action in common."""
+    """Empty for several router processes: their metrics have a reason for refusals only."""
     total: int
     per_s: float
 
@@ -79,26 +86,26 @@ class LatestRow(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """All that is shown at one moment."""
+    """All figures of one moment."""
 
     model: str
     ready: bool
     processes: int
-    """Number of the router's processes; engines and the latest requests are those of one."""
+    """Number of the router's processes; `engines` and `latest` are those of one of them."""
     requests_per_s: float
     tokens_per_s: float
-    """Speed of all running sequences of all engines."""
+    """Decode speed of all running sequences on all engines."""
     answered_tokens_per_s: float
-    """Tokens of answers that ended."""
+    """Tokens a second in answers that ended."""
     refused_per_s: float
     inflight: int
     queue_requests: int
     queue_max_requests: int
     queue_bytes: int
     queue_oldest_s: float
-    """The longest wait in the process that was asked, seconds."""
+    """Longest wait in the queue of the process that answered, seconds."""
     retry_after_s: tuple[int, int] | None
-    """Least and most that refusals among the latest requests said; None where there are none."""
+    """Smallest and largest Retry-After of the latest requests, seconds; None without refusals."""
     engines: tuple[EngineRow, ...]
     decisions: tuple[DecisionRow, ...]
     """Most frequent first."""
@@ -107,28 +114,32 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def read_metrics(text: str) -> dict[tuple[str, ...], float]:
-    """Return `Sample.totals` of Prometheus' text."""
+    """Return `Sample.totals` from Prometheus' text format."""
     totals: dict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         if family.type not in ("counter", "gauge"):
             continue
         for sample in family.samples:
-            if sample.name.startswith(PREFIX):
-                labels = {k: v for k, v in sample.labels.items() if k != "process"}
-                values = (labels[name] for name in sorted(labels))
-                totals[(sample.name.removeprefix(PREFIX), *values)] += sample.value
+            if not sample.name.startswith(PREFIX):
+                continue
+            labels = {k: v for k, v in sample.labels.items() if k != "process"}
+            values = (labels[name] for name in sorted(labels))
+            totals[(sample.name.removeprefix(PREFIX), *values)] += sample.value
+
     return dict(totals)
 
 
 def make_frame(before: Sample | None, now: Sample) -> Frame:
-    """Return what is to be shown; rates are 0 without a sample before."""
+    """Return the figures of a moment; all rates are 0 without an earlier sample."""
     stats = now.stats
-    queue = now.stats["queue"]
+    queue = stats["queue"]
     processes = stats.get("processes", 1)
+
     engines = tuple(sorted(map(_engine, stats["engines"]), key=lambda row: (row.pool, row.id)))
     latest = tuple(_latest(record) for record in stats["latest"][:MAX_LATEST])
     waits = [row.retry_after_s for row in latest if row.retry_after_s is not None]
     decisions = _decisions(before, now)
+
     return Frame(
         model=stats["model"],
         ready=stats["ready"],
@@ -150,21 +161,22 @@ def make_frame(before: Sample | None, now: Sample) -> Frame:
 
 
 def _engine(engine: Document) -> EngineRow:
-    names = ("id", "pool", "route", "state", "trouble")
-    named = {name: engine[name] for name in names}
-    if "kv_pool_bytes" not in engine:  # it has not reported yet
+    named = {name: engine[name] for name in ("id", "pool", "route", "state", "trouble")}
+    if "kv_pool_bytes" not in engine:  # the engine has not reported yet
         return EngineRow(**named)
-    pool, free, reclaimable = (
-        engine[f"kv_{name}_bytes"] for name in ("pool", "free", "reclaimable")
-    )
+
+    pool = engine["kv_pool_bytes"]
+    free = engine["kv_free_bytes"]
+    reclaimable = engine["kv_reclaimable_bytes"]
+    committed = engine["kv_committed_bytes"]
     return EngineRow(
         **named,
         pressure_level=engine["pressure_level"],
         pool_bytes=pool,
         used_bytes=max(0, pool - free - reclaimable),
-        committed_bytes=engine["kv_committed_bytes"],
-        # What is committed is taken of what is free before caches go.
-        reclaimable_bytes=max(0, reclaimable - max(0, engine["kv_committed_bytes"] - free)),
+        committed_bytes=committed,
+        # Committed bytes are taken from free ones first, and evict cached KV only then.
+        reclaimable_bytes=max(0, reclaimable - max(0, committed - free)),
         headroom_bytes=engine["headroom_bytes"],
         running=engine["requests_running"],
         waiting=engine["requests_waiting"],
@@ -183,21 +195,24 @@ def _decisions(before: Sample | None, now: Sample) -> tuple[DecisionRow, ...]:
     counts = _counts(now)
     earlier = _counts(before) if before else {}
     rows = [
-        DecisionRow(action, reason, count, _per_s(before, now, count - earlier.get(key, 0)))
+        DecisionRow(*key, count, _per_s(before, now, count - earlier.get(key, 0)))
         for key, count in counts.items()
-        for action, reason in [key]
     ]
     return tuple(sorted(rows, key=lambda row: (-row.per_s, -row.total, row.action, row.reason)))
 
 
 def _counts(sample: Sample) -> dict[tuple[str, str], int]:
-    """Return decisions by action and reason. Of several processes only what their metrics say can
-    be added up: the action, and of refusals the reason."""
+    """Return the number of decisions by action and reason.
+
+    /stats counts the decisions of one process. For several processes the metrics are summed, which
+    have the action of all decisions, and a reason for refusals only.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     if sample.stats.get("processes", 1) == 1:
         for each in sample.stats["decisions"]:
             counts[each["action"], each["reason"]] += each["count"]
         return dict(counts)
+
     for (name, *labels), value in sample.totals.items():
         if name == "decisions_total" and labels[0] != "reject":
             counts[labels[0], ""] += int(value)
@@ -215,13 +230,13 @@ def _rate(before: Sample | None, now: Sample, name: str) -> float:
 
 
 def _per_s(before: Sample | None, now: Sample, grown: float) -> float:
-    """Return the growth a second; 0 where a router that began anew counts less than before."""
+    """Return the growth per second; 0 after a restart of the router, whose counters begin at 0."""
     if before is None or now.at <= before.at:
         return 0.0
     return round(max(0.0, grown) / (now.at - before.at), 2)
 
 
 def total_headroom(engines: Iterable[EngineRow]) -> tuple[int, int]:
-    """Return the headroom and the size of all KV pools, bytes."""
+    """Return the headroom and the size of all KV pools together, bytes."""
     rows = list(engines)
     return sum(row.headroom_bytes for row in rows), sum(row.pool_bytes for row in rows)
