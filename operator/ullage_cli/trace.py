@@ -1,4 +1,4 @@
-"""`ullage trace`: one request's way, from the logs of all processes that had to do with it."""
+"""`ullage trace`: prints one request's way, from the logs of all processes that handled it."""
 
 import argparse
 import json
@@ -25,55 +25,92 @@ HELP = """examples:
 Every answer and every error has the id in its header x-request-id; clients may choose it.
 """
 PART_OF = "app.kubernetes.io/part-of=ullage"
+"""Label of all pods of Ullage."""
 INSTANCE = "app.kubernetes.io/instance"
+"""Name of the label whose value is a pod's LLMService."""
 KUBECTL_S = 60.0
+"""Longest time of one call of kubectl, seconds."""
 READERS = 8
-"""Logs that are read at a time."""
+"""Number of pods whose logs are read at the same time."""
 
-# What everybody knows, or what the line begins with.
-_HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
 _PROCESSES = (
     ("ullage_router", "router"),
     ("ullage.engine.worker", "worker"),
     ("ullage.engine.group", "worker"),
     ("ullage.engine", "engine"),
 )
-# Lines have milliseconds; of one millisecond, which process's comes first.
+"""Process by the start of the logger's name; the first match counts."""
+
 _ORDER = (
-    *(("router", "arrived"), ("router", "tokenised"), ("router", "decided"), ("router", "queued")),
-    *(
-        ("router", "sent"),
-        ("engine", "received"),
-        ("worker", "admitted"),
-        ("worker", "first_chunk"),
-    ),
-    *(("worker", "preempted"), ("worker", "resumed"), ("engine", "resumed")),
-    *(("engine", "first_token"), ("router", "admitted"), ("router", "first_token")),
-    *(("worker", "finished"), ("engine", "finished"), ("router", "finished")),
+    ("router", "arrived"),
+    ("router", "tokenised"),
+    ("router", "decided"),
+    ("router", "queued"),
+    ("router", "sent"),
+    ("engine", "received"),
+    ("worker", "admitted"),
+    ("worker", "first_chunk"),
+    ("worker", "preempted"),
+    ("worker", "resumed"),
+    ("engine", "resumed"),
+    ("engine", "first_token"),
+    ("router", "admitted"),
+    ("router", "first_token"),
+    ("worker", "finished"),
+    ("engine", "finished"),
+    ("router", "finished"),
 )
+"""Order of the events of one millisecond, since log lines have whole milliseconds."""
 _PLACES = {key: place for place, key in enumerate(_ORDER)}
-_TOLD_AT_THE_END = frozenset({"decided", "resumed", "lost"})
-"""Events of a router's own lines that the timeline in its last line has, too."""
+
+_HIDDEN = frozenset({"time", "level", "logger", "message", "request_id", "event", "process"})
+"""Fields of log lines that are not shown, or have a column of their own."""
+_IN_TIMELINE = frozenset({"decided", "resumed", "lost"})
+"""Events of the router's log that the timeline in its last line has, too."""
+_SUMMARY = (
+    "status",
+    "error",
+    "finish",
+    "model",
+    "output_tokens",
+    "cached_tokens",
+    "ttft_s",
+    "duration_s",
+    "degraded",
+    "trail",
+    "retry_after_s",
+    "coalesced_with",
+    "tenant",
+)
+"""Fields of the router's last line that describe the request as a whole."""
 
 
-class Step(NamedTuple):
-    """Something that one process did for the request."""
+class Log(NamedTuple):
+    """Log lines of one pod's processes."""
+
+    pod: str
+    lines: Iterable[str]
+
+
+class TraceStep(NamedTuple):
+    """One event of the request in one process."""
 
     at: datetime
     process: str
-    """router, engine (its server), worker; or the logger's name."""
+    """router, engine (the server process) or worker; for other loggers, their name."""
     pod: str
     event: str
     fields: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as a line of `-o json`."""
+        """Return the object that `-o json` prints."""
         at = self.at.isoformat(timespec="microseconds").replace("+00:00", "Z")
         own = {"time": at, "process": self.process, "pod": self.pod, "event": self.event}
         return own | self.fields
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
     parser = commands.add_parser(
         "trace",
         help="print one request's way from all logs",
@@ -95,8 +132,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the request's steps.
+
+    Raises:
+        LocalFailure: no log has the request, or logs cannot be read.
+    """
     if options.logs and (options.namespace or options.service):
         raise LocalFailure("--logs and --namespace: give the one or the other")
+
     if options.namespace or options.service:
         cluster = options.namespace or "default"
         logs = list(of_pods(cluster, options.service, options.since))
@@ -105,12 +148,14 @@ def run(options: argparse.Namespace) -> int:
         folders = [options.logs] if options.logs else local_folders()
         logs = [log for folder in folders for log in of_files(folder)]
         where = f"{len(logs)} logs in {', '.join(map(str, folders))}"
+
     steps = steps_of(options.request_id, logs)
     if not steps:
         raise LocalFailure(
             f"request {options.request_id!r} is not in {where}; copy the id from the answer's "
             "header x-request-id, and see that observability.logLevel is Info or Debug"
         )
+
     try:
         if options.output == "json":
             for step in steps:
@@ -118,19 +163,12 @@ def run(options: argparse.Namespace) -> int:
         else:
             print("\n".join(render(options.request_id, steps)))
     except BrokenPipeError:
-        pass
+        pass  # head has read enough
     return 0
 
 
-class Log(NamedTuple):
-    """The lines that a pod's processes wrote."""
-
-    pod: str
-    lines: Iterable[str]
-
-
 def local_folders() -> list[Path]:
-    """Return the folders of `ullage up` without --run-dir that are running, the newest first.
+    """Return the folders of every running `ullage up` without --run-dir, newest first.
 
     Raises:
         LocalFailure: there is none.
@@ -153,15 +191,15 @@ def _modified(path: Path) -> float:
 
 
 def of_files(folder: Path) -> list[Log]:
-    """Read the logs of a folder, one of each pod.
+    """Return the logs in a folder, one for each pod.
 
     Raises:
-        LocalFailure: it is no folder, or has none.
+        LocalFailure: the folder does not exist, or has no logs.
     """
     paths = sorted(folder.glob("*.log"))
     if not paths:
-        what = "has no *.log" if folder.is_dir() else "is no folder"
-        raise LocalFailure(f"--logs {folder}: {what}; ullage up prints its folder as logs")
+        problem = "has no *.log" if folder.is_dir() else "is no folder"
+        raise LocalFailure(f"--logs {folder}: {problem}; ullage up prints its folder as logs")
     return [Log(path.stem, _lines_of(path)) for path in paths]
 
 
@@ -171,13 +209,19 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
-    """Read the logs of the pods of a namespace, and of the containers before a restart.
+    """Read the logs of a namespace's pods, including those of containers before their restart.
+
+    Args:
+        namespace: namespace of the pods.
+        service: the pods' LLMService; None for all services.
+        since: age of the oldest lines, as kubectl takes it, such as 1h.
 
     Raises:
-        LocalFailure: kubectl is not here or fails, or there is no pod.
+        LocalFailure: kubectl is not here or fails for all pods, or there is no pod.
     """
     if shutil.which("kubectl") is None:
         raise LocalFailure("--namespace needs kubectl; install it, or give saved logs with --logs")
+
     labels = f"{PART_OF},{INSTANCE}={service}" if service else PART_OF
     listed = json.loads(_kubectl(namespace, "get", "pods", "-l", labels, "-o", "json"))
     pods = [_restarts_of(pod) for pod in listed["items"]]
@@ -186,13 +230,17 @@ def of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
             f"no pods with labels {labels} in namespace {namespace}; name the namespace of the "
             "LLMService with --namespace"
         )
-    parts = [[], ["--previous"]]
-    wanted = [(name, more) for name, restarts in pods for more in parts[: 1 + (restarts > 0)]]
+
+    wanted: list[tuple[str, list[str]]] = []
+    for name, restarts in pods:
+        wanted.append((name, []))
+        if restarts:
+            wanted.append((name, ["--previous"]))
     print(f"reading the logs of {len(pods)} pods ...", file=sys.stderr)
 
     def read(one: tuple[str, list[str]]) -> Log | LocalFailure:
-        name, more = one
-        command = ["logs", name, "--all-containers", f"--since={since}", *more]
+        name, flags = one
+        command = ["logs", name, "--all-containers", f"--since={since}", *flags]
         try:
             return Log(name, _kubectl(namespace, *command).splitlines())
         except LocalFailure as failure:
@@ -200,7 +248,8 @@ def of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
 
     with ThreadPoolExecutor(READERS) as readers:
         answers = list(readers.map(read, wanted))
-    # A pod that starts has no log yet, and what was before a restart may be gone.
+
+    # A pod that starts has no log yet, and the log before a restart may be gone.
     failures = [each for each in answers if isinstance(each, LocalFailure)]
     if len(failures) == len(answers):
         raise failures[0]
@@ -210,7 +259,7 @@ def of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
 
 
 def _restarts_of(pod: Mapping[str, Any]) -> tuple[str, int]:
-    """Return a pod's name, and how often its containers were started anew."""
+    """Return a pod's name and the number of its containers' restarts."""
     statuses = pod.get("status", {}).get("containerStatuses", [])
     return pod["metadata"]["name"], sum(status.get("restartCount", 0) for status in statuses)
 
@@ -227,29 +276,35 @@ def _kubectl(namespace: str, *arguments: str) -> str:
     return done.stdout
 
 
-def steps_of(request_id: str, logs: Iterable[Log]) -> list[Step]:
-    """Find what was done for a request, in the order in which it was."""
-    steps: list[Step] = []
+def steps_of(request_id: str, logs: Iterable[Log]) -> list[TraceStep]:
+    """Return the steps of a request in order of time.
+
+    The router's last line of a request has a timeline. Earlier lines of that router with the same
+    events are left out.
+    """
+    steps: list[TraceStep] = []
     for log in logs:
         lines = [line for text in log.lines if (line := _parsed(text, request_id))]
-        is_whole = any("timeline" in line for line in lines)
+        has_timeline = any("timeline" in line for line in lines)
         for line in lines:
             if "timeline" in line:
                 steps += _timeline(line, log.pod)
-            elif not (is_whole and _is_routers(line) and line.get("event") in _TOLD_AT_THE_END):
+            elif not (has_timeline and _is_in_timeline(line)):
                 steps.append(_step(line, log.pod))
     return list(_merged(steps))
 
 
-def _merged(steps: list[Step]) -> Iterator[Step]:
-    """Yield the steps of all processes in one order, each process's in its own.
+def _merged(steps: list[TraceStep]) -> Iterator[TraceStep]:
+    """Yield the steps of all processes by time, and keep the order within each process.
 
-    Times only grow: lines have whole milliseconds, and what a router's timeline has of the same one
-    may be later than what came of it.
+    Times never decrease: log lines have whole milliseconds and a router's timeline has fractions,
+    so a cause in the timeline may seem later than its effect in a log. The effect then gets the
+    time of the cause.
     """
-    waiting: dict[tuple[str, str], deque[Step]] = defaultdict(deque)
+    waiting: dict[tuple[str, str], deque[TraceStep]] = defaultdict(deque)
     for step in sorted(steps, key=lambda step: step.at):
         waiting[step.pod, step.process].append(step)
+
     latest: datetime | None = None
     while waiting:
         process = min(waiting, key=lambda process: _order(waiting[process][0]))
@@ -260,13 +315,15 @@ def _merged(steps: list[Step]) -> Iterator[Step]:
         yield step._replace(at=latest)
 
 
-def _order(step: Step) -> tuple[datetime, int]:
+def _order(step: TraceStep) -> tuple[datetime, int]:
+    """Return the key that orders steps: the millisecond, then the place of the event in _ORDER."""
     millisecond = step.at.replace(microsecond=step.at.microsecond // 1000 * 1000)
     return millisecond, _PLACES.get((step.process, step.event), len(_ORDER))
 
 
 def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
-    """Return a line of the request; None for others, and for what is no line of a process."""
+    """Return a log line of the request; None for other lines and for text that is no log line."""
+    # Far cheaper than parsing every line.
     if json.dumps(request_id, ensure_ascii=False)[1:-1] not in text:
         return None
     try:
@@ -278,61 +335,60 @@ def _parsed(text: str, request_id: str) -> dict[str, Any] | None:
     return line if isinstance(line.get("time"), str) else None
 
 
-def _is_routers(line: Mapping[str, Any]) -> bool:
-    return _process(line) == "router"
+def _is_in_timeline(line: Mapping[str, Any]) -> bool:
+    """Return whether the timeline of the router's last line has this line's event, too."""
+    return _process(line) == "router" and line.get("event") in _IN_TIMELINE
 
 
 def _process(line: Mapping[str, Any]) -> str:
+    """Return the process that wrote a line; for an unknown logger, the logger's name."""
     logger = str(line.get("logger", ""))
     return next((name for start, name in _PROCESSES if logger.startswith(start)), logger)
 
 
-def _step(line: dict[str, Any], pod: str) -> Step:
+def _step(line: dict[str, Any], pod: str) -> TraceStep:
     event = line.get("event") or line.get("message", "")
     at = datetime.fromisoformat(line["time"])
     fields = {name: value for name, value in line.items() if name not in _HIDDEN}
     if "exception" in line or line.get("level") in ("warning", "error"):
         fields = {"level": line["level"], "message": line["message"]} | fields
-    return Step(at, _process(line), pod, event, fields)
+    return TraceStep(at, _process(line), pod, event, fields)
 
 
-# What the last line says of a request as a whole; its timeline has the rest.
-_WHOLE = (
-    *("status", "error", "finish", "model", "output_tokens", "cached_tokens", "ttft_s"),
-    *("duration_s", "degraded", "trail", "retry_after_s", "coalesced_with", "tenant"),
-)
-
-
-def _timeline(line: dict[str, Any], pod: str) -> Iterator[Step]:
-    """Yield what a router's last line of a request says."""
+def _timeline(line: dict[str, Any], pod: str) -> Iterator[TraceStep]:
+    """Yield the steps in the router's last line of a request."""
     arrived = float(line["arrived"])
 
     def at(seconds: float) -> datetime:
         return datetime.fromtimestamp(arrived + seconds, UTC)
 
-    yield Step(at(0.0), "router", pod, "arrived", {})
+    yield TraceStep(at(0.0), "router", pod, "arrived", {})
+
     for moment in line["timeline"]:
         fields = {
             name: value
             for name, value in moment.items()
             if name not in ("event", "after_s") and value not in (None, "")
         }
-        yield Step(at(moment["after_s"]), "router", pod, moment["event"], fields)
-    fields = {name: line[name] for name in _WHOLE if line.get(name) not in (None, "", [], {})}
-    yield Step(at(line["duration_s"]), "router", pod, line.get("event", "finished"), fields)
+        yield TraceStep(at(moment["after_s"]), "router", pod, moment["event"], fields)
+
+    fields = {name: line[name] for name in _SUMMARY if line.get(name) not in (None, "", [], {})}
+    yield TraceStep(at(line["duration_s"]), "router", pod, line.get("event", "finished"), fields)
 
 
-def render(request_id: str, steps: list[Step]) -> Iterator[str]:
-    """Yield the lines that people read."""
+def render(request_id: str, steps: list[TraceStep]) -> Iterator[str]:
+    """Yield the lines of the text output."""
     first = steps[0].at
     yield f"request {request_id}, {first.isoformat(timespec='milliseconds')}"
-    pods = max(len(step.pod) for step in steps)
-    events = max(len(step.event) for step in steps)
+
+    pod_width = max(len(step.pod) for step in steps)
+    event_width = max(len(step.event) for step in steps)
     for step in steps:
         after_ms = max(0.0, (step.at - first).total_seconds() * 1000)
         details = "  ".join(f"{name}={_value(value)}" for name, value in step.fields.items())
-        head = f"{after_ms:+11.1f} ms  {step.process:6}  {step.pod:{pods}}  {step.event:{events}}"
-        yield f"{head}  {details}".rstrip()
+        time = f"{after_ms:+11.1f} ms"
+        place = f"{step.process:6}  {step.pod:{pod_width}}"
+        yield f"{time}  {place}  {step.event:{event_width}}  {details}".rstrip()
 
 
 def _value(value: Any) -> str:
