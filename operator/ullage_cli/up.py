@@ -1,5 +1,6 @@
-"""`ullage up`: reads an LLMService from a file, serves it on this machine until Ctrl-C, and shows
-the progress of the start in one live table on a terminal and in plain lines elsewhere.
+"""`ullage up`: serves the LLMService of a manifest on this machine until Ctrl-C.
+
+The progress of the start is one live table on a terminal, and plain lines elsewhere.
 """
 
 import argparse
@@ -32,49 +33,6 @@ from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import Service
 
-
-class StartView:
-    """Shows what every pod is doing until all are ready."""
-
-    def __init__(self, names: list[str], console: Console) -> None:
-        self._doing = dict.fromkeys(names, "starting")
-        self._console = console
-        self._started = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=8, transient=True)
-
-    def __enter__(self) -> "StartView":
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.stop()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
-
-    def update(self, name: str, doing: str) -> None:
-        if self._doing.get(name) == doing:
-            return
-        self._doing[name] = doing
-        if self._live.is_started:
-            self._live.update(self._table())
-        else:
-            self._console.print(f"{self.seconds:5.1f} s  {name}: {doing}", highlight=False)
-
-    def _table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        for name, doing in self._doing.items():
-            table.add_row(name, doing, f"{self.seconds:.1f} s")
-        return table
-
-
 HELP = """examples:
   ullage up -f examples/smollm2.yaml
   ullage up -f service.yaml --http-port 8080 --grpc-port 0     (0: any free port)
@@ -85,6 +43,7 @@ HELP = """examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
     parser = commands.add_parser(
         "up",
         help="serve a manifest on this machine until Ctrl-C",
@@ -113,7 +72,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def port(text: str) -> int:
-    """A TCP port; 0 means any."""
+    """Return a TCP port; 0 means any free one."""
     number = int(text)
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is not a port; use 0 to 65535")
@@ -121,7 +80,10 @@ def port(text: str) -> int:
 
 
 def collector(text: str) -> TracingSection:
-    """The collector of spans at a URL."""
+    """Return the section of tracing for a collector at a URL.
+
+    The protocol is OTLP over HTTP for port 4318 or a URL with a path, and over gRPC otherwise.
+    """
     try:
         url = urlsplit(text)
         is_http = url.port == 4318 or url.path.strip("/")
@@ -131,18 +93,24 @@ def collector(text: str) -> TracingSection:
 
 
 def traced_to(service: Service, section: TracingSection) -> Service:
-    """Return the service with its spans going there."""
+    """Return the service with another section of tracing."""
     replaced = msgspec.structs.replace
     observability = replaced(service.spec.observability, tracing=section)
     return replaced(service, spec=replaced(service.spec, observability=observability))
 
 
 def run(options: argparse.Namespace) -> int:
+    """Serve the manifest until it is stopped.
+
+    Raises:
+        LocalFailure: the manifest is wrong, this machine cannot serve it, or a pod failed for good.
+    """
     service = read_service(options.file, options.base)
     if options.otlp_endpoint:
         service = traced_to(service, options.otlp_endpoint)
     if options.state_file and not options.state_file.parent.is_dir():
         raise LocalFailure(f"--state-file {options.state_file}: its folder does not exist; make it")
+
     with run_directory(options.run_dir) as run_dir, contextlib.ExitStack() as kept:
         plan = plan_local(
             service,
@@ -151,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             grpc_port=options.grpc_port,
             log_level="debug" if options.verbose else "info",
             secrets=options.secrets,
-            # Engines run this interpreter, too.
+            # Engines run in this interpreter's environment.
             has_vllm=importlib.util.find_spec("vllm") is not None,
             kept=kept,
         )
@@ -163,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def run_directory(chosen: Path | None) -> Iterator[Path]:
-    """The chosen folder, which is kept, or a fresh one that is removed at the end."""
+    """Yield the chosen folder, which is kept, or a new one that is removed at the end."""
     if chosen is not None:
         try:
             chosen.mkdir(parents=True, exist_ok=True)
@@ -171,6 +139,7 @@ def run_directory(chosen: Path | None) -> Iterator[Path]:
             raise LocalFailure(f"--run-dir {chosen}: {error.strerror}; choose another") from error
         yield chosen.resolve()
         return
+
     folder = Path(tempfile.mkdtemp(prefix="ullage-"))
     try:
         yield folder
@@ -179,10 +148,15 @@ def run_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
-    """Run the plan until SIGINT or SIGTERM; another of them ends what still stops.
+    """Run the plan until SIGINT or SIGTERM; a second signal kills the processes that still stop.
+
+    Args:
+        plan: the processes to run.
+        run_dir: folder of logs and of state.json, the service's addresses and process ids.
+        state_file: another file to which state.json is written.
 
     Raises:
-        LocalFailure: a pod can never work; everything is stopped by then.
+        LocalFailure: a pod can never work. All processes have ended by then.
     """
     console = Console(highlight=False)
     stop = asyncio.Event()
@@ -197,14 +171,17 @@ async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
     console.print(f"starting {plan.model}: {', '.join(names)}")
     for line in plan.engines:
         console.print(line, soft_wrap=True, markup=False)
+
     async with runtime.running() as followed:
         try:
             with view:
                 ready = asyncio.create_task(runtime.ready())
                 await first_of(followed, ready, stop)
+
             if ready.done() and not stop.is_set():
                 announce(plan, runtime, run_dir, state_file, console, view.seconds)
                 async with scaling(plan, runtime, console):
@@ -212,17 +189,18 @@ async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None
         finally:
             ready.cancel()
             is_asked = stop.is_set()
-            stop.set()  # from here on a signal ends what still stops
+            stop.set()  # from here on a signal kills
             hint = " (Ctrl-C again: at once)" if is_asked else " (Ctrl-C: at once)"
             console.print(f"stopping ...{hint}")
 
 
 @contextlib.asynccontextmanager
 async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> AsyncIterator[None]:
-    """Scales pools within the block, so that they have as many engines as they need."""
+    """Scale pools within the block by the measures of the router."""
     if not plan.policies:
         yield
         return
+
     router = next(p.pod for p in runtime.processes if "http" in p.pod.ports)
     keeping = asyncio.create_task(
         keep_scaled(
@@ -233,6 +211,7 @@ async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> A
             lambda pool, text: console.print(f"pool {pool}: {text}", markup=False),
         )
     )
+
     try:
         yield
     finally:
@@ -243,15 +222,71 @@ async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> A
 async def first_of(
     followed: "asyncio.Future[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
 ) -> None:
-    """Return when one of them is done; a failed pod is raised."""
+    """Return when a pod has failed, all pods are ready, or `stop` is set.
+
+    Raises:
+        PodFailed: a pod has failed.
+    """
     stopped = asyncio.create_task(stop.wait())
     waited: set[asyncio.Future[Any]] = {followed, stopped}
     if ready:
         waited.add(ready)
+
     done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     for future in done - {stopped}:
         future.result()
+
+
+class StartView:
+    """Shows the progress of every pod until all are ready.
+
+    Args:
+        names: names of the pods that start.
+        console: where to print.
+    """
+
+    def __init__(self, names: list[str], console: Console) -> None:
+        self._progress = dict.fromkeys(names, "starting")
+        self._console = console
+        self._started = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> "StartView":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start, seconds."""
+        return time.monotonic() - self._started
+
+    def update(self, name: str, progress: str) -> None:
+        """Show a pod's progress, if it is new."""
+        if self._progress.get(name) == progress:
+            return
+
+        self._progress[name] = progress
+        if self._live.is_started:
+            self._live.update(self._table())
+        else:
+            self._console.print(f"{self.seconds:5.1f} s  {name}: {progress}", highlight=False)
+
+    def _table(self) -> Table:
+        """Return a row for each pod."""
+        table = Table.grid(padding=(0, 2))
+        for name, progress in self._progress.items():
+            table.add_row(name, progress, f"{self.seconds:.1f} s")
+        return table
 
 
 def announce(
@@ -262,10 +297,12 @@ def announce(
     console: Console,
     seconds: float,
 ) -> None:
+    """Write the state files, and print the addresses of a service that is ready."""
     state = service_state(plan, runtime.processes, run_dir)
     for path in (run_dir / "state.json", state_file):
         if path:
             write_atomically(path, json.dumps(state, indent=2))
+
     url = state["http_url"]
     model = state["model"]
     console.print(f"ready in {seconds:.1f} s: {model}")
@@ -275,10 +312,11 @@ def announce(
     console.print(f"  stats    {url}/stats")
     console.print(f"  metrics  {state['metrics_url']}")
     console.print(f"  logs     {run_dir}", soft_wrap=True)
+
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"try: {command}", soft_wrap=True, markup=False)
-    console.print("tell an answer's story: ullage trace ID, the ID from its header x-request-id")
+    console.print("trace a request: ullage trace ID, the ID is in the answer's header x-request-id")
     console.print("Ctrl-C stops it.")
 
 
@@ -286,7 +324,9 @@ def service_state(plan: LocalPlan, processes: list[PodProcess], run_dir: Path) -
     """Return the addresses and process ids of a running service, for scripts."""
     router = next(p for p in processes if "http" in p.pod.ports)
     engines = [p for p in processes if p is not router]
+    # A router has a port for probes only with TLS.
     scheme = "https" if "probe" in router.pod.ports else "http"
+
     return {
         "model": plan.model,
         "run_dir": str(run_dir),
@@ -308,6 +348,7 @@ def service_state(plan: LocalPlan, processes: list[PodProcess], run_dir: Path) -
 
 
 def address(scheme: str, ports: Mapping[str, int], name: str) -> str:
+    """Return the loopback address of a named port."""
     return f"{scheme}{LOOPBACK}:{ports[name]}"
 
 
