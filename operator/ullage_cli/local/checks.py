@@ -1,4 +1,4 @@
-"""Refuses services that need a cluster or another environment than this machine."""
+"""Refuses services that need a cluster, or an environment that this machine does not have."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,28 +9,33 @@ from ullage_operator.api.spec import Service, image_of
 
 
 def check_service(service: Service, has_vllm: bool) -> None:
-    """Raise LocalFailure for a spec that this machine cannot serve.
+    """Check that this machine can serve a service.
 
     Args:
+        service: the service to serve.
         has_vllm: whether engines here can be vLLM.
+
+    Raises:
+        LocalFailure: a field of the spec cannot be met here; the message names the first of them.
     """
-    check_started(service)
-    check_vllm(service, has_vllm)
-    check_model_image(service)
-    check_cascade(service)
-    check_nodes(service)
-    check_pod_templates(service)
+    _check_not_stopped(service)
+    _check_vllm(service, has_vllm)
+    _check_model_image(service)
+    _check_cascade(service)
+    _check_nodes(service)
+    _check_pod_templates(service)
 
 
-def check_started(service: Service) -> None:
+def _check_not_stopped(service: Service) -> None:
     if service.spec.stop:
         raise LocalFailure("spec.stop: the service is stopped; set it to false to serve it")
 
 
-def check_vllm(service: Service, has_vllm: bool) -> None:
-    """Refuse features of vLLM where this environment does not have it."""
+def _check_vllm(service: Service, has_vllm: bool) -> None:
+    """Refuse features of vLLM where this environment does not have vLLM."""
     if has_vllm:
         return
+
     remedy = "install ullage[vllm] into it (make install-vllm makes one that has it)"
     if service.spec.engine == "vllm":
         raise LocalFailure(
@@ -44,7 +49,7 @@ def check_vllm(service: Service, has_vllm: bool) -> None:
         )
 
 
-def check_model_image(service: Service) -> None:
+def _check_model_image(service: Service) -> None:
     """Refuse models in images, which only the nodes of a cluster pull and mount."""
     source = service.spec.model.source
     if image_of(source):
@@ -54,18 +59,8 @@ def check_model_image(service: Service) -> None:
         )
 
 
-def check_nodes(service: Service) -> None:
-    """One machine is one node."""
-    for name, pool in service.spec.pools.items():
-        if pool.nodes > 1:
-            raise LocalFailure(
-                f"spec.pools.{name}.nodes: ullage up runs on this machine alone; set nodes to 1, "
-                "with as many gpus as it has"
-            )
-
-
-def check_cascade(service: Service) -> None:
-    """Services by their names are found by the cluster's name server, which is not here."""
+def _check_cascade(service: Service) -> None:
+    """Refuse cascade steps that name a Service, since only a cluster's DNS resolves them."""
     cascade = service.spec.cascade
     names = [step.service for step in cascade.steps if step.service] if cascade else []
     if names:
@@ -75,15 +70,32 @@ def check_cascade(service: Service) -> None:
         )
 
 
-def check_pod_templates(service: Service) -> None:
-    """What only a cluster can give; a process of this machine sees its files and environment."""
+def _check_nodes(service: Service) -> None:
+    """Refuse engines that span nodes, since this machine is one node."""
+    for name, pool in service.spec.pools.items():
+        if pool.nodes > 1:
+            raise LocalFailure(
+                f"spec.pools.{name}.nodes: ullage up runs on this machine alone; set nodes to 1, "
+                "with as many gpus as it has"
+            )
+
+
+def _check_pod_templates(service: Service) -> None:
+    """Refuse pod fields that only a cluster can provide."""
     spec = service.spec
-    check_pod_template("spec.router", naming.ROUTER, spec.router.pod_template)
+    _check_pod_template("spec.router", naming.ROUTER, spec.router.pod_template)
     for name, pool in spec.pools.items():
-        check_pod_template(f"spec.pools.{name}", naming.ENGINE, pool.pod_template)
+        _check_pod_template(f"spec.pools.{name}", naming.ENGINE, pool.pod_template)
 
 
-def check_pod_template(section: str, own: str, template: Mapping[str, Any]) -> None:
+def _check_pod_template(section: str, own: str, template: Mapping[str, Any]) -> None:
+    """Refuse other containers, volumes, and environment variables that are looked up.
+
+    Args:
+        section: path of the section that has the template, such as spec.router.
+        own: name of Ullage's own container.
+        template: the section's `podTemplate`.
+    """
     pod = template.get("spec", {})
     path = f"{section}.podTemplate.spec"
     for name in ("initContainers", "volumes"):
@@ -92,6 +104,7 @@ def check_pod_template(section: str, own: str, template: Mapping[str, Any]) -> N
                 f"{path}.{name}: ullage up runs the {own} alone and mounts nothing; leave them "
                 "out here, its processes see the files of this machine"
             )
+
     for container in pod.get("containers", ()):
         if container["name"] != own:
             raise LocalFailure(
@@ -103,8 +116,9 @@ def check_pod_template(section: str, own: str, template: Mapping[str, Any]) -> N
                 f"{path}.containers[{own}].volumeMounts: ullage up mounts nothing; leave them out "
                 "here, its processes see the files of this machine"
             )
-        looked_up = any("valueFrom" in variable for variable in container.get("env", ()))
-        if looked_up or container.get("envFrom"):
+
+        looks_up = any("valueFrom" in variable for variable in container.get("env", ()))
+        if looks_up or container.get("envFrom"):
             raise LocalFailure(
                 f"{path}.containers[{own}].env: only a cluster can look values up; set them in the "
                 "environment of ullage up, which processes inherit, and leave valueFrom and "
