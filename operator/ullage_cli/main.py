@@ -4,8 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ullage_cli import key, plan, profile, quantize, trace, up, upgrade_manifest
+from ullage_cli import key, plan, profile, quantize, up, upgrade_manifest
 from ullage_cli.top import command as top
+from ullage_cli.trace import command as trace
 from ullage_operator.api.errors import OperatorError
 from ullage_operator.api.spec import VERSION
 

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import re
 import subprocess
 import sys
@@ -13,8 +12,8 @@ from typing import Any, cast
 import grpc
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
+from ullage_cli.local.state import engines_of, running_folders
 from ullage_cli.port_forward import PortForward
-from ullage_cli.trace import local_folders
 from ullage_common.wire.errors import from_rpc_error
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
@@ -188,7 +187,7 @@ def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
     """
     pool = re.escape(options.pool) if options.pool else "[a-z0-9]+"
     pattern = re.compile(f"{re.escape(options.service)}-{pool}-{options.engine}")
-    engines = [engine for folder in local_folders() for engine in _engines_of(folder)]
+    engines = [engine for folder in running_folders() for engine in engines_of(folder)]
     matching = [each for each in engines if pattern.fullmatch(each["id"])]
 
     if not matching:
@@ -199,12 +198,3 @@ def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
             "for a cluster give --namespace"
         )
     return matching[0]
-
-
-def _engines_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the engines in a folder of `ullage up`; none if it has just ended."""
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return list(state["engines"])

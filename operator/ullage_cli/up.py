@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,9 +25,8 @@ from rich.table import Table
 
 from ullage_cli.local.files import make_folders, write_files
 from ullage_cli.local.plan import LocalPlan, plan_local
-from ullage_cli.local.pod_process import PodProcess
-from ullage_cli.local.ports import LOOPBACK
 from ullage_cli.local.runtime import LocalRuntime, is_among, keep_scaled
+from ullage_cli.local.state import RUN_DIR_PREFIX, STATE_FILE, service_state, write_state
 from ullage_cli.manifest_file import BASE_HELP, read_service
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import LocalFailure
@@ -140,7 +139,7 @@ def run_directory(chosen: Path | None) -> Iterator[Path]:
         yield chosen.resolve()
         return
 
-    folder = Path(tempfile.mkdtemp(prefix="ullage-"))
+    folder = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX))
     try:
         yield folder
     finally:
@@ -298,10 +297,10 @@ def announce(
     seconds: float,
 ) -> None:
     """Write the state files, and print the addresses of a service that is ready."""
-    state = service_state(plan, runtime.processes, run_dir)
-    for path in (run_dir / "state.json", state_file):
+    state = service_state(plan.model, runtime.processes, run_dir)
+    for path in (run_dir / STATE_FILE, state_file):
         if path:
-            write_atomically(path, json.dumps(state, indent=2))
+            write_state(path, state)
 
     url = state["http_url"]
     model = state["model"]
@@ -316,44 +315,5 @@ def announce(
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     console.print(f"try: {command}", soft_wrap=True, markup=False)
-    console.print("trace a request: ullage trace ID, the ID is in the answer's header x-request-id")
+    console.print("trace a request: ullage trace ID (the answer's header x-request-id)")
     console.print("Ctrl-C stops it.")
-
-
-def service_state(plan: LocalPlan, processes: list[PodProcess], run_dir: Path) -> dict[str, Any]:
-    """Return the addresses and process ids of a running service, for scripts."""
-    router = next(p for p in processes if "http" in p.pod.ports)
-    engines = [p for p in processes if p is not router]
-    # A router has a port for probes only with TLS.
-    scheme = "https" if "probe" in router.pod.ports else "http"
-
-    return {
-        "model": plan.model,
-        "run_dir": str(run_dir),
-        "http_url": address(f"{scheme}://", router.pod.ports, "http"),
-        "grpc_target": address("", router.pod.ports, "grpc"),
-        "metrics_url": address("http://", router.pod.ports, "metrics") + "/metrics",
-        "router": {"pid": router.pid},
-        "engines": [
-            {
-                "id": engine.pod.name,
-                "workload": engine.pod.owner,
-                "pid": engine.pid,
-                "grpc_target": address("", engine.pod.ports, "grpc"),
-                "metrics_url": address("http://", engine.pod.ports, "metrics") + "/metrics",
-            }
-            for engine in engines
-        ],
-    }
-
-
-def address(scheme: str, ports: Mapping[str, int], name: str) -> str:
-    """Return the loopback address of a named port."""
-    return f"{scheme}{LOOPBACK}:{ports[name]}"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file in one step, so that a process that polls for it never reads half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
