@@ -13,7 +13,7 @@ from ullage_operator.api.spec import VERSION
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
   ullage top                                 watch it live
-  ullage plan -f examples/smollm2.yaml       print what the operator would apply
+  ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
   ullage trace REQUEST_ID                    print one request's way from all logs
   ullage profile smollm2 --steps 50          look at an engine's steps in Perfetto
   ullage key new alice                       make an API key

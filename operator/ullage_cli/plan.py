@@ -24,8 +24,8 @@ HELP = """examples:
   ullage plan -f service.yaml --pod-monitors | kubectl diff -f -
 
 Images come from ULLAGE_ENGINE_IMAGE, ULLAGE_CUDA_ENGINE_IMAGE, ULLAGE_VLLM_ENGINE_IMAGE and
-ULLAGE_ROUTER_IMAGE, as in the operator. Which engine each pool will have, and why, and where its
-engines keep KV, is printed on the standard error output.
+ULLAGE_ROUTER_IMAGE, as in the operator. The standard error output names each pool's engine, the
+reason for it, and the places where its engines keep KV.
 """
 
 
@@ -33,7 +33,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command's parser."""
     parser = commands.add_parser(
         "plan",
-        help="print what the operator would apply",
+        help="print the objects that the operator would apply",
         description="Prints every object that the operator would apply for an LLMService.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,7 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--base", type=Path, action="append", default=[], help=BASE_HELP)
     parser.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="(yaml)")
     parser.add_argument(
-        "--pod-monitors", action="store_true", help="as where the Prometheus operator is installed"
+        "--pod-monitors", action="store_true", help="as if the Prometheus operator were installed"
     )
     parser.set_defaults(run=run)
 

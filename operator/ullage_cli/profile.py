@@ -24,9 +24,10 @@ MAX_SECONDS = 300
 """Longest wait for the steps; the engine refuses more."""
 
 NOT_SERVED = (
-    "the engine serves no profiles at that port: with tickets.required clients reach it, and older "
-    "engines know none"
+    "the engine serves no profiles at that port: with tickets.required clients reach the port, and "
+    "engines of earlier versions have no profiles"
 )
+"""Error of an engine that does not know the call."""
 
 HELP = """examples:
   ullage profile smollm2                          50 steps of ullage up's engine: trace.json.gz
@@ -36,7 +37,7 @@ HELP = """examples:
   ullage profile chat --address 10.0.0.7:9000
 
 Open the file at https://ui.perfetto.dev or chrome://tracing. In a cluster the service needs
-observability.profiling.enabled. Steps are those in which something is computed: send requests.
+observability.profiling.enabled. An engine without requests computes no steps: send some.
 """
 
 
@@ -44,8 +45,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the command's parser."""
     parser = commands.add_parser(
         "profile",
-        help="look at an engine's coming steps",
-        description="Writes what an engine computes in its coming steps, while it serves.",
+        help="record an engine's next steps",
+        description="Records the next steps of an engine while it serves.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -57,10 +58,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "-o", "--output", type=Path, default=Path("trace.json.gz"), help="(trace.json.gz)"
     )
     parser.add_argument("--timeline", action="store_true", help="batches instead of operations")
-    parser.add_argument("--pool", help="of the engine (the one that takes ordinary requests)")
-    parser.add_argument("--engine", type=int, default=0, metavar="N", help="its number there (0)")
-    parser.add_argument("-n", "--namespace", help="of the LLMService, through kubectl port-forward")
-    parser.add_argument("--address", metavar="HOST:PORT", help="of the engine's gRPC")
+    parser.add_argument("--pool", help="pool of the engine (the one that takes ordinary requests)")
+    parser.add_argument(
+        "--engine", type=int, default=0, metavar="N", help="number of the engine in its pool (0)"
+    )
+    parser.add_argument(
+        "-n", "--namespace", help="namespace of the LLMService, through kubectl port-forward"
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="gRPC address of the engine")
     parser.set_defaults(run=run)
 
 
@@ -114,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             partial.unlink(missing_ok=True)
 
     if not steps:
-        print("no step was computed meanwhile: send requests while it looks", file=sys.stderr)
+        print("no step was computed meanwhile: send requests while it records", file=sys.stderr)
     print(
         f"{options.output}: {steps} steps, {size / 1e6:.1f} MB; open it at https://ui.perfetto.dev"
     )

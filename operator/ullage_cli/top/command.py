@@ -33,7 +33,7 @@ HELP = """examples:
   ullage top --once -o json | jq '.engines[].headroom_bytes'
 
 It reads /stats and /metrics, which routers serve at the port of the metrics (9090), and ullage up
-at the port of the API, too. ULLAGE_API_KEY may have the key that tenants.protectStats asks for.
+at the port of the API, too. With tenants.protectStats, set ULLAGE_API_KEY to a tenant's key.
 """
 
 
@@ -46,9 +46,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--url", help=f"of the router ({LOCAL_URL})")
+    parser.add_argument("--url", help=f"URL of the router ({LOCAL_URL})")
     parser.add_argument("--service", metavar="NAME", help="LLMService in the cluster of kubectl")
-    parser.add_argument("-n", "--namespace", default="default", help="of the LLMService (default)")
+    parser.add_argument(
+        "-n", "--namespace", default="default", help="namespace of the LLMService (default)"
+    )
     parser.add_argument(
         "--interval", type=seconds, default=1.0, metavar="SECONDS", help="between frames (1)"
     )
@@ -183,9 +185,14 @@ class RouterPages:
             document = stats.json()
             return Sample(time.monotonic(), document, read_metrics(metrics.text))
         except ValueError as error:
-            raise LocalFailure(f"{url}/stats: not what a router of Ullage says ({error})") from None
+            raise LocalFailure(f"{url}/stats: no page of a router of Ullage ({error})") from None
 
     def _page(self, url: str) -> httpx.Response:
+        """Return a page.
+
+        Raises:
+            LocalFailure: the router does not answer, or not with status 200.
+        """
         try:
             page = self._http.get(url)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -193,6 +200,7 @@ class RouterPages:
                 f"{url}: {error or type(error).__name__}; start a service (ullage up -f "
                 "examples/smollm2.yaml), or name another router with --url or --service"
             ) from None
+
         if page.status_code == httpx.codes.UNAUTHORIZED:
             raise LocalFailure(f"{url}: needs a tenant's key; give --api-key or ULLAGE_API_KEY")
         if page.status_code != httpx.codes.OK:

@@ -92,6 +92,7 @@ def _engines_table(frame: Frame, with_blocks: bool) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("headroom", "of", "used", "run", "wait", "tokens/s", "restarts"):
         table.add_column(name, justify="right", no_wrap=True)
+
     for engine in frame.engines:
         table.add_row(
             engine.id,
@@ -107,6 +108,7 @@ def _engines_table(frame: Frame, with_blocks: bool) -> Table:
             f"{engine.tokens_per_s:.1f}",
             str(engine.restarts),
         )
+
     if not frame.engines:
         table.add_row("no engine has reported yet")
     return table
@@ -159,6 +161,7 @@ def _latest_table(rows: tuple[LatestRow, ...]) -> Table:
     for name in ("needs", "available", "queued", "first token"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("request", no_wrap=True, overflow="ellipsis")
+
     for row in rows[:MAX_LATEST]:
         retry = f" retry {row.retry_after_s} s" if row.retry_after_s is not None else ""
         table.add_row(

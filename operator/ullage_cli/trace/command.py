@@ -27,7 +27,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "trace",
         help="print one request's way from all logs",
-        description="Prints what router, engine and worker did for one request, and when.",
+        description="Prints the steps of one request in router, engine and worker, with times.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,9 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if options.namespace or options.service:
         namespace = options.namespace or "default"
         logs = list(logs_of_pods(namespace, options.service, options.since))
-        where = (
-            f"the logs of {len(logs)} pods of namespace {namespace}, of the last {options.since}"
-        )
+        where = f"{len(logs)} logs of namespace {namespace}, of the last {options.since}"
     else:
         folders = [options.logs] if options.logs else running_folders()
         logs = [log for folder in folders for log in logs_of_files(folder)]
