@@ -12,8 +12,8 @@ from typing import Any, cast
 import grpc
 
 from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
-from ullage_cli.local.state import engines_of, running_folders
 from ullage_cli.port_forward import PortForward
+from ullage_cli.processes.state import engines_of, running_folders
 from ullage_common.wire.errors import from_rpc_error
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure

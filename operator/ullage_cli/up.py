@@ -25,9 +25,9 @@ from rich.table import Table
 
 from ullage_cli.local.files import make_folders, write_files
 from ullage_cli.local.plan import LocalPlan, plan_local
-from ullage_cli.local.runtime import LocalRuntime, is_among, keep_scaled
-from ullage_cli.local.state import RUN_DIR_PREFIX, STATE_FILE, service_state, write_state
 from ullage_cli.manifest_file import BASE_HELP, read_service
+from ullage_cli.processes.runtime import LocalRuntime, is_among, keep_scaled
+from ullage_cli.processes.state import RUN_DIR_PREFIX, STATE_FILE, service_state, write_state
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import Service

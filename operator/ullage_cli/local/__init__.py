@@ -1,4 +1,4 @@
-"""Runs the operator's plan as processes on this machine instead of pods, for `ullage up`.
+"""Plans a service for this machine: the operator's pods as commands, files and loopback ports.
 
-It knows processes and ports, and no cluster.
+It starts no process (`processes` does), and knows no cluster.
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ullage_cli.local.state import running_folders
+from ullage_cli.processes.state import running_folders
 from ullage_cli.trace.logs import logs_of_files, logs_of_pods
 from ullage_cli.trace.steps import TraceStep, steps_of
 from ullage_operator.api.errors import LocalFailure

@@ -13,7 +13,7 @@ from typing import TextIO
 import msgspec
 
 from ullage_cli.local.pods import Pod
-from ullage_cli.local.readiness import wait_ready
+from ullage_cli.processes.readiness import wait_ready
 from ullage_operator.api.errors import LocalFailure
 
 FIRST_BACKOFF_S = 0.5

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ullage_cli.local.pod_process import PodProcess
 from ullage_cli.local.ports import LOOPBACK
+from ullage_cli.processes.pod_process import PodProcess
 from ullage_operator.api.errors import LocalFailure
 
 RUN_DIR_PREFIX = "ullage-"

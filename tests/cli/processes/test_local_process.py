@@ -15,9 +15,9 @@ import psutil
 import pytest
 from ullage_testing.ports import free_port
 
-from ullage_cli.local.pod_process import PodFailed, PodProcess, progress_of
 from ullage_cli.local.pods import Pod
-from ullage_cli.local.runtime import LocalRuntime
+from ullage_cli.processes.pod_process import PodFailed, PodProcess, progress_of
+from ullage_cli.processes.runtime import LocalRuntime
 
 DEADLINE_S = 60.0
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -147,7 +147,7 @@ def test_misuse_is_told_in_its_own_words_and_not_tried_again(tmp_path: Path) -> 
 def test_a_pod_that_gives_up_again_and_again_says_why_each_time_and_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ullage_cli.local.pod_process.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
     said: list[str] = []
     code = "import sys; print('error: 3 starts failed their proof', file=sys.stderr); sys.exit(1)"
 
@@ -165,7 +165,7 @@ def test_a_pod_that_gives_up_again_and_again_says_why_each_time_and_in_the_end(
 def test_a_pod_that_never_starts_is_given_up_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ullage_cli.local.pod_process.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
 
     async def scenario() -> None:
         running = process("raise RuntimeError('boom')", tmp_path)
@@ -178,8 +178,8 @@ def test_a_pod_that_never_starts_is_given_up_with_the_end_of_its_log(
 def test_a_pod_that_is_never_ready_is_given_up_however_long_its_starts_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ullage_cli.local.pod_process.FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("ullage_cli.local.pod_process.STEADY_S", 0.0)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.STEADY_S", 0.0)
 
     async def scenario() -> None:
         loading = pod("raise SystemExit(1)", ports={"http": free_port()})
@@ -193,8 +193,8 @@ def test_a_pod_that_is_never_ready_is_given_up_however_long_its_starts_take(
 def test_a_pod_that_was_ready_for_long_is_started_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ullage_cli.local.pod_process.FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("ullage_cli.local.pod_process.STEADY_S", 0.0)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.STEADY_S", 0.0)
 
     async def scenario() -> None:
         port = free_port()
@@ -307,7 +307,7 @@ def test_killing_the_parent_leaves_no_pod_behind(tmp_path: Path) -> None:
 import asyncio, sys
 from pathlib import Path
 from ullage_cli.local.pods import Pod
-from ullage_cli.local.pod_process import PodProcess
+from ullage_cli.processes.pod_process import PodProcess
 pod = Pod("p-0", "p", "pools.single", (sys.executable, "-c", {FOREVER!r}), {{}}, {{}}, 20)
 asyncio.run(PodProcess(pod, Path({str(tmp_path / "pod.log")!r}), print).run())
 """

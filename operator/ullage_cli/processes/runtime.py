@@ -8,10 +8,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from ullage_cli.local.pod_process import PodFailed, PodProcess
 from ullage_cli.local.pods import Pod
 from ullage_cli.local.ports import LOOPBACK
-from ullage_cli.local.readiness import wait_ready
+from ullage_cli.processes.pod_process import PodFailed, PodProcess
+from ullage_cli.processes.readiness import wait_ready
 from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 
