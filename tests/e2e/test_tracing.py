@@ -19,7 +19,8 @@ NAMES = {
     *("tokenise", "decide", "engine", "generate", "queue", "prefill", "decode"),
     "chat smollm2-135m",
 }
-EVENTS = ("decided", "received", "admitted", "first_chunk", "first_token", "finished")
+EVENTS = ("received", "admitted", "first_chunk", "first_token", "finished")
+"""Events of log lines. An acceptance at once has no line: it is in the timeline of the last."""
 
 
 def test_a_request_is_one_trace_through_all_processes(
