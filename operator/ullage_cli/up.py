@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
     if options.state_file and not options.state_file.parent.is_dir():
         raise LocalFailure(f"--state-file {options.state_file}: its folder does not exist; make it")
 
-    with run_directory(options.run_dir) as run_dir, contextlib.ExitStack() as kept:
+    with _run_directory(options.run_dir) as run_dir, contextlib.ExitStack() as kept:
         plan = plan_local(
             service,
             run_dir,
@@ -124,12 +124,12 @@ def run(options: argparse.Namespace) -> int:
         )
         write_files(plan.files)
         make_folders(plan.folders)
-        asyncio.run(serve(plan, run_dir, options.state_file))
+        asyncio.run(_serve(plan, run_dir, options.state_file))
     return 0
 
 
 @contextlib.contextmanager
-def run_directory(chosen: Path | None) -> Iterator[Path]:
+def _run_directory(chosen: Path | None) -> Iterator[Path]:
     """Yield the chosen folder, which is kept, or a new one that is removed at the end."""
     if chosen is not None:
         try:
@@ -146,7 +146,7 @@ def run_directory(chosen: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
+async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
     """Run the plan until SIGINT or SIGTERM; a second signal kills the processes that still stop.
 
     Args:
@@ -175,26 +175,26 @@ async def serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None
     for line in plan.engines:
         console.print(line, soft_wrap=True, markup=False)
 
-    async with runtime.running() as followed:
+    async with runtime.running() as failed:
         try:
             with view:
                 ready = asyncio.create_task(runtime.ready())
-                await first_of(followed, ready, stop)
+                await _first_of(failed, ready, stop)
 
             if ready.done() and not stop.is_set():
-                announce(plan, runtime, run_dir, state_file, console, view.seconds)
-                async with scaling(plan, runtime, console):
-                    await first_of(followed, None, stop)
+                _announce(plan, runtime, run_dir, state_file, console, view.seconds)
+                async with _scaling(plan, runtime, console):
+                    await _first_of(failed, None, stop)
         finally:
             ready.cancel()
-            is_asked = stop.is_set()
+            was_asked = stop.is_set()
             stop.set()  # from here on a signal kills
-            hint = " (Ctrl-C again: at once)" if is_asked else " (Ctrl-C: at once)"
+            hint = " (Ctrl-C again: at once)" if was_asked else " (Ctrl-C: at once)"
             console.print(f"stopping ...{hint}")
 
 
 @contextlib.asynccontextmanager
-async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> AsyncIterator[None]:
+async def _scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> AsyncIterator[None]:
     """Scale pools within the block by the measures of the router."""
     if not plan.policies:
         yield
@@ -218,16 +218,21 @@ async def scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> A
         await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def first_of(
-    followed: "asyncio.Future[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
+async def _first_of(
+    failed: "asyncio.Future[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
 ) -> None:
     """Return when a pod has failed, all pods are ready, or `stop` is set.
+
+    Args:
+        failed: ends with the error of a pod that can never work.
+        ready: ends when all pods are ready; None to wait for the others only.
+        stop: set by a signal.
 
     Raises:
         PodFailed: a pod has failed.
     """
     stopped = asyncio.create_task(stop.wait())
-    waited: set[asyncio.Future[Any]] = {followed, stopped}
+    waited: set[asyncio.Future[Any]] = {failed, stopped}
     if ready:
         waited.add(ready)
 
@@ -288,7 +293,7 @@ class StartView:
         return table
 
 
-def announce(
+def _announce(
     plan: LocalPlan,
     runtime: LocalRuntime,
     run_dir: Path,
