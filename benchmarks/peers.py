@@ -165,7 +165,7 @@ def ullage(manifest: Path) -> Server:
     spec = yaml.safe_load(manifest.read_text())["spec"]
 
     def command(port: int) -> list[str]:
-        arguments = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
+        arguments = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
         return [*arguments, "--http-port", str(port), "--grpc-port", "0"]
 
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]

@@ -68,7 +68,7 @@ class Service:
 
 def start(manifest: Path, state_file: Path) -> tuple[subprocess.Popen[bytes], float]:
     """The running service and the seconds it took to be ready."""
-    command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
+    command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
     command += ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
     started = time.monotonic()
     service = subprocess.Popen(command, stdout=subprocess.DEVNULL)

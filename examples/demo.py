@@ -202,7 +202,7 @@ async def overload(demo: Demo) -> None:
 
 async def story(demo: Demo) -> None:
     """The story of one refusal: ullage trace, with the id of its header x-request-id"""
-    command = [sys.executable, "-m", "ullage_operator.cli.main", "trace", demo.refused_id]
+    command = [sys.executable, "-m", "ullage_cli.main", "trace", demo.refused_id]
     process = await asyncio.create_subprocess_exec(
         *command, "--logs", demo.run_dir, stdout=subprocess.PIPE
     )
@@ -275,7 +275,7 @@ def worker_pid(engine_pid: int) -> int:
 
 
 def start(manifest: Path, state_file: Path, verbose: bool) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
+    command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
     command += ["--http-port", "0", "--grpc-port", "0"]
     command += ["--state-file", str(state_file)] + (["--verbose"] if verbose else [])
     return subprocess.Popen(command, stdout=sys.stderr)

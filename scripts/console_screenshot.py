@@ -40,7 +40,7 @@ def service(manifest: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ullage-shot-") as folder:
         state_file = Path(folder, "state.json")
         ports = ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
-        command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
+        command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
         with subprocess.Popen([*command, *ports], stdout=sys.stderr) as process:
             try:
                 deadline = time.monotonic() + START_TIMEOUT_S

@@ -26,7 +26,7 @@ fast_rest=(
     "$engine"/{kv_cache,memory,model_config,parallel,protocol,quantization,scheduler,tokenizer}
 )
 talking=(tests/router tests/common "$engine/server")
-operating=(tests/operator tests/kubeapi tests/charts)
+operating=(tests/operator tests/cli tests/kubeapi tests/charts)
 services=(tests/e2e tests/observability)
 benchmarks=(tests/benchmarks)
 unshared=(tests/e2e/test_{asleep,hybrid}.py)

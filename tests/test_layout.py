@@ -16,6 +16,7 @@ PACKAGES = [
     ROOT / "engine/ullage_kv",
     ROOT / "operator/ullage_router",
     ROOT / "operator/ullage_operator",
+    ROOT / "operator/ullage_cli",
     ROOT / "proto/ullage_common",
 ]
 

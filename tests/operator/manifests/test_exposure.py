@@ -9,8 +9,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from ullage_cli.main import main
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.cli.main import main
 from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan
 
 MakePlan = Callable[..., ServicePlan]

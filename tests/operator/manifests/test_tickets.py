@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import yaml
 
+from ullage_cli.local.plan import plan_local
 from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import RouterConfig
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.spec import parse
 from ullage_operator.controller.plan import ServicePlan
-from ullage_operator.local.plan import plan_local
 
 MakePlan = Callable[..., ServicePlan]
 SECRET = {"secretName": "demo-tickets"}

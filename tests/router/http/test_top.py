@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ullage_cli.main import main
 from ullage_common.process.config_file import entry, new_key
-from ullage_operator.cli.main import main
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.server import HTTPServer
 from ullage_router.server.processes import listen
@@ -74,7 +74,7 @@ async def test_it_goes_on_when_the_router_comes_back_and_ends_by_ctrl_c(
     server, port = await serve(0)
     url = f"http://127.0.0.1:{port}"
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "ullage_operator.cli.main", "top", "--url", url, *QUICK]
+    command = [sys.executable, "-m", "ullage_cli.main", "top", "--url", url, *QUICK]
     process = await asyncio.create_subprocess_exec(
         *command, "-o", "json", stdout=pipe, stderr=pipe, limit=1 << 20
     )

@@ -47,7 +47,7 @@ def services(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Ite
             state_file = folder / "state.json"
             http_port = free_port()
             grpc_port = free_port()
-            command = [sys.executable, "-m", "ullage_operator.cli.main", "up"]
+            command = [sys.executable, "-m", "ullage_cli.main", "up"]
             command += ["-f", str(manifest), "--state-file", str(state_file)]
             command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
             command += ["--run-dir", str(stack.enter_context(run_dir(weights_dir)))]

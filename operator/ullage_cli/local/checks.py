@@ -1,0 +1,126 @@
+"""Refuses services that need a cluster, or an environment that this machine does not have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.api.spec import Service, image_of
+
+
+def check_service(service: Service, has_vllm: bool) -> None:
+    """Check that this machine can serve a service.
+
+    Args:
+        service: the service to serve.
+        has_vllm: whether engines here can be vLLM.
+
+    Raises:
+        LocalFailure: a field of the spec cannot be met here; the message names the first of them.
+    """
+    _check_not_stopped(service)
+    _check_vllm(service, has_vllm)
+    _check_model_image(service)
+    _check_cascade(service)
+    _check_nodes(service)
+    _check_pod_templates(service)
+
+
+def _check_not_stopped(service: Service) -> None:
+    if service.spec.stop:
+        raise LocalFailure("spec.stop: the service is stopped; set it to false to serve it")
+
+
+def _check_vllm(service: Service, has_vllm: bool) -> None:
+    """Refuse features of vLLM where this environment does not have vLLM."""
+    if has_vllm:
+        return
+
+    remedy = "install ullage[vllm] into it (make install-vllm makes one that has it)"
+    if service.spec.engine == "vllm":
+        raise LocalFailure(
+            f"spec.engine: VLLM needs vLLM, which this environment has not; {remedy}, or set "
+            "engine to Auto"
+        )
+    if service.spec.serves_adapters:
+        raise LocalFailure(
+            "spec.adapters: the native engine serves no adapters, and this environment has no "
+            f"vLLM; {remedy}, or leave adapters out"
+        )
+
+
+def _check_model_image(service: Service) -> None:
+    """Refuse models in images, which only the nodes of a cluster pull and mount."""
+    source = service.spec.model.source
+    if image_of(source):
+        raise LocalFailure(
+            f"spec.model.source {source}: ullage up mounts no images; unpack it, such as with "
+            "skopeo and umoci, and name its folder, file:///path"
+        )
+
+
+def _check_cascade(service: Service) -> None:
+    """Refuse cascade steps that name a Service, since only a cluster's DNS resolves them."""
+    cascade = service.spec.cascade
+    names = [step.service for step in cascade.steps if step.service] if cascade else []
+    if names:
+        raise LocalFailure(
+            f"spec.cascade.steps: {names[0]} is found by that name in a cluster only; serve it "
+            "with ullage up as well and write address: 127.0.0.1:PORT with its gRPC port"
+        )
+
+
+def _check_nodes(service: Service) -> None:
+    """Refuse engines that span nodes, since this machine is one node."""
+    for name, pool in service.spec.pools.items():
+        if pool.nodes > 1:
+            raise LocalFailure(
+                f"spec.pools.{name}.nodes: ullage up runs on this machine alone; set nodes to 1, "
+                "with as many gpus as it has"
+            )
+
+
+def _check_pod_templates(service: Service) -> None:
+    """Refuse pod fields that only a cluster can provide."""
+    spec = service.spec
+    _check_pod_template("spec.router", naming.ROUTER, spec.router.pod_template)
+    for name, pool in spec.pools.items():
+        _check_pod_template(f"spec.pools.{name}", naming.ENGINE, pool.pod_template)
+
+
+def _check_pod_template(section: str, own: str, template: Mapping[str, Any]) -> None:
+    """Refuse other containers, volumes, and environment variables that are looked up.
+
+    Args:
+        section: path of the section that has the template, such as spec.router.
+        own: name of Ullage's own container.
+        template: the section's `podTemplate`.
+    """
+    pod = template.get("spec", {})
+    path = f"{section}.podTemplate.spec"
+    for name in ("initContainers", "volumes"):
+        if pod.get(name):
+            raise LocalFailure(
+                f"{path}.{name}: ullage up runs the {own} alone and mounts nothing; leave them "
+                "out here, its processes see the files of this machine"
+            )
+
+    for container in pod.get("containers", ()):
+        if container["name"] != own:
+            raise LocalFailure(
+                f"{path}.containers[{container['name']}]: ullage up runs the {own} alone; leave "
+                "others out here"
+            )
+        if container.get("volumeMounts"):
+            raise LocalFailure(
+                f"{path}.containers[{own}].volumeMounts: ullage up mounts nothing; leave them out "
+                "here, its processes see the files of this machine"
+            )
+
+        looks_up = any("valueFrom" in variable for variable in container.get("env", ()))
+        if looks_up or container.get("envFrom"):
+            raise LocalFailure(
+                f"{path}.containers[{own}].env: only a cluster can look values up; set them in the "
+                "environment of ullage up, which processes inherit, and leave valueFrom and "
+                "envFrom out"
+            )

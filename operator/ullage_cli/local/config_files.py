@@ -1,0 +1,173 @@
+"""Makes the configuration file of every pod: the cluster's, with this machine's addresses."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ullage_cli.local.files import File
+from ullage_cli.local.ports import LOOPBACK, PodPorts
+from ullage_cli.local.workloads import Manifest, pod_names, workloads
+from ullage_operator.api import naming
+from ullage_operator.api.spec import Service
+from ullage_operator.manifests.config_files import adapters_file, to_yaml
+
+ADAPTERS_DIR = "adapters"
+"""Folder of the adapters' file. No pod has this name: the names of pods end with numbers."""
+
+LISTENERS = {"http": "http", "grpc": "grpc", "metrics": "metrics", "probe": "probes"}
+"""Section of a router's configuration, by the name of its container port."""
+
+Document = dict[str, Any]
+"""A parsed configuration file."""
+
+
+def pod_files(
+    objects: Sequence[Manifest], run_dir: Path, ports: PodPorts, cores: Mapping[str, Document]
+) -> list[File]:
+    """Return the configuration files of every pod, each in its own folder.
+
+    Args:
+        objects: the operator's plan, with a memory budget for every engine.
+        run_dir: folder of all pods' folders.
+        ports: loopback ports by pod name.
+        cores: settings of cores of every engine, by pod name.
+    """
+    configs = {item["metadata"]["name"]: item["data"] for item in objects if "data" in item}
+    targets = {
+        workload["metadata"]["name"]: [_grpc_target(ports[name]) for name in pod_names(workload)]
+        for workload in workloads(objects)
+    }
+
+    files = []
+    for workload in workloads(objects):
+        owner = workload["metadata"]["name"]
+        for name in pod_names(workload):
+            folder = run_dir / name / "config"
+            # Parsed again for every pod, which changes its own copy.
+            data = {key: yaml.safe_load(text) for key, text in configs[owner].items()}
+            if engine := data.get(naming.ENGINE_CONFIG):
+                engine = _local_engine(
+                    engine, name, run_dir, ports[name], cores[name], targets[owner]
+                )
+                documents = {naming.ENGINE_CONFIG: engine}
+            else:
+                documents = _local_router(data, folder, ports[name], targets)
+            files += [File(folder / key, to_yaml(item)) for key, item in documents.items()]
+
+    return files
+
+
+def _grpc_target(ports: Mapping[str, int]) -> str:
+    return f"{LOOPBACK}:{ports['grpc']}"
+
+
+def _local_engine(
+    document: Document,
+    pod_name: str,
+    run_dir: Path,
+    ports: Mapping[str, int],
+    cores: Document,
+    pool: Sequence[str],
+) -> Document:
+    """Return an engine's configuration; all engines of this machine share the prepared weights.
+
+    Args:
+        document: the configuration that the engine has in a cluster.
+        pod_name: the engine's id.
+        run_dir: folder of all pods' folders.
+        ports: the engine's loopback ports.
+        cores: the engine's settings of cores.
+        pool: gRPC addresses of all engines of its pool.
+    """
+    server = (
+        document["server"]
+        | cores
+        | {
+            "engine_id": pod_name,
+            "host": LOOPBACK,
+            "grpc_port": ports["grpc"],
+            "metrics_port": ports["metrics"],
+            **({"probe_port": ports["probe"]} if "probe" in ports else {}),
+            "run_dir": str(run_dir / pod_name),
+            "weights_dir": str(run_dir / "weights"),
+        }
+    )
+
+    tiers = dict(document["memory"]["tiers"])
+    if "remote" in tiers:
+        peers = [address for address in pool if address != _grpc_target(ports)]
+        tiers["remote"] = tiers["remote"] | {"peers": peers}
+    if _has_file_tier(document) and tiers["file"]["path"] == naming.KV_DIR:
+        tiers["file"] = tiers["file"] | {"path": str(run_dir / pod_name / "kv")}
+
+    local = document | {"server": server, "memory": document["memory"] | {"tiers": tiers}}
+    if "adapters_file" in document:
+        local["adapters_file"] = str(_adapters_path(run_dir))
+    return local
+
+
+def _local_router(
+    data: Mapping[str, Document],
+    folder: Path,
+    ports: Mapping[str, int],
+    targets: Mapping[str, Sequence[str]],
+) -> dict[str, Document]:
+    """Return the router's configuration files by name.
+
+    A pool's Service name becomes the addresses of its engines, and a pool without engines is left
+    out. No canary can run here, so the rollout file holds only the adapters of engines that sleep,
+    and is left out where there are none.
+
+    Args:
+        data: the configuration files that the router has in a cluster, by name.
+        folder: folder of the files.
+        ports: the router's loopback ports.
+        targets: gRPC addresses of engines, by the name of their StatefulSet, which is the name of
+            their Service, too.
+    """
+    document = data[naming.ROUTER_CONFIG]
+    pools = [pool | {"targets": _addresses(pool["targets"], targets)} for pool in document["pools"]]
+
+    listen: dict[str, dict[str, Any]] = {
+        section: {"host": LOOPBACK, "port": ports[port_name]}
+        for port_name, section in LISTENERS.items()
+        if port_name in ports
+    }
+    listen["http"]["public_stats"] = True  # loopback is as public as the port of the metrics
+    listen["console"] = {"local": True}
+
+    router = document | listen | {"pools": [pool for pool in pools if pool["targets"]]}
+    del router["rollout_file"]
+    adapters = data[naming.ROLLOUT_FILE].get("adapters")
+    if not adapters:
+        return {naming.ROUTER_CONFIG: router}
+
+    router["rollout_file"] = str(folder / naming.ROLLOUT_FILE)
+    return {naming.ROUTER_CONFIG: router, naming.ROLLOUT_FILE: {"adapters": adapters}}
+
+
+def _addresses(services: Iterable[str], targets: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the addresses of the engines behind Services, each given as NAME:PORT."""
+    return [address for service in services for address in targets[service.split(":")[0]]]
+
+
+def adapters_of(service: Service, run_dir: Path) -> File:
+    """Return the file from which all engines read their adapters."""
+    return File(_adapters_path(run_dir), adapters_file(service))
+
+
+def _adapters_path(run_dir: Path) -> Path:
+    return run_dir / ADAPTERS_DIR / naming.ADAPTERS_FILE
+
+
+def kv_folders(files: Iterable[File]) -> list[Path]:
+    """Return the folders of all engines' file tiers, each once."""
+    engines = [yaml.safe_load(f.text) for f in files if f.path.name == naming.ENGINE_CONFIG]
+    tiers = [engine["memory"]["tiers"]["file"] for engine in engines if _has_file_tier(engine)]
+    return [Path(path) for path in dict.fromkeys(tier["path"] for tier in tiers)]
+
+
+def _has_file_tier(engine: Document) -> bool:
+    return "file" in engine["memory"]["tiers"]

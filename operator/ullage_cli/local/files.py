@@ -1,0 +1,41 @@
+"""Writes the plan's configuration files, and makes the folders in which engines keep KV."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ullage_operator.api.errors import LocalFailure
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One configuration file of one pod."""
+
+    path: Path
+    text: str
+
+
+def write_files(files: Sequence[File]) -> None:
+    """Write configuration files, and make their folders."""
+    for file in files:
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        file.path.write_text(file.text, encoding="utf-8")
+
+
+def make_folders(folders: Sequence[Path]) -> None:
+    """Make the folders of file tiers, and check that they are writable.
+
+    Raises:
+        LocalFailure: a folder cannot be made, or not be written to.
+    """
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise LocalFailure(
+                f"memory.tiers.file.path {folder}: {error.strerror}; choose a folder in which you "
+                "may write, or leave path out for one in the run directory"
+            ) from error

@@ -1,0 +1,173 @@
+"""The operator's plan for one machine: pods become commands, configuration files and ports.
+
+Addresses of the cluster become loopback addresses, volumes become folders, and a Secret becomes a
+folder with one file a key. Nothing is written or started here, but ports are reserved.
+"""
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from ullage_cli.local.checks import check_service
+from ullage_cli.local.config_files import adapters_of, kv_folders, pod_files
+from ullage_cli.local.files import File
+from ullage_cli.local.pods import Pod, make_pods
+from ullage_cli.local.ports import assign_ports
+from ullage_cli.local.secret_folders import mount_secrets, secret_mounts
+from ullage_cli.local.shares import machine_cores, share_cores, share_memory
+from ullage_cli.local.workloads import Manifest
+from ullage_operator.api import naming
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.api.sections import AutoscalingSpec
+from ullage_operator.api.spec import Service, Settings
+from ullage_operator.autoscaling import autoscaling_of, replicas
+from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.manifests.engine_choice import expected_engine
+
+MAX_SOCKET_PATH = 107
+"""Longest path of a Unix socket, bytes: `sockaddr_un` holds 108 with the closing zero."""
+SOCKET_NAME = "/worker-9999.ipc"
+"""Longest name of a socket that an engine makes in its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlan:
+    """The processes and files of a service on this machine."""
+
+    model: str
+    pods: list[Pod]
+    """All pods, including those of pools that scale which do not run yet."""
+    files: list[File]
+    policies: Mapping[str, AutoscalingSpec] = field(default_factory=dict)
+    """Autoscaling policies, by pool that scales."""
+    engines: Sequence[str] = ()
+    """A line for each pool: the engine that it will be here, and why."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Number of engines at the start, by pool that scales."""
+    folders: Sequence[Path] = ()
+    """Folders in which engines keep KV."""
+
+
+def plan_local(
+    service: Service,
+    run_dir: Path,
+    *,
+    http_port: int,
+    grpc_port: int,
+    log_level: str,
+    secrets: Path | None = None,
+    has_vllm: bool = False,
+    kept: contextlib.ExitStack | None = None,
+) -> LocalPlan:
+    """Return the processes and files of a service on this machine.
+
+    Args:
+        service: the service to run.
+        run_dir: folder of configuration, logs, sockets and downloads.
+        http_port: the router's port for HTTP; 0 means any free one.
+        grpc_port: the router's port for gRPC; 0 means any free one.
+        log_level: log level of services that name none.
+        secrets: folder with one folder for every Secret that the service names.
+        has_vllm: whether engines here can be vLLM.
+        kept: reserves the pods' ports until it is closed.
+
+    Raises:
+        LocalFailure: a port is taken; no pool asks for an engine; the service needs an engine,
+            another service or a Secret that this machine does not have; the path of `run_dir` is
+            too long for sockets.
+    """
+    check_service(service, has_vllm)
+    observed = Observed(now=datetime.now(UTC))
+    settings = Settings(on_kubernetes=False)
+    decided = plan(_adapted(service, log_level), observed, settings)
+    objects: Sequence[Manifest] = decided.apply
+
+    router_ports = {naming.router_name(service.name): {"http": http_port, "grpc": grpc_port}}
+    ports = assign_ports(objects, router_ports, kept)
+    pods = make_pods(objects, run_dir, ports, secrets)
+    _check_engines(pods)
+    _check_socket_paths(pods, run_dir)
+
+    objects = share_memory(objects)
+    cores = share_cores(objects, machine_cores())
+    files = pod_files(objects, run_dir, ports, cores)
+    files = mount_secrets(files, secret_mounts(objects, secrets))
+    if service.spec.serves_adapters:
+        files.append(adapters_of(service, run_dir))
+
+    policies = _policies(service)
+    return LocalPlan(
+        model=service.spec.model.name,
+        pods=pods,
+        files=files,
+        policies=policies,
+        engines=_engine_lines(service, has_vllm),
+        sizes={name: replicas(service.spec.pools[name], None, None) for name in policies},
+        folders=kv_folders(files),
+    )
+
+
+def _adapted(service: Service, log_level: str) -> Service:
+    """Return the service as this machine runs it.
+
+    All engines that a pool can scale to get their ports and files at the start. There is one
+    router, since several would share one port. A service that names no log level gets `log_level`.
+    Profiling is on: its ports are on loopback, for the user of this machine.
+    """
+    replace = msgspec.structs.replace
+    spec = service.spec
+
+    pools = dict(spec.pools)
+    for name, scaling in _policies(service).items():
+        pools[name] = replace(pools[name], replicas=scaling.max_replicas)
+
+    observability = replace(
+        spec.observability,
+        log_level=spec.observability.log_level or log_level,
+        profiling=replace(spec.observability.profiling, enabled=True),
+    )
+    router = replace(spec.router, replicas=1)
+    return replace(
+        service, spec=replace(spec, pools=pools, router=router, observability=observability)
+    )
+
+
+def _policies(service: Service) -> dict[str, AutoscalingSpec]:
+    """Return the policies of pools that scale, by pool; `ullage up` scales for every provider."""
+    autoscaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
+    return {name: scaling for name, scaling in autoscaling.items() if scaling}
+
+
+def _engine_lines(service: Service, has_vllm: bool) -> list[str]:
+    """Return a line for each pool: the engine that it will be here, and why."""
+    spec = service.spec
+    on_cuda = {"cuda": True, "cpu": False}.get(spec.device)
+    place = "this environment"
+    expected = {
+        name: expected_engine(spec, pool, on_cuda=on_cuda, has_vllm=has_vllm, place=place)
+        for name, pool in spec.pools.items()
+    }
+    return [f"pool {name}: engine {line}" for name, line in expected.items()]
+
+
+def _check_engines(pods: Iterable[Pod]) -> None:
+    """Refuse a plan of routers alone."""
+    if all("http" in pod.ports for pod in pods):
+        raise LocalFailure(
+            "spec.pools: no pool asks for an engine; set spec.replicas, or replicas of a pool, to 1"
+        )
+
+
+def _check_socket_paths(pods: Iterable[Pod], run_dir: Path) -> None:
+    """Refuse a folder whose path is too long for the sockets of engines."""
+    for pod in pods:
+        length = len(str(run_dir / pod.name).encode()) + len(SOCKET_NAME)
+        if length > MAX_SOCKET_PATH:
+            raise LocalFailure(
+                f"--run-dir {run_dir}: too long for the sockets of {pod.name}, by "
+                f"{length - MAX_SOCKET_PATH} bytes; choose a shorter one"
+            )

@@ -1,0 +1,127 @@
+"""Makes commands of pods: arguments, environment, volumes as folders, and loopback ports."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ullage_cli.local.ports import PodPorts
+from ullage_cli.local.secret_folders import is_secret_variable, secret_env
+from ullage_cli.local.workloads import Manifest, pod_names, pod_spec, workloads
+from ullage_operator.api import naming
+
+ENTRY_POINTS = {"ullage-engine": "ullage_engine.main", "ullage-router": "ullage_router.main"}
+"""Modules of the images' commands; they run in this interpreter's environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One replica of a pod template, as a process."""
+
+    name: str
+    owner: str
+    """Name of the Deployment or StatefulSet."""
+    part: str
+    """Part of the spec that the pod belongs to, such as pools.single or router."""
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    ports: Mapping[str, int]
+    """Loopback port of every named container port."""
+    grace_s: float
+    """Time from SIGTERM to SIGKILL, seconds; answers under way end within it."""
+
+
+def make_pods(
+    objects: Sequence[Manifest], run_dir: Path, ports: PodPorts, secrets: Path | None = None
+) -> list[Pod]:
+    """Return the processes of a plan.
+
+    Args:
+        objects: the operator's plan.
+        run_dir: folder in which the volumes of pods are folders.
+        ports: loopback ports by pod name.
+        secrets: folder with one folder a Secret.
+
+    Raises:
+        LocalFailure: an environment variable needs a Secret that has no folder, or lacks the key.
+    """
+    return [
+        _make_pod(workload, name, run_dir, ports[name], secrets)
+        for workload in workloads(objects)
+        for name in pod_names(workload)
+    ]
+
+
+def _make_pod(
+    workload: Manifest,
+    name: str,
+    run_dir: Path,
+    ports: Mapping[str, int],
+    secrets: Path | None,
+) -> Pod:
+    spec = pod_spec(workload)
+    container = spec["containers"][0]
+    mounts = _mounts(container, run_dir, name)
+
+    variables = container.get("env", ())
+    env = {
+        variable["name"]: _translate(_variable_value(variable, name), {}, mounts)
+        for variable in variables
+        if not is_secret_variable(variable)
+    }
+    env |= secret_env(filter(is_secret_variable, variables), secrets)
+
+    arguments = [_translate(text, env, mounts) for text in container.get("args", ())]
+    return Pod(
+        name=name,
+        owner=workload["metadata"]["name"],
+        part=_spec_part(workload),
+        command=(*_entry_point(container["command"]), *arguments),
+        env=env,
+        ports=ports,
+        grace_s=spec["terminationGracePeriodSeconds"],
+    )
+
+
+def _spec_part(workload: Manifest) -> str:
+    """Return the part of the spec that a workload belongs to, such as pools.single or router."""
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    pool = labels.get(naming.POOL_LABEL)
+    return f"pools.{pool}" if pool else str(labels["app.kubernetes.io/component"])
+
+
+def _entry_point(command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", ENTRY_POINTS[command[0]], *command[1:]]
+
+
+def _variable_value(variable: Manifest, pod_name: str) -> str:
+    """Return an environment variable's literal value, empty where none is given.
+
+    `metadata.name` is the only downward-API field that the manifests use.
+    """
+    if "valueFrom" not in variable:
+        return str(variable.get("value") or "")
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name", variable
+    return pod_name
+
+
+def _mounts(container: Manifest, run_dir: Path, pod_name: str) -> dict[str, Path]:
+    """Return the folder on this machine of every mount path; all pods share downloads."""
+    return {
+        mount["mountPath"]: run_dir / mount["name"]
+        if mount["mountPath"] == naming.CACHE_DIR
+        else run_dir / pod_name / mount["name"]
+        for mount in container.get("volumeMounts", ())
+    }
+
+
+def _translate(text: str, env: Mapping[str, str], mounts: Mapping[str, Path]) -> str:
+    """Expand $(NAME) as the kubelet does, and mount paths to folders of this machine."""
+    for name, value in env.items():
+        text = text.replace(f"$({name})", value)
+
+    for path, folder in mounts.items():
+        if text.startswith(f"{path}/"):
+            return str(folder) + text.removeprefix(path)
+
+    return text

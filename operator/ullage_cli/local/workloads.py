@@ -1,0 +1,32 @@
+"""Reads the Deployments and StatefulSets of a plan: their pods, containers and ports."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+WORKLOAD_KINDS = ("Deployment", "StatefulSet")
+
+Manifest = Mapping[str, Any]
+"""A Kubernetes object as plain data."""
+
+
+def workloads(objects: Iterable[Manifest]) -> list[Manifest]:
+    """Return the objects that have pods."""
+    return [item for item in objects if item["kind"] in WORKLOAD_KINDS]
+
+
+def pod_names(workload: Manifest) -> list[str]:
+    """Return the names of a workload's pods: stable ones, as a StatefulSet gives them."""
+    name = workload["metadata"]["name"]
+    return [f"{name}-{index}" for index in range(workload["spec"]["replicas"])]
+
+
+def pod_spec(workload: Manifest) -> Manifest:
+    """Return the pod spec of a workload's template."""
+    spec: Manifest = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def container_ports(workload: Manifest) -> list[str]:
+    """Return the names of the ports of a workload's main container."""
+    container = pod_spec(workload)["containers"][0]
+    return [port["name"] for port in container["ports"] if "name" in port]

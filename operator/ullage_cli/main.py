@@ -1,0 +1,61 @@
+"""The entry point `ullage`: parses the command line and prints errors."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ullage_cli import key, plan, profile, quantize, up, upgrade_manifest
+from ullage_cli.top import command as top
+from ullage_cli.trace import command as trace
+from ullage_operator.api.errors import OperatorError
+from ullage_operator.api.spec import VERSION
+
+HELP = """examples:
+  ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C
+  ullage top                                 watch it live
+  ullage plan -f examples/smollm2.yaml       print the operator's objects for a manifest
+  ullage trace REQUEST_ID                    print one request's way from all logs
+  ullage profile smollm2 --steps 50          look at an engine's steps in Perfetto
+  ullage key new alice                       make an API key
+  ullage upgrade-manifest -f old.yaml        print a manifest of 0.1.0 in today's form
+  ullage quantize --model file:///m --format int8 --output ./m-int8
+"""
+
+COMMANDS = (up, top, trace, profile, plan, quantize, key, upgrade_manifest)
+"""Modules of the commands, in the order of the help."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; each command sets its function as `run`."""
+    parser = argparse.ArgumentParser(
+        prog="ullage",
+        description="Language models that never run out of GPU memory.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ullage {VERSION}")
+
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status, 2 for an error that the user can repair.
+
+    Args:
+        arguments: the command line without the program's name; by default this process's.
+    """
+    options = make_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except OperatorError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Keeps one pod's process running: restarts it after a crash, and reads its output."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from ullage_cli.local.pods import Pod
+from ullage_cli.processes.readiness import wait_ready
+from ullage_operator.api.errors import LocalFailure
+
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 10.0
+STEADY_S = 60.0
+"""A process that was ready for this long starts over with the first backoff."""
+MAX_FAILURES = 5
+"""Exits in a row, none after a steady run, until the pod fails for good."""
+
+READ_BYTES = 1 << 16
+LONGEST_LINE = 1 << 20
+"""Longest line of output, bytes; a longer one is logged as several."""
+TAIL_LINES = 5
+"""Lines of the log in the error of a pod that printed no error of its own."""
+
+MISUSE = 2
+"""Exit status of a process whose configuration can never work."""
+PR_SET_PDEATHSIG = 1
+"""prctl's option for the signal that a process gets when its parent ends (linux/prctl.h)."""
+
+
+class PodFailed(LocalFailure):
+    """A pod that can never work; the message is the pod's last error."""
+
+
+class PodProcess:
+    """Owner of one pod's process and log file.
+
+    Args:
+        pod: the pod to run.
+        log_path: file to which the output of all its processes is appended.
+        on_progress: called with a short text whenever the pod's progress changes.
+    """
+
+    def __init__(self, pod: Pod, log_path: Path, on_progress: Callable[[str], None]) -> None:
+        self.pod = pod
+        self.log_path = log_path
+        self.restarts = 0
+        self.ready_since: float | None = None
+        """Monotonic time at which the present process was first ready; None if it was not yet."""
+        self._on_progress = on_progress
+        self._process: asyncio.subprocess.Process | None = None
+        self._last_error = ""
+        self._stopping = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present process; 0 before the first."""
+        return self._process.pid if self._process else 0
+
+    async def run(self) -> None:
+        """Keep the process running until `stop`.
+
+        Raises:
+            PodFailed: the process exited too often in a row, or with the status for which a restart
+                cannot help.
+        """
+        failures = 0
+        while not self._stopping.is_set():
+            status = await self._run_once()
+            if self._stopping.is_set():
+                return
+            if status == MISUSE:
+                raise PodFailed(self._last_error or f"exit status 2\n{tail(self.log_path)}")
+
+            failures = 1 if self._was_steady() else failures + 1
+            if failures == MAX_FAILURES:
+                count = f"exited {failures} times in a row, last with status {status}"
+                words = f": {self._last_error}" if self._last_error else f"\n{tail(self.log_path)}"
+                raise PodFailed(count + words)
+
+            pause = min(FIRST_BACKOFF_S * 2 ** (failures - 1), MAX_BACKOFF_S)
+            reason = f" ({self._last_error})" if self._last_error else ""
+            self._on_progress(f"exited with status {status}{reason}; restarting in {pause:.1f} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+                return
+
+            self.restarts += 1
+
+    async def stop(self) -> None:
+        """Send SIGTERM to the process, and SIGKILL to its group after the pod's grace period."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self.pod.grace_s)
+        except TimeoutError:
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its children, and start no other."""
+        self._stopping.set()
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _run_once(self) -> int:
+        """Run the process until it ends; return its exit status."""
+        self._last_error = ""
+        self.ready_since = None
+        self._process = await asyncio.create_subprocess_exec(
+            *self.pod.command,
+            env={**os.environ, **self.pod.env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # Ctrl-C in a terminal goes to the whole foreground group; pods are stopped in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        if self._stopping.is_set():
+            self._process.terminate()  # `stop` ran during the start, before there was a process
+
+        assert self._process.stdout is not None
+        probing = asyncio.create_task(self._probe())
+        try:
+            with self.log_path.open("a", encoding="utf-8") as log:
+                await self._follow(self._process.stdout, log)
+            return await self._process.wait()
+        finally:
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        await wait_ready(self.pod)
+        self.ready_since = time.monotonic()
+
+    def _was_steady(self) -> bool:
+        """Return whether the process that ended had been ready for at least STEADY_S.
+
+        The time of its start does not count: a long start is no sign that the next one succeeds.
+        """
+        ready_since = self.ready_since
+        return ready_since is not None and time.monotonic() - ready_since > STEADY_S
+
+    async def _follow(self, output: asyncio.StreamReader, log: TextIO) -> None:
+        """Append the output to the log; note the last error and report progress."""
+        async for line in lines_of(output):
+            print(line, file=log, flush=True)
+            if "error: " in line and not line.startswith("{"):
+                self._last_error = line.partition("error: ")[2]
+            elif progress := progress_of(line):
+                self._on_progress(progress)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, in any way.
+
+    It runs in the child before exec. The signal is SIGKILL: after a SIGTERM no parent would be left
+    to enforce the end. An engine's worker asks for the same.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def lines_of(output: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Yield lines as they are written; one longer than LONGEST_LINE comes in pieces.
+
+    At most one line is held in memory.
+    """
+    pending = b""
+    while chunk := await output.read(READ_BYTES):
+        *whole, pending = (pending + chunk).split(b"\n")
+        for raw in whole:
+            yield raw.decode(errors="replace").rstrip()
+        if len(pending) > LONGEST_LINE:
+            yield pending.decode(errors="replace")
+            pending = b""
+
+    if pending:
+        yield pending.decode(errors="replace").rstrip()
+
+
+def tail(path: Path) -> str:
+    """Return the last lines of a log."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(lines[-TAIL_LINES:])
+
+
+class LogLine(msgspec.Struct):
+    """The fields of a JSON log line that show progress."""
+
+    stage: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+def progress_of(line: str) -> str:
+    """Return the stage and percentage that a JSON log line reports; empty if it has none."""
+    if not line.startswith("{"):
+        return ""
+    with contextlib.suppress(msgspec.MsgspecError):
+        log = msgspec.json.decode(line, type=LogLine)
+        percent = f" {log.done_bytes / log.total_bytes:.0%}" if log.total_bytes > 0 else ""
+        return f"{log.stage}{percent}" if log.stage else ""
+    return ""

@@ -1,0 +1,184 @@
+"""Runs the pods of a plan as processes, and ends every process when it is stopped.
+
+Pools scale by the measures and decisions that scale them in a cluster.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+
+from ullage_cli.local.pods import Pod
+from ullage_cli.local.ports import LOOPBACK
+from ullage_cli.processes.pod_process import PodFailed, PodProcess
+from ullage_cli.processes.readiness import wait_ready
+from ullage_operator.api.sections import AutoscalingSpec
+from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
+
+END_TIMEOUT_S = 20.0
+"""Time that all processes have to end after they were asked to, seconds."""
+
+OnProgress = Callable[[str, str], None]
+"""Called with a pod's name and its progress."""
+
+OnScaled = Callable[[str, str], None]
+"""Called with a pool's name and a description of its new size."""
+
+
+class LocalRuntime:
+    """Owner of all processes of one service.
+
+    Args:
+        pods: all pods that may run.
+        run_dir: folder of the pods' logs.
+        on_progress: called with the name and progress of each pod.
+        sizes: number of pods that run at the start, by pool; a pool that is not named runs all.
+    """
+
+    def __init__(
+        self,
+        pods: Sequence[Pod],
+        run_dir: Path,
+        on_progress: OnProgress,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        self._pods = pods
+        self._run_dir = run_dir
+        self._on_progress = on_progress
+        self._running = {
+            pod.name: self._process(pod) for pod in pods if is_among(pods, pod, sizes or {})
+        }
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] | None = None
+
+    @property
+    def processes(self) -> list[PodProcess]:
+        """Processes of the pods that run."""
+        return list(self._running.values())
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Future[None]]:
+        """Run all processes within the block.
+
+        Yields a future that ends only by `PodFailed`. At the end of the block routers stop before
+        engines, so that streams end as answers and not as errors.
+        """
+        self._failed = asyncio.get_running_loop().create_future()
+        for process in self.processes:
+            self._start(process)
+
+        try:
+            yield self._failed
+        finally:
+            routers = [p for p in self.processes if "http" in p.pod.ports]
+            engines = [p for p in self.processes if "http" not in p.pod.ports]
+            for group in (routers, engines):
+                await asyncio.gather(*(process.stop() for process in group))
+            await self._end_runs()
+
+            if self._failed.done():
+                # asyncio warns of an exception that was never retrieved, if nobody waited for it.
+                self._failed.exception()
+
+    async def scale(self, pool: str, size: int) -> None:
+        """Start pods of a pool, or stop its last ones and wait for their end."""
+        sizes = {pool: size}
+        for pod in self._pods:
+            if pod.part != f"pools.{pool}":
+                continue
+
+            should_run = is_among(self._pods, pod, sizes)
+            process = self._running.get(pod.name)
+            if should_run and process is None:
+                self._running[pod.name] = self._process(pod)
+                self._start(self._running[pod.name])
+            elif process and not should_run:
+                await process.stop()
+                await asyncio.gather(self._runs.pop(pod.name), return_exceptions=True)
+                del self._running[pod.name]
+                self._on_progress(pod.name, "asleep" if size == 0 else "stopped")
+
+    def kill(self) -> None:
+        """End all processes at once, without their grace periods."""
+        for process in self.processes:
+            process.kill()
+
+    async def ready(self) -> None:
+        """Return once every pod answers its readiness probe."""
+        await asyncio.gather(*(self._ready(process.pod) for process in self.processes))
+
+    async def _ready(self, pod: Pod) -> None:
+        await wait_ready(pod)
+        self._on_progress(pod.name, "ready")
+
+    def _start(self, process: PodProcess) -> None:
+        self._runs[process.pod.name] = asyncio.create_task(self._run(process))
+
+    async def _end_runs(self) -> None:
+        """Wait for the end of all processes, which were asked to stop."""
+        if self._runs:
+            await asyncio.wait(self._runs.values(), timeout=END_TIMEOUT_S)
+        for run in self._runs.values():
+            run.cancel()
+        await asyncio.gather(*self._runs.values(), return_exceptions=True)
+
+    async def _run(self, process: PodProcess) -> None:
+        try:
+            await process.run()
+        except PodFailed as error:
+            assert self._failed is not None, "pods run inside `running`"
+            if not self._failed.done():
+                self._failed.set_exception(PodFailed(f"{process.pod.part}: {error}"))
+
+    def _process(self, pod: Pod) -> PodProcess:
+        name = pod.name
+        return PodProcess(
+            pod, self._run_dir / f"{name}.log", lambda text: self._on_progress(name, text)
+        )
+
+
+def is_among(pods: Sequence[Pod], pod: Pod, sizes: Mapping[str, int]) -> bool:
+    """Return whether a pod is among the first of its pool, up to the pool's size.
+
+    Pods of pools without a size, and routers, always are.
+    """
+    size = sizes.get(pod.part.removeprefix("pools."))
+    mates = [each.name for each in pods if each.part == pod.part]
+    return size is None or mates.index(pod.name) < size
+
+
+async def keep_scaled(
+    runtime: LocalRuntime,
+    policies: Mapping[str, AutoscalingSpec],
+    sizes: Mapping[str, int],
+    metrics_port: int,
+    on_scaled: OnScaled,
+) -> None:
+    """Start and stop engines as the router's measures demand, until cancelled.
+
+    Args:
+        runtime: the processes to scale.
+        policies: autoscaling policies by pool.
+        sizes: number of engines at the start, by pool.
+        metrics_port: the router's loopback port for metrics.
+        on_scaled: called before a pool's size changes.
+    """
+    changed = asyncio.Event()
+    scaler: Autoscaler[str] = Autoscaler(lambda _: changed.set())
+    followed = ScaledService(policies, (f"http://{LOOPBACK}:{metrics_port}",))
+    present = dict(sizes)
+
+    try:
+        while True:
+            # Cleared before the decisions are read, so that none is missed while pods start.
+            changed.clear()
+            for pool, decision in scaler.follow("", followed, sizes).pools.items():
+                count = decision.replicas
+                if count == present[pool]:
+                    continue
+                on_scaled(pool, f"{count} engines ({decision.reason}: {decision.message})")
+                present[pool] = count
+                await runtime.scale(pool, count)
+            await changed.wait()
+    finally:
+        await scaler.close()

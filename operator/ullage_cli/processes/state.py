@@ -1,0 +1,101 @@
+"""Writes and reads state.json: addresses and process ids of a running service.
+
+Scripts read the file, and so do the commands that look for a service on this machine.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ullage_cli.local.ports import LOOPBACK
+from ullage_cli.processes.pod_process import PodProcess
+from ullage_operator.api.errors import LocalFailure
+
+RUN_DIR_PREFIX = "ullage-"
+"""Start of the names of run directories that `ullage up` makes, among temporary files."""
+STATE_FILE = "state.json"
+
+State = dict[str, Any]
+"""Content of a state file."""
+
+
+def service_state(model: str, processes: Sequence[PodProcess], run_dir: Path) -> State:
+    """Return the addresses and process ids of a running service.
+
+    Args:
+        model: name of the service's model.
+        processes: processes of one router and of engines.
+        run_dir: folder of their logs.
+    """
+    router = next(p for p in processes if "http" in p.pod.ports)
+    engines = [p for p in processes if p is not router]
+    # A router has a port for probes only with TLS.
+    scheme = "https" if "probe" in router.pod.ports else "http"
+
+    return {
+        "model": model,
+        "run_dir": str(run_dir),
+        "http_url": f"{scheme}://{_address(router, 'http')}",
+        "grpc_target": _address(router, "grpc"),
+        "metrics_url": _metrics_url(router),
+        "router": {"pid": router.pid},
+        "engines": [
+            {
+                "id": engine.pod.name,
+                "workload": engine.pod.owner,
+                "pid": engine.pid,
+                "grpc_target": _address(engine, "grpc"),
+                "metrics_url": _metrics_url(engine),
+            }
+            for engine in engines
+        ],
+    }
+
+
+def _metrics_url(process: PodProcess) -> str:
+    return f"http://{_address(process, 'metrics')}/metrics"
+
+
+def _address(process: PodProcess, port_name: str) -> str:
+    return f"{LOOPBACK}:{process.pod.ports[port_name]}"
+
+
+def write_state(path: Path, state: State) -> None:
+    """Write a state file in one step, so that a poll never reads half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(state, indent=2), encoding="utf-8")
+    temporary.replace(path)
+
+
+def running_folders() -> list[Path]:
+    """Return the folders of every running `ullage up` without --run-dir, newest first.
+
+    Raises:
+        LocalFailure: none runs.
+    """
+    states = Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*/{STATE_FILE}")
+    folders = [path.parent for path in sorted(states, key=_modified, reverse=True)]
+    if not folders:
+        raise LocalFailure(
+            "no ullage up runs here; name the folder that it prints as logs with --logs, or a "
+            "namespace of a cluster with --namespace"
+        )
+    return folders
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # the service has just ended
+        return 0.0
+
+
+def engines_of(folder: Path) -> list[Mapping[str, Any]]:
+    """Return the engines in a run directory's state file; none if the service has just ended."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return list(state["engines"])

@@ -1,0 +1,205 @@
+"""`ullage profile`: records the next steps of a serving engine, for Perfetto."""
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+
+from ullage.admin.v1 import admin_pb2, admin_pb2_grpc
+from ullage_cli.port_forward import PortForward
+from ullage_cli.processes.state import engines_of, running_folders
+from ullage_common.wire.errors import from_rpc_error
+from ullage_operator.api import naming
+from ullage_operator.api.errors import LocalFailure
+
+MAX_STEPS = 1000
+"""Most steps of a profile; the engine refuses more."""
+MAX_SECONDS = 300
+"""Longest wait for the steps; the engine refuses more."""
+
+NOT_SERVED = (
+    "the engine serves no profiles at that port: with tickets.required clients reach the port, and "
+    "engines of earlier versions have no profiles"
+)
+"""Error of an engine that does not know the call."""
+
+HELP = """examples:
+  ullage profile smollm2                          50 steps of ullage up's engine: trace.json.gz
+  ullage profile smollm2 --steps 200 -o slow.json.gz
+  ullage profile smollm2 --timeline               which requests are in which steps
+  ullage profile chat --namespace prod --pool large --engine 1
+  ullage profile chat --address 10.0.0.7:9000
+
+Open the file at https://ui.perfetto.dev or chrome://tracing. In a cluster the service needs
+observability.profiling.enabled. An engine without requests computes no steps: send some.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="record an engine's next steps",
+        description="Records the next steps of an engine while it serves.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("service", metavar="SERVICE", help="name of the LLMService")
+    parser.add_argument("--steps", type=steps, default=50, help=f"1 to {MAX_STEPS} (50)")
+    longest = f"longest wait for them, 1 to {MAX_SECONDS} (60)"
+    parser.add_argument("--seconds", type=seconds, default=60, help=longest)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("trace.json.gz"), help="(trace.json.gz)"
+    )
+    parser.add_argument("--timeline", action="store_true", help="batches instead of operations")
+    parser.add_argument("--pool", help="pool of the engine (the one that takes ordinary requests)")
+    parser.add_argument(
+        "--engine", type=int, default=0, metavar="N", help="number of the engine in its pool (0)"
+    )
+    parser.add_argument(
+        "-n", "--namespace", help="namespace of the LLMService, through kubectl port-forward"
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="gRPC address of the engine")
+    parser.set_defaults(run=run)
+
+
+def steps(text: str) -> int:
+    """Return a number of steps; argparse names this function in its error."""
+    return _between(text, MAX_STEPS, "steps")
+
+
+def seconds(text: str) -> int:
+    """Return a number of seconds; argparse names this function in its error."""
+    return _between(text, MAX_SECONDS, "seconds")
+
+
+def _between(text: str, most: int, unit: str) -> int:
+    number = int(text)
+    if not 1 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{text} {unit}; use 1 to {most}")
+    return number
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the profile to the chosen file.
+
+    Raises:
+        LocalFailure: there is no such engine, it serves no profiles, or the file cannot be written.
+    """
+    request = admin_pb2.ProfileRequest(
+        kind="PROFILE_KIND_TIMELINE" if options.timeline else "PROFILE_KIND_OPERATIONS",
+        steps=options.steps,
+        timeout_ms=1000 * options.seconds,
+    )
+    # The chosen file stays as it was unless the profile is complete.
+    partial = options.output.with_name(f"{options.output.name}.part")
+
+    try:
+        with _address(options) as (address, name), grpc.insecure_channel(address) as channel:
+            print(f"profiling {name}: {options.steps} steps", file=sys.stderr)
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            size, steps = _receive(stub.Profile(request), partial, options.steps)
+        partial.replace(options.output)
+    except grpc.RpcError as error:
+        failure = from_rpc_error(cast(grpc.Call, error))
+        is_unknown = failure.code is grpc.StatusCode.UNIMPLEMENTED
+        raise LocalFailure(NOT_SERVED if is_unknown else failure.message) from None
+    except OSError as error:
+        raise LocalFailure(f"-o {options.output}: {error.strerror}; choose another file") from None
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+    if not steps:
+        print("no step was computed meanwhile: send requests while it records", file=sys.stderr)
+    print(
+        f"{options.output}: {steps} steps, {size / 1e6:.1f} MB; open it at https://ui.perfetto.dev"
+    )
+    return 0
+
+
+def _receive(call: Any, path: Path, steps: int) -> tuple[int, int]:
+    """Write the profile while it arrives; return its size in bytes and its number of steps."""
+    size = num_seen = 0
+    is_live = sys.stderr.isatty()
+    with path.open("wb") as file:
+        for response in call:
+            if response.HasField("progress"):
+                num_seen = response.progress.steps
+                if is_live:
+                    print(f"\r{num_seen} of {steps} steps", end="", file=sys.stderr)
+            elif response.chunk:
+                size += file.write(response.chunk)
+
+    if is_live:
+        print(file=sys.stderr)
+    return size, num_seen
+
+
+@contextlib.contextmanager
+def _address(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield the gRPC address and the name of the engine.
+
+    Raises:
+        LocalFailure: there is no such engine.
+    """
+    if options.address:
+        yield options.address, options.address
+    elif options.namespace:
+        pool = options.pool or _first_pool(options.namespace, options.service)
+        pod = f"{naming.pool_name(options.service, pool)}-{options.engine}"
+        with PortForward(options.namespace, f"pod/{pod}", naming.GRPC_PORT) as forward:
+            yield forward.url().removeprefix("http://"), pod
+    else:
+        engine = _local_engine(options)
+        yield engine["grpc_target"], engine["id"]
+
+
+def _first_pool(namespace: str, service: str) -> str:
+    """Return the service's default pool, which its status names.
+
+    Raises:
+        LocalFailure: kubectl is not here, or the service has no status.
+    """
+    command = ["kubectl", "--namespace", namespace, "get", "llms", service]
+    try:
+        done = subprocess.run(
+            [*command, "-o", "jsonpath={.status.selector}"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        raise LocalFailure("kubectl is not here; install it, or give --address") from None
+
+    label = re.search(rf"{re.escape(naming.POOL_LABEL)}=([a-z0-9]+)", done.stdout)
+    if label is None:
+        reason = done.stderr.strip() or f"{service} has no status yet"
+        raise LocalFailure(f"{reason}; give --pool")
+    return label[1]
+
+
+def _local_engine(options: argparse.Namespace) -> Mapping[str, Any]:
+    """Return the chosen engine of a running `ullage up`, as its state.json has it.
+
+    Raises:
+        LocalFailure: no such engine runs here.
+    """
+    pool = re.escape(options.pool) if options.pool else "[a-z0-9]+"
+    pattern = re.compile(f"{re.escape(options.service)}-{pool}-{options.engine}")
+    engines = [engine for folder in running_folders() for engine in engines_of(folder)]
+    matching = [each for each in engines if pattern.fullmatch(each["id"])]
+
+    if not matching:
+        owner = f"{options.service}-{options.pool}" if options.pool else options.service
+        ids = ", ".join(each["id"] for each in engines) or "none"
+        raise LocalFailure(
+            f"no engine {options.engine} of {owner} runs here, only {ids}; "
+            "for a cluster give --namespace"
+        )
+    return matching[0]

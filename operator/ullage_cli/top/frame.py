@@ -1,0 +1,242 @@
+"""The figures that `ullage top` shows at one moment, computed from two samples of a router.
+
+Pure: neither HTTP nor a clock.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFIX = "ullage_router_"
+"""Prefix of the metrics that are read."""
+MAX_LATEST = 50
+"""Latest requests in a frame."""
+
+Document = Mapping[str, Any]
+"""A parsed JSON object."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Both pages of a router at one moment."""
+
+    at: float
+    """Seconds on the monotonic clock."""
+    stats: Document
+    """Page /stats of the process that answered."""
+    totals: Mapping[tuple[str, ...], float]
+    """Counters and gauges of /metrics, summed over the router's processes. A key is the metric's
+    name without PREFIX, then the values of the labels, in the order of the labels' names."""
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine. All bytes are of its KV pool."""
+
+    id: str
+    pool: str
+    route: str
+    state: str
+    trouble: str
+    pressure_level: int = 0
+    pool_bytes: int = 0
+    used_bytes: int = 0
+    """KV of running sequences."""
+    committed_bytes: int = 0
+    """Reserved for admitted requests, and not used yet."""
+    reclaimable_bytes: int = 0
+    """Cached KV that new requests can evict."""
+    headroom_bytes: int = 0
+    running: int = 0
+    waiting: int = 0
+    tokens_per_s: float = 0.0
+    """Decode speed of all running sequences together."""
+    restarts: int = 0
+    """Restarts of its workers and its server."""
+
+
+class DecisionRow(msgspec.Struct, frozen=True):
+    """Decisions with one action and reason since the router's start."""
+
+    action: str
+    reason: str
+    """Empty for several router processes: their metrics have a reason for refusals only."""
+    total: int
+    per_s: float
+
+
+class LatestRow(msgspec.Struct, frozen=True):
+    """A request that ended."""
+
+    request_id: str
+    arrived: float
+    """Unix time."""
+    action: str
+    reason: str
+    route: str
+    engine: str
+    status: int
+    retry_after_s: int | None
+    predicted_bytes: int | None
+    available_bytes: int | None
+    queued_s: float
+    ttft_s: float | None
+    output_tokens: int
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """All figures of one moment."""
+
+    model: str
+    ready: bool
+    processes: int
+    """Number of the router's processes; `engines` and `latest` are those of one of them."""
+    requests_per_s: float
+    tokens_per_s: float
+    """Decode speed of all running sequences on all engines."""
+    answered_tokens_per_s: float
+    """Tokens a second in answers that ended."""
+    refused_per_s: float
+    inflight: int
+    queue_requests: int
+    queue_max_requests: int
+    queue_bytes: int
+    queue_oldest_s: float
+    """Longest wait in the queue of the process that answered, seconds."""
+    retry_after_s: tuple[int, int] | None
+    """Smallest and largest Retry-After of the latest requests, seconds; None without refusals."""
+    engines: tuple[EngineRow, ...]
+    decisions: tuple[DecisionRow, ...]
+    """Most frequent first."""
+    latest: tuple[LatestRow, ...]
+    """Newest first."""
+
+
+def read_metrics(text: str) -> dict[tuple[str, ...], float]:
+    """Return `Sample.totals` from Prometheus' text format."""
+    totals: dict[tuple[str, ...], float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        if family.type not in ("counter", "gauge"):
+            continue
+        for sample in family.samples:
+            if not sample.name.startswith(PREFIX):
+                continue
+            labels = {k: v for k, v in sample.labels.items() if k != "process"}
+            values = (labels[name] for name in sorted(labels))
+            totals[(sample.name.removeprefix(PREFIX), *values)] += sample.value
+
+    return dict(totals)
+
+
+def make_frame(before: Sample | None, now: Sample) -> Frame:
+    """Return the figures of a moment; all rates are 0 without an earlier sample."""
+    stats = now.stats
+    queue = stats["queue"]
+    processes = stats.get("processes", 1)
+
+    engines = tuple(sorted(map(_engine, stats["engines"]), key=lambda row: (row.pool, row.id)))
+    latest = tuple(_latest(record) for record in stats["latest"][:MAX_LATEST])
+    waits = [row.retry_after_s for row in latest if row.retry_after_s is not None]
+    decisions = _decisions(before, now)
+
+    return Frame(
+        model=stats["model"],
+        ready=stats["ready"],
+        processes=processes,
+        requests_per_s=_rate(before, now, "requests_total"),
+        tokens_per_s=round(sum(engine.tokens_per_s for engine in engines), 2),
+        answered_tokens_per_s=_rate(before, now, "output_tokens_total"),
+        refused_per_s=round(sum(row.per_s for row in decisions if row.action == "reject"), 2),
+        inflight=int(_total(now, "inflight_requests")),
+        queue_requests=int(_total(now, "queue_requests")),
+        queue_max_requests=queue["max_requests"] * processes,
+        queue_bytes=int(_total(now, "queue_bytes")),
+        queue_oldest_s=queue.get("oldest_s", 0.0),
+        retry_after_s=(min(waits), max(waits)) if waits else None,
+        engines=engines,
+        decisions=decisions,
+        latest=latest,
+    )
+
+
+def _engine(engine: Document) -> EngineRow:
+    named = {name: engine[name] for name in ("id", "pool", "route", "state", "trouble")}
+    if "kv_pool_bytes" not in engine:  # the engine has not reported yet
+        return EngineRow(**named)
+
+    pool = engine["kv_pool_bytes"]
+    free = engine["kv_free_bytes"]
+    reclaimable = engine["kv_reclaimable_bytes"]
+    committed = engine["kv_committed_bytes"]
+    return EngineRow(
+        **named,
+        pressure_level=engine["pressure_level"],
+        pool_bytes=pool,
+        used_bytes=max(0, pool - free - reclaimable),
+        committed_bytes=committed,
+        # Committed bytes are taken from free ones first, and evict cached KV only then.
+        reclaimable_bytes=max(0, reclaimable - max(0, committed - free)),
+        headroom_bytes=engine["headroom_bytes"],
+        running=engine["requests_running"],
+        waiting=engine["requests_waiting"],
+        tokens_per_s=round(engine["requests_running"] * engine["decode_tokens_per_second"], 2),
+        restarts=engine.get("worker_restarts", 0) + engine["reports"]["restarts"],
+    )
+
+
+def _latest(record: Document) -> LatestRow:
+    is_refused = record["status"] >= 400
+    reason = record["error"] if is_refused and record["error"] else record["reason"]
+    return msgspec.convert({**record, "reason": reason}, LatestRow)
+
+
+def _decisions(before: Sample | None, now: Sample) -> tuple[DecisionRow, ...]:
+    counts = _counts(now)
+    earlier = _counts(before) if before else {}
+    rows = [
+        DecisionRow(*key, count, _per_s(before, now, count - earlier.get(key, 0)))
+        for key, count in counts.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.per_s, -row.total, row.action, row.reason)))
+
+
+def _counts(sample: Sample) -> dict[tuple[str, str], int]:
+    """Return the number of decisions by action and reason.
+
+    /stats counts the decisions of one process. For several processes the metrics are summed, which
+    have the action of all decisions, and a reason for refusals only.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    if sample.stats.get("processes", 1) == 1:
+        for each in sample.stats["decisions"]:
+            counts[each["action"], each["reason"]] += each["count"]
+        return dict(counts)
+
+    for (name, *labels), value in sample.totals.items():
+        if name == "decisions_total" and labels[0] != "reject":
+            counts[labels[0], ""] += int(value)
+        if name == "refusals_total":
+            counts["reject", labels[0]] += int(value)
+    return dict(counts)
+
+
+def _total(sample: Sample, name: str) -> float:
+    return sum(value for key, value in sample.totals.items() if key[0] == name)
+
+
+def _rate(before: Sample | None, now: Sample, name: str) -> float:
+    return _per_s(before, now, _total(now, name) - _total(before, name)) if before else 0.0
+
+
+def _per_s(before: Sample | None, now: Sample, grown: float) -> float:
+    """Return the growth per second; 0 after a restart of the router, whose counters begin at 0."""
+    if before is None or now.at <= before.at:
+        return 0.0
+    return round(max(0.0, grown) / (now.at - before.at), 2)
+
+
+def total_headroom(engines: Iterable[EngineRow]) -> tuple[int, int]:
+    """Return the headroom and the size of all KV pools together, bytes."""
+    rows = list(engines)
+    return sum(row.headroom_bytes for row in rows), sum(row.pool_bytes for row in rows)

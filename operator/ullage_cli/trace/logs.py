@@ -1,0 +1,114 @@
+"""Reads the logs of pods: files in a folder, or a cluster's through kubectl."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ullage_operator.api.errors import LocalFailure
+
+PART_OF = "app.kubernetes.io/part-of=ullage"
+"""Label of all pods of Ullage."""
+INSTANCE = "app.kubernetes.io/instance"
+"""Name of the label whose value is a pod's LLMService."""
+KUBECTL_S = 60.0
+"""Longest time of one call of kubectl, seconds."""
+READERS = 8
+"""Number of pods whose logs are read at the same time."""
+
+
+class Log(NamedTuple):
+    """Log lines of one pod's processes."""
+
+    pod: str
+    lines: Iterable[str]
+
+
+def logs_of_files(folder: Path) -> list[Log]:
+    """Return the logs in a folder, one for each pod.
+
+    Raises:
+        LocalFailure: the folder does not exist, or has no logs.
+    """
+    paths = sorted(folder.glob("*.log"))
+    if not paths:
+        problem = "has no *.log" if folder.is_dir() else "is no folder"
+        raise LocalFailure(f"--logs {folder}: {problem}; ullage up prints its folder as logs")
+    return [Log(path.stem, _lines_of(path)) for path in paths]
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from file
+
+
+def logs_of_pods(namespace: str, service: str | None, since: str) -> list[Log]:
+    """Read the logs of a namespace's pods, including those of containers before their restart.
+
+    Args:
+        namespace: namespace of the pods.
+        service: the pods' LLMService; None for all services.
+        since: age of the oldest lines, as kubectl takes it, such as 1h.
+
+    Raises:
+        LocalFailure: kubectl is not here or fails for all pods, or there is no pod.
+    """
+    if shutil.which("kubectl") is None:
+        raise LocalFailure("--namespace needs kubectl; install it, or give saved logs with --logs")
+
+    labels = f"{PART_OF},{INSTANCE}={service}" if service else PART_OF
+    listed = json.loads(_kubectl(namespace, "get", "pods", "-l", labels, "-o", "json"))
+    pods = [_restarts_of(pod) for pod in listed["items"]]
+    if not pods:
+        raise LocalFailure(
+            f"no pods with labels {labels} in namespace {namespace}; name the namespace of the "
+            "LLMService with --namespace"
+        )
+
+    wanted: list[tuple[str, list[str]]] = []
+    for name, restarts in pods:
+        wanted.append((name, []))
+        if restarts:
+            wanted.append((name, ["--previous"]))
+    print(f"reading the logs of {len(pods)} pods ...", file=sys.stderr)
+
+    def read(one: tuple[str, list[str]]) -> Log | LocalFailure:
+        name, flags = one
+        command = ["logs", name, "--all-containers", f"--since={since}", *flags]
+        try:
+            return Log(name, _kubectl(namespace, *command).splitlines())
+        except LocalFailure as failure:
+            return failure
+
+    with ThreadPoolExecutor(READERS) as readers:
+        answers = list(readers.map(read, wanted))
+
+    # A pod that starts has no log yet, and the log before a restart may be gone.
+    failures = [each for each in answers if isinstance(each, LocalFailure)]
+    if len(failures) == len(answers):
+        raise failures[0]
+    for failure in failures:
+        print(f"left out: {failure}", file=sys.stderr)
+    return [each for each in answers if isinstance(each, Log)]
+
+
+def _restarts_of(pod: Mapping[str, Any]) -> tuple[str, int]:
+    """Return a pod's name and the number of its containers' restarts."""
+    statuses = pod.get("status", {}).get("containerStatuses", [])
+    return pod["metadata"]["name"], sum(status.get("restartCount", 0) for status in statuses)
+
+
+def _kubectl(namespace: str, *arguments: str) -> str:
+    command = ["kubectl", "--namespace", namespace, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_S)
+    except subprocess.TimeoutExpired:
+        raise LocalFailure(f"{' '.join(command)}: no end after {KUBECTL_S:.0f} s") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise LocalFailure(f"{' '.join(command)}: {said}")
+    return done.stdout

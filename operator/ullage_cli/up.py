@@ -1,0 +1,324 @@
+"""`ullage up`: serves the LLMService of a manifest on this machine until Ctrl-C.
+
+The progress of the start is one live table on a terminal, and plain lines elsewhere.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from ullage_cli.local.files import make_folders, write_files
+from ullage_cli.local.plan import LocalPlan, plan_local
+from ullage_cli.manifest_file import BASE_HELP, read_service
+from ullage_cli.processes.runtime import LocalRuntime, is_among, keep_scaled
+from ullage_cli.processes.state import RUN_DIR_PREFIX, STATE_FILE, service_state, write_state
+from ullage_common.process.tracing import TracingSection
+from ullage_operator.api.errors import LocalFailure
+from ullage_operator.api.spec import Service
+
+HELP = """examples:
+  ullage up -f examples/smollm2.yaml
+  ullage up -f service.yaml --http-port 8080 --grpc-port 0     (0: any free port)
+  ullage up -f service.yaml --secrets ./secrets               (./secrets/NAME/KEY for each Secret)
+  ullage up -f service.yaml --run-dir ./run                    (keeps configuration and logs)
+  ullage up -f service.yaml --otlp-endpoint http://127.0.0.1:4318   (spans, such as to Jaeger)
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "up",
+        help="serve a manifest on this machine until Ctrl-C",
+        description="Serves an LLMService on this machine: the operator's own plan, as processes.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-f", "--file", type=Path, required=True, help="manifest of an LLMService")
+    parser.add_argument("--base", type=Path, action="append", default=[], help=BASE_HELP)
+    parser.add_argument("--http-port", type=port, default=8000, help="OpenAI HTTP (8000)")
+    parser.add_argument("--grpc-port", type=port, default=9000, help="gRPC (9000)")
+    parser.add_argument(
+        "--secrets", type=Path, help="folder with one folder a Secret, one file a key"
+    )
+    parser.add_argument("--run-dir", type=Path, help="configuration and logs, kept afterwards")
+    parser.add_argument("--state-file", type=Path, help="also write state.json here when ready")
+    parser.add_argument(
+        "--otlp-endpoint",
+        type=collector,
+        metavar="URL",
+        help="send spans there instead of where the manifest says; over HTTP at port 4318 or with "
+        "a path, over gRPC otherwise",
+    )
+    parser.add_argument("--verbose", action="store_true", help="log at debug level")
+    parser.set_defaults(run=run)
+
+
+def port(text: str) -> int:
+    """Return a TCP port; 0 means any free one."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; use 0 to 65535")
+    return number
+
+
+def collector(text: str) -> TracingSection:
+    """Return the section of tracing for a collector at a URL.
+
+    The protocol is OTLP over HTTP for port 4318 or a URL with a path, and over gRPC otherwise.
+    """
+    try:
+        url = urlsplit(text)
+        is_http = url.port == 4318 or url.path.strip("/")
+        return TracingSection(endpoint=text, protocol="http" if is_http else "grpc")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def traced_to(service: Service, section: TracingSection) -> Service:
+    """Return the service with another section of tracing."""
+    replaced = msgspec.structs.replace
+    observability = replaced(service.spec.observability, tracing=section)
+    return replaced(service, spec=replaced(service.spec, observability=observability))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve the manifest until it is stopped.
+
+    Raises:
+        LocalFailure: the manifest is wrong, this machine cannot serve it, or a pod failed for good.
+    """
+    service = read_service(options.file, options.base)
+    if options.otlp_endpoint:
+        service = traced_to(service, options.otlp_endpoint)
+    if options.state_file and not options.state_file.parent.is_dir():
+        raise LocalFailure(f"--state-file {options.state_file}: its folder does not exist; make it")
+
+    with _run_directory(options.run_dir) as run_dir, contextlib.ExitStack() as kept:
+        plan = plan_local(
+            service,
+            run_dir,
+            http_port=options.http_port,
+            grpc_port=options.grpc_port,
+            log_level="debug" if options.verbose else "info",
+            secrets=options.secrets,
+            # Engines run in this interpreter's environment.
+            has_vllm=importlib.util.find_spec("vllm") is not None,
+            kept=kept,
+        )
+        write_files(plan.files)
+        make_folders(plan.folders)
+        asyncio.run(_serve(plan, run_dir, options.state_file))
+    return 0
+
+
+@contextlib.contextmanager
+def _run_directory(chosen: Path | None) -> Iterator[Path]:
+    """Yield the chosen folder, which is kept, or a new one that is removed at the end."""
+    if chosen is not None:
+        try:
+            chosen.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LocalFailure(f"--run-dir {chosen}: {error.strerror}; choose another") from error
+        yield chosen.resolve()
+        return
+
+    folder = Path(tempfile.mkdtemp(prefix=RUN_DIR_PREFIX))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _serve(plan: LocalPlan, run_dir: Path, state_file: Path | None) -> None:
+    """Run the plan until SIGINT or SIGTERM; a second signal kills the processes that still stop.
+
+    Args:
+        plan: the processes to run.
+        run_dir: folder of logs and of state.json, the service's addresses and process ids.
+        state_file: another file to which state.json is written.
+
+    Raises:
+        LocalFailure: a pod can never work. All processes have ended by then.
+    """
+    console = Console(highlight=False)
+    stop = asyncio.Event()
+    names = [pod.name for pod in plan.pods if is_among(plan.pods, pod, plan.sizes)]
+    view = StartView(names, console)
+    runtime = LocalRuntime(plan.pods, run_dir, view.update, plan.sizes)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            runtime.kill()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+    console.print(f"starting {plan.model}: {', '.join(names)}")
+    for line in plan.engines:
+        console.print(line, soft_wrap=True, markup=False)
+
+    async with runtime.running() as failed:
+        try:
+            with view:
+                ready = asyncio.create_task(runtime.ready())
+                await _first_of(failed, ready, stop)
+
+            if ready.done() and not stop.is_set():
+                _announce(plan, runtime, run_dir, state_file, console, view.seconds)
+                async with _scaling(plan, runtime, console):
+                    await _first_of(failed, None, stop)
+        finally:
+            ready.cancel()
+            was_asked = stop.is_set()
+            stop.set()  # from here on a signal kills
+            hint = " (Ctrl-C again: at once)" if was_asked else " (Ctrl-C: at once)"
+            console.print(f"stopping ...{hint}")
+
+
+@contextlib.asynccontextmanager
+async def _scaling(plan: LocalPlan, runtime: LocalRuntime, console: Console) -> AsyncIterator[None]:
+    """Scale pools within the block by the measures of the router."""
+    if not plan.policies:
+        yield
+        return
+
+    router = next(p.pod for p in runtime.processes if "http" in p.pod.ports)
+    keeping = asyncio.create_task(
+        keep_scaled(
+            runtime,
+            plan.policies,
+            plan.sizes,
+            router.ports["metrics"],
+            lambda pool, text: console.print(f"pool {pool}: {text}", markup=False),
+        )
+    )
+
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _first_of(
+    failed: "asyncio.Future[None]", ready: "asyncio.Task[None] | None", stop: asyncio.Event
+) -> None:
+    """Return when a pod has failed, all pods are ready, or `stop` is set.
+
+    Args:
+        failed: ends with the error of a pod that can never work.
+        ready: ends when all pods are ready; None to wait for the others only.
+        stop: set by a signal.
+
+    Raises:
+        PodFailed: a pod has failed.
+    """
+    stopped = asyncio.create_task(stop.wait())
+    waited: set[asyncio.Future[Any]] = {failed, stopped}
+    if ready:
+        waited.add(ready)
+
+    done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    for future in done - {stopped}:
+        future.result()
+
+
+class StartView:
+    """Shows the progress of every pod until all are ready.
+
+    Args:
+        names: names of the pods that start.
+        console: where to print.
+    """
+
+    def __init__(self, names: list[str], console: Console) -> None:
+        self._progress = dict.fromkeys(names, "starting")
+        self._console = console
+        self._started = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> "StartView":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start, seconds."""
+        return time.monotonic() - self._started
+
+    def update(self, name: str, progress: str) -> None:
+        """Show a pod's progress, if it is new."""
+        if self._progress.get(name) == progress:
+            return
+
+        self._progress[name] = progress
+        if self._live.is_started:
+            self._live.update(self._table())
+        else:
+            self._console.print(f"{self.seconds:5.1f} s  {name}: {progress}", highlight=False)
+
+    def _table(self) -> Table:
+        """Return a row for each pod."""
+        table = Table.grid(padding=(0, 2))
+        for name, progress in self._progress.items():
+            table.add_row(name, progress, f"{self.seconds:.1f} s")
+        return table
+
+
+def _announce(
+    plan: LocalPlan,
+    runtime: LocalRuntime,
+    run_dir: Path,
+    state_file: Path | None,
+    console: Console,
+    seconds: float,
+) -> None:
+    """Write the state files, and print the addresses of a service that is ready."""
+    state = service_state(plan.model, runtime.processes, run_dir)
+    for path in (run_dir / STATE_FILE, state_file):
+        if path:
+            write_state(path, state)
+
+    url = state["http_url"]
+    model = state["model"]
+    console.print(f"ready in {seconds:.1f} s: {model}")
+    console.print(f"  HTTP     {url}/v1", soft_wrap=True)
+    console.print(f"  gRPC     {state['grpc_target']}")
+    console.print(f"  console  {url}/console", soft_wrap=True)
+    console.print(f"  stats    {url}/stats")
+    console.print(f"  metrics  {state['metrics_url']}")
+    console.print(f"  logs     {run_dir}", soft_wrap=True)
+
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    console.print(f"try: {command}", soft_wrap=True, markup=False)
+    console.print("trace a request: ullage trace ID (the answer's header x-request-id)")
+    console.print("Ctrl-C stops it.")

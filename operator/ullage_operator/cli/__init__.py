@@ -1,4 +1,0 @@
-"""The `ullage` command.
-
-It parses arguments and prints; what it starts lives in the rooms below.
-"""

@@ -1,4 +1,0 @@
-"""Runs the operator's plan as processes on this machine instead of pods: `ullage up`.
-
-It knows processes and ports and no cluster.
-"""

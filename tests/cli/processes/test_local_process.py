@@ -1,0 +1,320 @@
+"""Pods as processes: started, restarted, stopped, and never left behind."""
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from ullage_testing.ports import free_port
+
+from ullage_cli.local.pods import Pod
+from ullage_cli.processes.pod_process import PodFailed, PodProcess, progress_of
+from ullage_cli.processes.runtime import LocalRuntime
+
+DEADLINE_S = 60.0
+FOREVER = "import signal; print('up', flush=True); signal.pause()"
+SERVER = """
+import http.server, sys
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
+"""
+"""A pod that is ready until it is killed."""
+STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\n" + (
+    "while True: signal.pause()"
+)
+
+
+def pod(
+    code: str,
+    name: str = "demo-single-0",
+    grace_s: float = DEADLINE_S,
+    ports: dict[str, int] | None = None,
+) -> Pod:
+    """A pod that runs Python code."""
+    command = (sys.executable, "-c", code)
+    env = {"POD_NAME": name}
+    return Pod(name, name.rpartition("-")[0], "pools.single", command, env, ports or {}, grace_s)
+
+
+def process(
+    code: str,
+    folder: Path,
+    progress: Callable[[str], None] = print,
+    grace_s: float = DEADLINE_S,
+) -> PodProcess:
+    return PodProcess(pod(code, grace_s=grace_s), folder / "pod.log", progress)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "condition never held"
+        await asyncio.sleep(0.02)
+
+
+def is_up(folder: Path) -> bool:
+    log = folder / "pod.log"
+    return log.exists() and "up" in log.read_text(encoding="utf-8")
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await scenario()
+
+    asyncio.run(main())
+
+
+def test_a_process_stops_at_sigterm(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        running = process(FOREVER, tmp_path)
+        task = asyncio.create_task(running.run())
+        await until(lambda: is_up(tmp_path))
+        await running.stop()
+        await task
+        assert not psutil.pid_exists(running.pid)
+        assert running.restarts == 0
+
+    run(scenario)
+
+
+def test_a_deaf_process_is_killed_after_the_grace(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        running = process(STUBBORN, tmp_path, grace_s=0.1)
+        task = asyncio.create_task(running.run())
+        await until(lambda: is_up(tmp_path))
+        await running.stop()
+        await task
+        assert not psutil.pid_exists(running.pid)
+
+    run(scenario)
+
+
+def test_a_crashed_process_is_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said: list[str] = []
+        running = process(FOREVER, tmp_path, said.append)
+        task = asyncio.create_task(running.run())
+        await until(lambda: is_up(tmp_path))
+        first = running.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: running.pid != first)
+        await running.stop()
+        await task
+        assert running.restarts == 1
+        assert said == ["exited with status -9; restarting in 0.5 s"]
+
+    run(scenario)
+
+
+def test_stopping_does_not_wait_for_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said: list[str] = []
+        running = process("raise SystemExit(1)", tmp_path, said.append)
+        task = asyncio.create_task(running.run())
+        await until(lambda: said)
+        await running.stop()
+        await asyncio.wait_for(task, DEADLINE_S)
+        assert running.restarts == 0
+
+    run(scenario)
+
+
+def test_misuse_is_told_in_its_own_words_and_not_tried_again(tmp_path: Path) -> None:
+    code = "import sys; print('error: model.source: no such file', file=sys.stderr); sys.exit(2)"
+
+    async def scenario() -> None:
+        running = process(code, tmp_path)
+        with pytest.raises(PodFailed, match=r"^model.source: no such file$"):
+            await running.run()
+        assert running.restarts == 0
+
+    run(scenario)
+
+
+def test_a_pod_that_gives_up_again_and_again_says_why_each_time_and_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+    said: list[str] = []
+    code = "import sys; print('error: 3 starts failed their proof', file=sys.stderr); sys.exit(1)"
+
+    async def scenario() -> None:
+        running = process(code, tmp_path, said.append)
+        last = r"^exited 5 times in a row, last with status 1: 3 starts failed their proof$"
+        with pytest.raises(PodFailed, match=last):
+            await running.run()
+
+    run(scenario)
+    why = "exited with status 1 (3 starts failed their proof); restarting in"
+    assert [each.startswith(why) for each in said] == [True] * 4
+
+
+def test_a_pod_that_never_starts_is_given_up_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+
+    async def scenario() -> None:
+        running = process("raise RuntimeError('boom')", tmp_path)
+        with pytest.raises(PodFailed, match=r"(?s)5 times in a row.*status 1.*RuntimeError: boom"):
+            await running.run()
+
+    run(scenario)
+
+
+def test_a_pod_that_is_never_ready_is_given_up_however_long_its_starts_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.STEADY_S", 0.0)
+
+    async def scenario() -> None:
+        loading = pod("raise SystemExit(1)", ports={"http": free_port()})
+        running = PodProcess(loading, tmp_path / "pod.log", print)
+        with pytest.raises(PodFailed, match=r"^exited 5 times in a row, last with status 1"):
+            await asyncio.wait_for(running.run(), DEADLINE_S)
+
+    run(scenario)
+
+
+def test_a_pod_that_was_ready_for_long_is_started_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ullage_cli.processes.pod_process.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("ullage_cli.processes.pod_process.STEADY_S", 0.0)
+
+    async def scenario() -> None:
+        port = free_port()
+        code = SERVER.replace("sys.argv[1]", str(port))
+        running = PodProcess(pod(code, ports={"http": port}), tmp_path / "pod.log", print)
+        task = asyncio.create_task(running.run())
+        for number in range(6):
+            await until(lambda count=number: running.restarts == count and running.ready_since)
+            os.kill(running.pid, signal.SIGKILL)
+            await until(lambda: not running.ready_since or task.done())
+        assert not task.done()
+        await running.stop()
+        await task
+
+    run(scenario)
+
+
+def test_an_overlong_line_is_logged_and_ends_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        running = process(f"print('x' * (5 << 20)); {FOREVER}", tmp_path)
+        task = asyncio.create_task(running.run())
+        await until(lambda: is_up(tmp_path))
+        await running.stop()
+        await task
+        text = (tmp_path / "pod.log").read_text(encoding="utf-8")
+        assert (text.count("x"), text.splitlines()[-1]) == (5 << 20, "up")
+
+    run(scenario)
+
+
+def test_environment_and_log(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        running = process(f"import os; print('I am', os.environ['POD_NAME']); {FOREVER}", tmp_path)
+        task = asyncio.create_task(running.run())
+        await until(lambda: is_up(tmp_path))
+        await running.stop()
+        await task
+        assert "I am demo-single-0" in (tmp_path / "pod.log").read_text(encoding="utf-8")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ('{"stage": "weights", "done_bytes": 30, "total_bytes": 40}', "weights 75%"),
+        ('{"stage": "warm_up", "done_bytes": 0, "total_bytes": 0}', "warm_up"),
+        ('{"message": "hello"}', ""),
+        ('{"stage": 7}', ""),
+        ("{broken", ""),
+        ("plain", ""),
+    ],
+)
+def test_progress_comes_from_the_log(line: str, shown: str) -> None:
+    assert progress_of(line) == shown
+
+
+def test_one_hopeless_pod_ends_the_whole_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        bad = "print('error: memory.deviceBytes: too small'); raise SystemExit(2)"
+        pods = [pod(FOREVER, "demo-single-0"), pod(bad, "demo-single-1")]
+        runtime = LocalRuntime(pods, tmp_path, lambda name, text: None)
+        with pytest.raises(PodFailed, match=r"^pools\.single: memory\.deviceBytes: too small$"):
+            async with runtime.running() as followed:
+                await asyncio.wait_for(asyncio.shield(followed), DEADLINE_S)
+        assert not any(psutil.pid_exists(each.pid) for each in runtime.processes)
+
+    run(scenario)
+
+
+def test_a_pool_grows_sleeps_and_wakes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        pods = [pod(FOREVER, f"demo-single-{index}") for index in range(3)]
+        runtime = LocalRuntime(pods, tmp_path, lambda name, text: None, {"single": 1})
+
+        def names() -> list[str]:
+            return sorted(each.pod.name for each in runtime.processes if each.pid)
+
+        async with runtime.running() as followed:
+            await until(lambda: names() == ["demo-single-0"])
+            await runtime.scale("single", 3)
+            await until(lambda: len(names()) == 3)
+            pids = [each.pid for each in runtime.processes]
+            await runtime.scale("single", 0)
+            assert runtime.processes == [] and not any(map(psutil.pid_exists, pids))
+            await runtime.scale("single", 1)
+            await until(lambda: names() == ["demo-single-0"])
+            assert not followed.done()
+            [pid] = [each.pid for each in runtime.processes]
+        assert not psutil.pid_exists(pid)
+
+    run(scenario)
+
+
+def test_whoever_cannot_wait_ends_all_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        pods = [pod(STUBBORN, f"demo-single-{index}", grace_s=math.inf) for index in range(2)]
+        runtime = LocalRuntime(pods, tmp_path, lambda name, text: None)
+        async with runtime.running():
+            await until(lambda: all(each.pid for each in runtime.processes))
+            pids = [each.pid for each in runtime.processes]
+            asyncio.get_running_loop().call_later(0.5, runtime.kill)
+        assert not any(map(psutil.pid_exists, pids))
+
+    run(scenario)
+
+
+def test_killing_the_parent_leaves_no_pod_behind(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, sys
+from pathlib import Path
+from ullage_cli.local.pods import Pod
+from ullage_cli.processes.pod_process import PodProcess
+pod = Pod("p-0", "p", "pools.single", (sys.executable, "-c", {FOREVER!r}), {{}}, {{}}, 20)
+asyncio.run(PodProcess(pod, Path({str(tmp_path / "pod.log")!r}), print).run())
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        asyncio.run(until(lambda: is_up(tmp_path)))
+        [child] = psutil.Process(parent.pid).children()
+        parent.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child.wait(DEADLINE_S)
+    assert not child.is_running()
