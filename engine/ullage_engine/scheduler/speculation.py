@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from ullage_engine.kv_cache.prefix_cache import PrefixCache
 from ullage_engine.protocol.step_plan import Chunk, SampledToken
-from ullage_engine.scheduler.sequence import SchedulerLimits, Sequence
+from ullage_engine.scheduler.batch_plan import SchedulerLimits
+from ullage_engine.scheduler.sequence import Sequence
 
 MAX_SPECULATING = 4
 """Sequences of which all may speculate; where more decode, rows are no longer nearly free."""
@@ -176,9 +177,9 @@ class Speculation:
         last, in blocks that the sequence has or has reserved, so that nobody is preempted."""
         size = self._cache.block_tokens
         cache = self._cache
-        num_blocks = len(sequence.block_ids) + sequence.num_reserved
+        num_blocks = len(sequence.blocks.ids) + sequence.num_reserved
         # Behind a fork the block that is written next is shared: its copy takes a reserved one.
-        num_blocks -= cache.is_shared_at(sequence.block_ids, sequence.num_computed // size)
+        num_blocks -= cache.is_shared_at(sequence.blocks.ids, sequence.num_computed // size)
         in_blocks = num_blocks * size - len(sequence.token_ids)
         return min(sequence.max_length - len(sequence.token_ids) - 1, in_blocks)
 

@@ -29,8 +29,8 @@ from ullage_engine.scheduler.admission import (
     refuse_now,
     soonest_releases,
 )
+from ullage_engine.scheduler.common_prefix import shared_tokens
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
-from ullage_engine.scheduler.sequence import shared_tokens
 from ullage_engine.vllm_worker.adapters import Adapters
 from ullage_engine.vllm_worker.interface import AdapterError, Core, CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.reservations import Reservations
