@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ullage_engine.protocol.messages import ReservationState
+from ullage_engine.protocol.worker_state import ReservationState
 
 _MIB = 1 << 20
 

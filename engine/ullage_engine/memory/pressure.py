@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from ullage_common.config.engine import DegradeLevel, DegradeSection
-from ullage_engine.protocol.messages import WorkerState
+from ullage_engine.protocol.worker_state import WorkerState
 
 
 def headroom_share(state: WorkerState) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ullage_common.process import tracing
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.process.tracing import Span, Tracer, Value, known_values
-from ullage_engine.protocol.messages import EngineRequest, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, TokenOutput
 from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.protocol.timeline import Timeline
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -8,7 +8,9 @@ from collections.abc import Container, Iterable, Iterator
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.memory.ledger import mib
-from ullage_engine.protocol.messages import EngineRequest, Rejected, ReleaseState
+from ullage_engine.protocol.messages import Rejected
+from ullage_engine.protocol.requests import EngineRequest
+from ullage_engine.protocol.worker_state import ReleaseState
 from ullage_engine.scheduler.common_prefix import prefix_under_way, shared_tokens
 from ullage_engine.scheduler.sequence import Rank, Sequence
 from ullage_engine.scheduler.state import SchedulerState

@@ -23,10 +23,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from ullage_engine.protocol.messages import (
+from ullage_engine.protocol.messages import Rejected, RequestFailed
+from ullage_engine.protocol.requests import (
     EngineRequest,
-    Rejected,
-    RequestFailed,
     SamplingParams,
     TokenLogprobs,
     TokenOutput,

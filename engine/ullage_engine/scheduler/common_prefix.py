@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.scheduler.sequence import Sequence
 
 _FIRST_COMPARED = 16

@@ -9,16 +9,11 @@ from typing import Literal
 
 from ullage_common.request_cost import MemoryProfile
 from ullage_engine.kv_cache.prefix_cache import KvPolicy
-from ullage_engine.protocol.messages import (
-    EngineRequest,
-    Rejected,
-    ReleaseState,
-    SchedulerStats,
-    TokenLogprobs,
-    TokenOutput,
-)
+from ullage_engine.protocol.messages import Rejected
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.protocol.requests import EngineRequest, TokenLogprobs, TokenOutput
 from ullage_engine.protocol.step_plan import Chunk, SampledToken, StepPlan
+from ullage_engine.protocol.worker_state import ReleaseState, SchedulerStats
 from ullage_engine.scheduler.admission import AdmissionControl
 from ullage_engine.scheduler.batch_plan import Planned, SchedulerLimits, Transfers
 from ullage_engine.scheduler.common_prefix import common_prefix

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ullage_engine.kv_cache.radix_tree import Path
-from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.requests import EngineRequest
 
 
 class Rank(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from ullage_common.request_cost import MemoryProfile
 from ullage_engine.protocol.figures import Figures
-from ullage_engine.protocol.messages import SchedulerStats
+from ullage_engine.protocol.worker_state import SchedulerStats
 from ullage_engine.scheduler.sequence import Sequence
 from ullage_engine.scheduler.state import SchedulerState
 

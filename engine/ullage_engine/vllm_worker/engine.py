@@ -13,16 +13,10 @@ from msgspec import structs
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.protocol.figures import Figures
-from ullage_engine.protocol.messages import (
-    Embedding,
-    EngineRequest,
-    Rejected,
-    ReleaseState,
-    RequestFailed,
-    SchedulerStats,
-    TokenOutput,
-)
+from ullage_engine.protocol.messages import Rejected, RequestFailed
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutput
+from ullage_engine.protocol.worker_state import ReleaseState, SchedulerStats
 from ullage_engine.scheduler.admission import (
     refuse_duplicates,
     refuse_never_fits,

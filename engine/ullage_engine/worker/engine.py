@@ -50,8 +50,9 @@ import torch
 
 from ullage_engine.memory.out_of_memory import is_device_lost, is_out_of_memory
 from ullage_engine.protocol.errors import MemoryShortError
-from ullage_engine.protocol.messages import EngineRequest, Rejected, RequestFailed, TokenOutput
+from ullage_engine.protocol.messages import Rejected, RequestFailed
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.protocol.requests import EngineRequest, TokenOutput
 from ullage_engine.protocol.step_plan import (
     NO_TOKEN,
     NOTHING_ALLOWED,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.scheduler.batch_plan import make_chunk
 from ullage_engine.scheduler.conv_states import ConvStatePool
 from ullage_engine.scheduler.sequence import ConvState, Rank, Sequence

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kv_cache.prefix_cache import PrefixCache
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.reservations import BlockReservations
 from ullage_engine.scheduler.scheduler import KvPolicy

@@ -9,7 +9,7 @@ import torch
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.errors import MemoryShortError
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.protocol.step_plan import (
     NO_TOKEN,
     NOTHING_ALLOWED,
