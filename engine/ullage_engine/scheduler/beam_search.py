@@ -1,20 +1,21 @@
-"""Beam search: a search is a pure function of its beams' likeliest tokens; a beam is a sequence.
+"""Beam search: a pure function of the beams' likeliest tokens, with a sequence for each beam.
 
-The search is the one of `transformers.generate(num_beams=width, do_sample=False,
-early_stopping=False)`. In a step every beam is extended by every token. Of the `width` likeliest
-extensions those that end are finished hypotheses, ranked by score and kept up to `width`; of the
-extensions that do not end the `width` likeliest go on. The score of a hypothesis is
+The search is that of `transformers.generate(num_beams=width, do_sample=False,
+early_stopping=False)`. In a step every beam is extended by every token. Among the `width` likeliest
+extensions, those that end are finished hypotheses, ranked by score and kept up to `width`. The
+`width` likeliest extensions that do not end go on. The score of a hypothesis is
 
     sum of its tokens' log-probabilities / (number of its tokens ^ length penalty)
 
 The search is over when `width` hypotheses are finished and the likeliest beam, scored as if it
-ended now, is no better than the worst of them; or at the length limit, where all extensions end.
+ended now, is no better than the worst of them. It is also over at the length limit, where all
+extensions end.
 
-In the engine a search is admitted as `width` samples of its prompt would be and begins with one of
-them. A sequence is then one beam for one step: it computes its last token and reports the likeliest
-next ones. When all beams of a search have reported, the search advances: the next beams fork from
-those they extend, and the old ones end. A beam that waits for memory holds its search up; a beam
-computed meanwhile goes one token too far at most, and its report on that token is ignored.
+In the engine a search is admitted like `width` samples of its prompt and begins with one of them.
+A sequence is then one beam for one step: it computes its last token and reports the likeliest next
+ones. When all beams of a search have reported, the search advances: the next beams fork from those
+they extend, and the old ones end. A beam that waits for memory holds up its search. The other beams
+meanwhile compute at most one token too many, whose reports are ignored.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,10 @@ from ullage_engine.protocol.requests import (
 )
 from ullage_engine.scheduler.scheduler import Scheduler
 
+_TOKENS_OF_A_SEQUENCE = 2
+"""Output tokens of a beam's sequence: that of its own step and one more, so that it still exists
+when others fork from it."""
+
 
 @dataclass(frozen=True, slots=True)
 class BeamRules:
@@ -45,10 +50,10 @@ class BeamRules:
 
     @property
     def num_candidates(self) -> int:
-        """Number of next tokens that must be known of every beam.
+        """Number of next tokens that every beam must report.
 
-        A step looks at `width` extensions, and at `width` that do not end: whichever beam they come
-        from, they are among its `width` likeliest beside those that end it.
+        A step needs the `width` likeliest extensions, and the `width` likeliest that do not end.
+        In its beam, such a token has fewer than `width` others before it, and the stop tokens.
         """
         return self.width + len(self.stop_token_ids)
 
@@ -79,7 +84,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished text; a stop token that ended it is its last."""
+    """A finished text, including the stop token that ended it."""
 
     tokens: tuple[Candidate, ...]
     score: float
@@ -111,18 +116,24 @@ def advance(
     *,
     is_last: bool = False,
 ) -> Search:
-    """Take a search that is not over one step on.
+    """Advance a search that is not over by one step.
 
     Args:
+        search: the state before.
         candidates: for each beam its `rules.num_candidates` likeliest next tokens, or all there
             are, likeliest first.
-        is_last: the limit on the length is reached although `max_tokens` is not.
+        rules: the search's parameters.
+        is_last: the engine's length limit is reached, although `max_tokens` is not.
+
+    Returns:
+        The state after the step.
     """
     extensions = _extensions(search.beams, candidates)
     is_last = is_last or extensions[0].length >= rules.max_tokens
     ended = [each for each in extensions[: rules.width] if is_last or each.ends(rules)]
     hypotheses = [*search.finished, *(each.as_hypothesis(rules) for each in ended)]
     finished = sorted(hypotheses, key=lambda each: -each.score)[: rules.width]
+
     alive = [] if is_last else [each for each in extensions if not each.ends(rules)]
     if alive and not _may_improve(alive[0], finished, rules):
         alive = []
@@ -169,25 +180,20 @@ def _extensions(
 
 
 def _may_improve(best: _Extension, finished: Sequence[Hypothesis], rules: BeamRules) -> bool:
-    """Whether going on could better the worst hypothesis, judged at the present length."""
+    """Whether a beam could beat the worst hypothesis, judged by the scores at this length."""
     return len(finished) < rules.width or best.score(rules) > finished[-1].score
-
-
-_TOKENS_OF_A_SEQUENCE = 2
-"""Output tokens of a beam's sequence: its own step's and one beyond, so that it still exists when
-others fork from it."""
 
 
 @dataclass(slots=True, eq=False)
 class _BeamGroup:
-    """One search: its requests from the best hypothesis to the worst, and its state."""
+    """One search: a request for each hypothesis, best first, and the state."""
 
     requests: list[EngineRequest]
     rules: BeamRules
     state: Search = field(default_factory=Search)
     num_steps: int = 0
     members: list[str] = field(default_factory=list)
-    """Sequences of the beams, in their order."""
+    """Request ids of the beams' sequences, in the order of the beams."""
     candidates: dict[str, list[Candidate]] = field(default_factory=dict)
     """Likeliest next tokens of the beams computed so far in this step, by sequence."""
     is_full: bool = False
@@ -207,7 +213,7 @@ class _BeamGroup:
         return self.first.sampling.top_logprobs or 0
 
     def roots(self) -> list[EngineRequest]:
-        """Builds as many samples of the prompt as there may be beams."""
+        """Build as many samples of the prompt as there may be beams."""
         return [self._sequence(i, [], self.first.max_tokens) for i in range(self.rules.width)]
 
     def beam(self, place: int, token_ids: list[int]) -> EngineRequest:
@@ -227,7 +233,7 @@ class _BeamGroup:
             ),
             # A stop token must not end the sequence: the search decides what ends a hypothesis.
             stop_token_ids=[],
-            # The likeliest beam is what the session goes on from.
+            # The session continues from the likeliest beam.
             session_id="" if place else self.first.session_id,
         )
 
@@ -235,6 +241,7 @@ class _BeamGroup:
         """Take the output of a beam's sequence; return whether the search can advance."""
         if output.request_id in self.candidates or output.logprobs is None:
             return False
+
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
         self.num_preemptions += output.num_preemptions
@@ -243,6 +250,7 @@ class _BeamGroup:
         return len(self.candidates) == len(self.members)
 
     def advance(self) -> None:
+        """Advance the search by the candidates of all beams."""
         candidates = [self.candidates[member] for member in self.members]
         self.state = advance(self.state, candidates, self.rules, is_last=self.is_full)
         self.num_steps += 1
@@ -266,7 +274,7 @@ class _BeamGroup:
         )
 
     def _candidates(self, top: TokenLogprobs) -> list[Candidate]:
-        """Make candidates of the likeliest next tokens, with the alternatives a client sees."""
+        """Make candidates of the likeliest next tokens, with the alternatives for the client."""
         top_ids = top.top_ids[: self.num_top_logprobs]
         top_logprobs = top.top_logprobs[: self.num_top_logprobs]
         return [
@@ -286,9 +294,10 @@ class BeamSearches:
     def start(
         self, requests: list[EngineRequest], *, resumed: bool = False
     ) -> Rejected | list[TokenOutput]:
-        """Start one search for all its requests, or refuse it and names the first.
+        """Start one search for all its requests, or refuse it and name the first.
 
-        The result has outputs only for requests that end at once, without room for a token.
+        Returns:
+            The refusal, or the outputs of requests that end at once, without room for a token.
         """
         group = _new_group(requests)
         root, *others = group.roots()
@@ -298,6 +307,8 @@ class BeamSearches:
         if answer:
             ids = [request.request_id for request in requests]
             return [msgspec.structs.replace(answer[0], request_id=each) for each in ids]
+
+        # All beams were admitted, so that memory is there for them. The search begins with one.
         for other in others:
             self._scheduler.cancel(other.request_id)
         self._groups |= dict.fromkeys(group.open_ids, group)
@@ -326,8 +337,7 @@ class BeamSearches:
         return True
 
     def on_failed(self, failed: RequestFailed) -> list[RequestFailed]:
-        """Fails all requests of a search whose beam failed; other failures are returned as they
-        are."""
+        """Fail all requests of a search whose beam failed; return other failures unchanged."""
         group = self._by_member.get(failed.request_id)
         if group is None:
             return [failed]
@@ -342,11 +352,13 @@ class BeamSearches:
         if group.state.is_over:
             self._end(group)
             return group.outputs()
+
         parents = group.members
         beams = group.state.beams
         extended_parents = {parents[beam.parent] for beam in beams}
-        # First the beams that nobody extends, so that their memory is free for the others.
+        # First cancel beams without extensions, so that their memory is free for the others.
         self._cancel_members([parent for parent in parents if parent not in extended_parents])
+
         children = [group.beam(place, beam.token_ids) for place, beam in enumerate(beams)]
         for beam, child in zip(beams, children, strict=True):
             self._scheduler.fork(parents[beam.parent], child)
