@@ -66,7 +66,7 @@ class Fork:
 
 
 @dataclass(slots=True, eq=False)
-class Prefix:
+class PrefixLookup:
     """What is known of a sequence's leading blocks outside its own block table."""
 
     content_keys: list[bytes] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Sequence:
 
     fork: Fork = field(default_factory=Fork)
     conv: ConvSlots = field(default_factory=ConvSlots)
-    prefix: Prefix = field(default_factory=Prefix)
+    prefix: PrefixLookup = field(default_factory=PrefixLookup)
     swapped: Swapped | None = None
 
     is_running: bool = False
