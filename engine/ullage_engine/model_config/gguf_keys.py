@@ -69,7 +69,7 @@ _COMMON: dict[str, Key] = {
 
 _DENSE = {
     **_COMMON,
-    **fixed("experts, of which there are none", (0,), "expert_count", "expert_used_count"),
+    **fixed("experts, which these models do not have", (0,), "expert_count", "expert_used_count"),
 }
 
 GGUF_KEYS: Mapping[str, dict[str, Key]] = {

@@ -146,8 +146,8 @@ def _refuse_contradiction(config: HFConfig, modern: HFConfig, old: HFConfig, the
     if said:
         key, value = next(iter(said.items()))
         raise WeightsError(
-            f"{config.path}: rope_parameters.{key} is {value!r}, but rope_scaling stands beside it "
-            "and says otherwise; remove rope_scaling and put its values into rope_parameters"
+            f"{config.path}: rope_parameters.{key} is {value!r}, but rope_scaling, which overrides "
+            "it, differs; remove rope_scaling and put its values into rope_parameters"
         )
 
 
