@@ -174,5 +174,5 @@ def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -
 
 
 def differs(allocated: int, measured: int) -> bool:
-    """Whether the ledger is wrong by more than `DIFFERENCE_TOLERANCE` of what was measured."""
+    """Whether the ledger is wrong by more than `DIFFERENCE_TOLERANCE` of the measured bytes."""
     return abs(allocated - measured) > DIFFERENCE_TOLERANCE * measured

@@ -41,7 +41,7 @@ class Timeline:
         lane = next(free, None)
         if lane is None:
             lane = _MORE_STEPS + len(self._steps_until)
-            self._events.append(_name("thread_name", "steps beside others", lane))
+            self._events.append(_name("thread_name", "overlapping steps", lane))
         self._steps_until[lane] = ended
         self._span("step", lane, since, ended, fields)
 

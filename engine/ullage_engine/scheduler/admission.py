@@ -1,4 +1,4 @@
-"""Admission: prices requests against what is free and admits or refuses them.
+"""Admission: prices requests against the free memory, and admits or refuses them.
 
 Samples of one prompt are admitted together or not at all. `refusals` has the rules.
 """

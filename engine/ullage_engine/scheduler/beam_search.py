@@ -231,7 +231,7 @@ class _BeamGroup:
             sampling=SamplingParams(
                 temperature=0.0, top_logprobs=max(self.rules.num_candidates, self.num_top_logprobs)
             ),
-            # A stop token must not end the sequence: the search decides what ends a hypothesis.
+            # A stop token must not end the sequence: the search decides when a hypothesis ends.
             stop_token_ids=[],
             # The session continues from the likeliest beam.
             session_id="" if place else self.first.session_id,

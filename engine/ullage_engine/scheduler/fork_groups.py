@@ -1,4 +1,4 @@
-"""Samples of one prompt, of which one computes the shared tokens for all."""
+"""Samples of one prompt: one of them computes the shared tokens for all."""
 
 from ullage_engine.scheduler.sequence import Sequence
 

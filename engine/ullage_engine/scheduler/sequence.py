@@ -1,4 +1,4 @@
-"""A sequence: one admitted request while it is scheduled, and what it holds."""
+"""A sequence: one admitted request while it is scheduled, with its blocks and slots."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

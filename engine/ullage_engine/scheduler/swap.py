@@ -20,7 +20,7 @@ def is_swap_cheaper(num_bytes: int, recompute_s: float, bytes_per_second: float)
 class SwapManager:
     """Collects the block copies of the next plan and owns the host slots.
 
-    A plan does swap_out before swap_in before copy, in whatever order they were requested. So no
+    A plan does swap_out before swap_in before copy, in any order of the requests. So no
     block or slot may be read after a later request has overwritten it.
 
     KV is copied in during the step before the one that needs it, if that step computes anything
