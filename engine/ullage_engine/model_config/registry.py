@@ -142,9 +142,11 @@ def _model_config(
     hidden = config.int("hidden_size")
     heads = config.int("num_attention_heads")
     head_dim = config.int("head_dim", hidden // heads if head_dim is None else head_dim)
+
     default = None if rope_default is None else HFConfig(config.path, rope_default)
     rope = read_rope(config, head_dim, rope_theta, default)
     max_position = config.int("max_position_embeddings")
+
     fields = {
         "num_kv_heads": config.int("num_key_value_heads", heads),
         "tied": bool(tie(config)),
@@ -208,6 +210,7 @@ def _layer_kinds(
     given = config.list("layer_types")
     if given is None:
         return [kind_of(index) for index in range(count)]
+
     kinds = [_OLD_KINDS.get(str(kind), str(kind)) for kind in given]
     if len(kinds) != count or not served.issuperset(kinds):
         raise WeightsError(
@@ -273,6 +276,7 @@ def _lfm2_config(config: HFConfig, intermediate: int, experts: ExpertsSpec | Non
         conv_channels=config.int("hidden_size"),
         experts=experts,
     )
+
     theta = config.float("theta", model_config.rope_theta)
     if theta != model_config.rope_theta:
         raise WeightsError(
@@ -307,15 +311,20 @@ def _lfm2_attends(config: HFConfig) -> list[bool]:
 
 
 def _lfm2_adjusted_width(config: HFConfig) -> int:
-    """Return the width of feed-forward layers: two thirds of the configured width, rounded up to a
-    multiple of `block_multiple_of`."""
+    """Return the width of feed-forward layers.
+
+    It is two thirds of the configured width, times `block_ffn_dim_multiplier`, rounded up to a
+    multiple of `block_multiple_of`, unless the configuration says that the width is final.
+    """
     given = "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
     width = config.int(given)
     if not config.bool("block_auto_adjust_ff_dim", True):
         return width
+
     width = int(2 * width / 3)
     if config.values.get("block_ffn_dim_multiplier", 1.0) is None:
         return width
+
     width = int(config.float("block_ffn_dim_multiplier", 1.0) * width)
     multiple = config.int("block_multiple_of", 256)
     return -(-width // multiple) * multiple

@@ -133,7 +133,8 @@ def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[
 def _refuse_contradiction(config: HFConfig, modern: HFConfig, old: HFConfig, theta: float) -> None:
     """Refuse `rope_parameters` that say more than, or differ from, `rope_scaling`, which counts."""
     base = config.float("rope_theta", theta)
-    bases = modern.float("rope_theta", base), old.float("rope_theta", base)
+    modern_base = modern.float("rope_theta", base)
+
     said = {
         key: value
         for key, value in modern.values.items()
@@ -141,8 +142,9 @@ def _refuse_contradiction(config: HFConfig, modern: HFConfig, old: HFConfig, the
     }
     if _kind(modern) not in ("default", _kind(old)):
         said["rope_type"] = _kind(modern)
-    if bases[0] != bases[1]:
-        said["rope_theta"] = bases[0]
+    if modern_base != old.float("rope_theta", base):
+        said["rope_theta"] = modern_base
+
     if said:
         key, value = next(iter(said.items()))
         raise WeightsError(

@@ -102,8 +102,10 @@ class ConvStatePool:
         assert not set(written) & set(states), "a state is overwritten"
 
     def _is_usable(self, state: ConvState, num_computed: int) -> bool:
-        """Whether continuing the state gives an exact one at `num_computed`, and computes no more
-        tokens than a replay from zero."""
+        """Whether continuing the state is exact at `num_computed` and saves work.
+
+        That is, no more tokens are computed than by a replay from zero.
+        """
         zero = max(0, num_computed - self.replay_tokens)
         return state.since <= zero <= state.num_tokens <= num_computed
 

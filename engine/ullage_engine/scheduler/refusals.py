@@ -35,6 +35,7 @@ def refuse_never_fits(
     """
     session_bytes = profile.session_kv_bytes if requests[0].session_id else 0
     length = max(len(request.token_ids) for request in requests)
+
     reason = ""
     if any(not request.token_ids for request in requests):
         reason = "prompt: is empty"
@@ -54,6 +55,7 @@ def refuse_never_fits(
             f"more than the {mib(session_bytes)} that one session may hold; shorten it, send it "
             "without a session, or raise memory.sessionKVLimit"
         )
+
     return _never(requests[0], needed_bytes, profile.kv_pool_bytes, reason) if reason else None
 
 
@@ -90,6 +92,7 @@ def refuse_now(
         reason = "the waiting room is full"
     else:
         return None
+
     return Rejected(
         request_id=requests[0].request_id,
         needed_bytes=needed_bytes,

@@ -91,11 +91,13 @@ class TierTransfers:
         self._prefetch = policy.prefetch
         self._throughput = throughput
         self._clock = clock
+
         self._numbers = itertools.count(1)
         self._queries: dict[int, _Query] = {}
         """Queries whose blocks are not placed yet, by number."""
         self._waiting: dict[Sequence, _Query] = {}
         """The same queries, by sequence."""
+
         self._offers = BlockOffers[_Place]()
         self._ins: list[tuple[int, int]] = []
         """Pairs (host slot, block) that the next plan copies in."""

@@ -181,6 +181,7 @@ def sampling_defaults(config: Values) -> SamplingDefaults:
             _check_neutral(key, value, _NEUTRAL[key])
         else:
             raise GenerationError(f"{key} is {value!r}, and that key is not known; {_REMEDY}")
+
     if config.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
