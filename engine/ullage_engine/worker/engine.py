@@ -14,7 +14,7 @@ One step, from the worker's loop to the tensor operations and back:
           BatchPlanner.plan                     scheduler/planner.py: which tokens of which sequence
             _allocate                             blocks, preempting where none is left
               PrefixCache.allocate                  kv_cache/prefix_cache.py
-          SwapManager.drain                     scheduler/swap.py:  the plan's block copies
+          SwapManager.drain                     scheduler/swap.py: the plan's block copies
         Grammars.constrain                    worker/grammar.py: masks of allowed tokens
         ModelRunner.move                      runner/model_runner.py: block copies, host and device
         ModelRunner.execute                   runner/model_runner.py
@@ -35,7 +35,7 @@ One step, from the worker's loop to the tensor operations and back:
           Decoder.logits                        layers/decoder.py: norm and head of sampled rows
           sample                                runner/sampler.py: penalties, masks, filters, noise
         Scheduler.commit                      scheduler/scheduler.py: tokens appended, blocks cached
-        BeamSearches.filter_outputs           scheduler/beam_search.py
+        BeamSearches.filter_outputs           scheduler/beam_groups.py
       Link.send(StepDone)                   worker/loop.py: tokens to the server
       _report                               the worker's state, at most ten times a second
 """
@@ -62,7 +62,7 @@ from ullage_engine.protocol.step_plan import (
     StepPlan,
 )
 from ullage_engine.scheduler.batch_plan import Transfers
-from ullage_engine.scheduler.beam_search import BeamSearches
+from ullage_engine.scheduler.beam_groups import BeamSearches
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler
 from ullage_engine.scheduler.tiers import TierTransfers
