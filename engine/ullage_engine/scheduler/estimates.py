@@ -16,8 +16,8 @@ _STEP_WEIGHT = 0.05
 _PREFILL_HALF_LIFE = 4096
 """Prompt tokens after which a step counts half as much in the prefill speed."""
 _LEAST_PROMPT_SHARE = 0.1
-"""Least share of a step with decodes that its prompt tokens are taken to need. Without it a fast
-step would make prompts look free."""
+"""Least share of a step with decodes that its prompt tokens are taken to need. Times of steps vary,
+and without it a fast step would make prompts look free."""
 
 
 class OutputLengthEstimator:

@@ -110,8 +110,9 @@ class BlockReservations:
         """Share the parent's blocks of its first `num_tokens` tokens with a waiting child.
 
         Returns:
-            Whether the blocks are shared. If not, the child's reservation is deferred, because it
-            does not fit together with those of more important sequences.
+            Whether the blocks are shared. If not, the child's reservation is deferred: it does not
+            fit together with those of more important sequences, or the parent's windows have slid
+            past the child's beginning.
         """
         size = self._cache.block_tokens
         first = self._cache.first_window_block(num_tokens)
