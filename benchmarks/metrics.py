@@ -48,7 +48,8 @@ from ullage_common.process.metrics import (
 )
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.figures import Figures
-from ullage_engine.protocol.messages import RankPlace, Ready, StateReport, WorkerState
+from ullage_engine.protocol.messages import Ready, StateReport
+from ullage_engine.protocol.worker_state import RankPlace, WorkerState
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_kv import TierStats
 from ullage_kv.service import PeerTraffic

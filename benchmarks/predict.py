@@ -29,7 +29,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.model_loader.prepare import FLOAT32, MATRICES
 from ullage_engine.model_loader.tensor_plan import TensorPlan, plan_tensors
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan, state_slots
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator

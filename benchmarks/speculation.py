@@ -22,7 +22,7 @@ from step import BLOCK, POOL_BLOCKS, SOURCE, load_runner
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits

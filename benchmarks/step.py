@@ -19,7 +19,7 @@ from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_loader.loader import load_weights
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner, Wrap
 

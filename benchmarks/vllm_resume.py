@@ -35,7 +35,7 @@ import msgspec
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.server.worker_process import vllm_env
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 

@@ -6,7 +6,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.model_loader.prepare import FLOAT32, is_matrix
 from ullage_engine.model_loader.tensor_plan import TensorPlan, plan_tensors
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk
 from ullage_engine.quantization.formats import (
     MXFP4_GROUP,

@@ -7,7 +7,7 @@ import torch
 
 from ullage_engine.kernels.arena import BLOCK_TOKENS, GATHER_TOKENS, StepLimits
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.runner.step_graphs import NewCapture

@@ -20,7 +20,7 @@ from benchmarks.gpu.sequences import GREEDY, make_runner
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.quantization.formats import Format
 from ullage_engine.runner.model_runner import ModelRunner

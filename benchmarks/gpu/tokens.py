@@ -24,7 +24,7 @@ from small_models import MODELS, write_model
 
 from ullage_common.config.engine import ModelSection
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 
 ORACLE = "oracle.json"
 GREEDY = SamplingParams(temperature=0.0, top_logprobs=2)

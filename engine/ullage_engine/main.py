@@ -29,7 +29,7 @@ from ullage_engine.server.app import AppError, ChooseLaunch, EngineApp
 from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.supervisor import GaveUpError, WorkerCommand, WorkerLaunch
 from ullage_engine.server.worker_process import EndpointError, launch_env, vllm_env, worker_env
-from ullage_engine.tokenizer.gguf import read_architecture
+from ullage_engine.tokenizer.gguf_file import read_architecture
 
 log = logging.getLogger("ullage.engine")
 

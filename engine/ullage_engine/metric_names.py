@@ -19,7 +19,7 @@ from ullage_engine.protocol.figures import (
     STEP_SEQUENCES,
     STEP_TOKENS,
 )
-from ullage_engine.protocol.messages import WorkerState
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_kv import TierStats
 from ullage_kv.service import PeerTraffic
 

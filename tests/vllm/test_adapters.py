@@ -13,13 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ullage_testing.small_models import continue_greedily, write_adapter
 from ullage_testing.worker_link import launcher
 
-from ullage_engine.protocol.messages import (
-    AdapterAdded,
-    AddAdapter,
-    EngineRequest,
-    RequestFailed,
-    SamplingParams,
-)
+from ullage_engine.protocol.messages import AdapterAdded, AddAdapter, RequestFailed
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.server.worker_process import vllm_env
 from ullage_engine.vllm_worker.adapters import slot_bytes
 

@@ -14,7 +14,8 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from ullage_testing.fake_vllm import FakeVllm
 
 from ullage_common.request_cost import MemoryProfile, request_blocks
-from ullage_engine.protocol.messages import EngineRequest, Rejected, SamplingParams
+from ullage_engine.protocol.messages import Rejected
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker.engine import VllmEngine
 from ullage_engine.vllm_worker.reservations import Reservations
 

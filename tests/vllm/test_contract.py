@@ -59,8 +59,8 @@ from ullage_common.config.engine import (
     EngineConfig,
     ModelSection,
 )
-from ullage_engine.protocol.messages import EngineRequest
-from ullage_engine.protocol.messages import SamplingParams as Sampling
+from ullage_engine.protocol.requests import EngineRequest
+from ullage_engine.protocol.requests import SamplingParams as Sampling
 from ullage_engine.server.grammar import grammar_text
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 from ullage_engine.vllm_worker import arguments

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker import startup
 from ullage_engine.vllm_worker.engine import OutOfMemoryFault
 

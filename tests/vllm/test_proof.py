@@ -23,7 +23,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.errors import from_rpc_error
 from ullage_engine.protocol.errors import ProofError
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker.interface import InvalidRequestError
 from ullage_engine.vllm_worker.proof import changed_table
 from ullage_engine.vllm_worker.ranks import WorkerExtension

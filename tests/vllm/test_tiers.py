@@ -11,13 +11,8 @@ import pytest
 from ullage_common.config.engine import TiersSection
 from ullage_engine.kv_tiers.broker import TierHits
 from ullage_engine.kv_tiers.tiers import KvTiers
-from ullage_engine.protocol.messages import (
-    EngineRequest,
-    KvFound,
-    KvGranted,
-    SamplingParams,
-    TokenOutput,
-)
+from ullage_engine.protocol.messages import KvFound, KvGranted
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.worker.device import HostTier
 from ullage_kv import Arena
 

@@ -10,7 +10,7 @@ from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.parallel.layout import RankLayout, rank_model_config
 from ullage_engine.parallel.pipeline import PipelineRank
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 

@@ -7,14 +7,14 @@ _END = -1
 
 
 class PoolExhaustedError(Exception):
-    """More blocks were asked for than are free; the caller did not check `num_free`."""
+    """More blocks were requested than are free; the caller did not check `num_free`."""
 
 
 class BlockPool:
     """Hands out numbered blocks of `block_tokens` tokens, each with a reference count.
 
-    Taking and returning a block is O(1): free blocks form a doubly linked list threaded through two
-    arrays, so that one block in its middle can be taken as cheaply as the first. That is what makes
+    Allocating and freeing a block is O(1). Free blocks form a doubly linked list threaded through
+    two arrays, so a block in its middle can be taken as cheaply as the first. That makes
     consecutive runs cheap: the block after a sequence's last one is preferred whenever it is free.
     """
 
@@ -22,24 +22,25 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._ref_counts = [0] * num_blocks
-        # A circle of all blocks and one extra entry, which is the list's head and tail in one.
+        # A circular list of all blocks with a sentinel, which is both its head and its tail.
         self._head = num_blocks
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
         self.num_free = num_blocks
 
     def ref_count(self, block: int) -> int:
-        """Number of holders of the block; 0 is free."""
+        """Return the number of holders of the block; 0 is free."""
         return self._ref_counts[block]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks, consecutive to `after` and to one another where they are free.
 
         Raises:
-            PoolExhaustedError: fewer are free; nothing was taken.
+            PoolExhaustedError: if fewer are free; nothing was taken.
         """
         if count > self.num_free:
-            raise PoolExhaustedError(f"{count} KV blocks asked, {self.num_free} free")
+            raise PoolExhaustedError(f"{count} KV blocks requested, {self.num_free} free")
+
         last = _END if after is None else after
         blocks: list[int] = []
         for _ in range(count):
@@ -54,7 +55,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference; blocks without any are free again."""
+        """Drop a reference to each block; blocks without any are free again."""
         for block in block_ids:
             assert self._ref_counts[block] > 0, f"block {block} is free already"
             self._ref_counts[block] -= 1
@@ -62,10 +63,11 @@ class BlockPool:
                 self._put(block)
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Asserts that `tables` are exactly what is allocated and that the free list is whole."""
+        """Assert that `tables` hold exactly the allocated blocks and the free list has the rest."""
         held = Counter(block for table in tables for block in table)
         for block, ref_count in enumerate(self._ref_counts):
             assert held[block] == ref_count, f"block {block}: {held[block]} held, {ref_count}"
+
         free = self._walk()
         assert len(free) == len(set(free)) == self.num_free, "free list has a loop or a gap"
         assert all(self._ref_counts[block] == 0 for block in free), "free list holds a used block"
@@ -85,7 +87,7 @@ class BlockPool:
         return block
 
     def _put(self, block: int) -> None:
-        # At the tail: blocks freed together stay neighbours in the list.
+        # At the tail, so that blocks freed together stay neighbours in the list.
         last = self._previous[self._head]
         self._next[last], self._previous[block] = block, last
         self._next[block], self._previous[self._head] = self._head, block

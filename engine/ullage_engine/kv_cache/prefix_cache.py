@@ -1,8 +1,8 @@
 """The prefix cache: which KV blocks are in use, kept for reuse, or free.
 
 Sequences allocate blocks here and release them. A full block stays cached by content after its
-sequence has ended, and a session's blocks are pinned between its turns. `radix_tree` has what is
-cached, and what is evicted next.
+sequence has ended, and a session's blocks are pinned between its turns. `radix_tree` finds cached
+blocks by their tokens and chooses which is evicted next.
 """
 
 import time
@@ -18,21 +18,24 @@ _MAX_SESSIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Session:
+    """The pins of one session."""
+
     path: list[int]
     """Pinned blocks, from the beginning of the conversation on."""
     used_at: float
+    """Time of the last use, in seconds of the clock."""
     last_used: int
     """Tick of the session's last use of its blocks."""
     num_windows: int
-    """Last blocks of the path whose window blocks are pinned with them."""
+    """Number of last blocks of the path whose window blocks are pinned, too."""
 
 
 class Sessions:
     """Pins the cached prefix of each session until it is idle for long or memory is needed.
 
-    Both end the session used longest ago first. Pinned blocks are only kept from being evicted
-    before others; they can be had by ending their sessions. What an idle session leaves is evicted
-    before anything that was used since.
+    Either way the session used longest ago ends first. Pinned blocks count as reclaimable, because
+    ending their sessions frees them. Blocks that an idle session leaves are evicted before all that
+    were used since.
     """
 
     def __init__(
@@ -48,23 +51,25 @@ class Sessions:
         return len(self._sessions)
 
     def keep(self, session_id: str, path: list[int], last_used: int) -> None:
-        """Pins the first blocks of a cached path in place of the session's earlier pins.
+        """Pin the first blocks of a cached path in place of the session's earlier pins.
 
-        `last_used`: the tick at which the session gave the path back.
+        `last_used`: the tick at which the session freed the path.
         """
         path = path[: self._max_blocks]
-        # Pinned before the old path is unpinned: blocks of both never become evictable between.
         num_windows = len(self._tree.window_blocks(path))
+
+        # Pin before the old path is unpinned, so that blocks of both never become evictable.
         for index, block in enumerate(path):
             self._tree.pin(block, with_window=index >= len(path) - num_windows)
         self._end(session_id)
+
         if path:
             self._sessions[session_id] = _Session(path, self._clock(), last_used, num_windows)
         while len(self._sessions) > _MAX_SESSIONS:
             self.end_oldest()
 
     def use(self, session_id: str) -> None:
-        """Counts as a use: the session's next turn has come."""
+        """Record that the session's next turn has come."""
         session = self._sessions.pop(session_id, None)
         if session:
             self._sessions[session_id] = replace(session, used_at=self._clock())
@@ -81,7 +86,7 @@ class Sessions:
             self._end(session_id)
 
     def end_oldest(self) -> bool:
-        """End the session used longest ago; False: there is none."""
+        """End the session used longest ago; return False if there is none."""
         if not self._sessions:
             return False
         self._end(next(iter(self._sessions)))
@@ -91,7 +96,8 @@ class Sessions:
         session = self._sessions.pop(session_id, None)
         if session is None:
             return
-        # The deepest first: blocks then become evictable in the order leaf before parent.
+
+        # The deepest block first, so that leaves become evictable before their parents.
         idle_since = session.last_used if is_idle else None
         for number, block in enumerate(reversed(session.path)):
             self._tree.unpin(block, idle_since, with_window=number < session.num_windows)
@@ -99,7 +105,7 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True)
 class KvPolicy:
-    """Limits of the KV that is kept although no running sequence needs it."""
+    """Limits of the KV that is kept although no running sequence uses it."""
 
     prefix_cache: bool = True
     """Whether full blocks are kept for requests that begin alike."""
@@ -114,14 +120,14 @@ class KvPolicy:
     kv_space: bytes = b""
     """Namespace of KV in tiers outside the device; empty: there are none."""
     prefetch: bool = True
-    """Whether KV of tiers may be copied in beside a step. Of several ranks one cannot know when
-    another has done so, and would let go of slots too soon."""
+    """Whether KV of tiers may be copied in while a step runs. Not with several ranks: none knows
+    when another has finished its copies, so slots would be returned too soon."""
 
 
 class PrefixCache:
     """Allocates reference-counted KV blocks and keeps full ones for sequences that begin alike.
 
-    The cache holds one reference of each block it stores. Blocks that only the cache holds are
+    The cache holds one reference to each block it stores. Blocks that only the cache holds are
     reclaimable: `allocate` evicts them as it needs them, so they count as available. A cached block
     is never written again.
     """
@@ -134,11 +140,20 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
         window_tokens: int = 0,
     ) -> None:
-        """`window_tokens`: length of the sliding windows of layers that have blocks of their own;
-        0: there are none."""
+        """Create a cache of free blocks.
+
+        Args:
+            num_blocks: blocks of the pool.
+            block_tokens: tokens of a block.
+            policy: limits of the KV that is kept for reuse.
+            clock: in seconds.
+            window_tokens: length of the sliding windows of layers that have blocks of their own;
+                0: there are none.
+        """
         self._pool = BlockPool(num_blocks, block_tokens)
         self._tree = RadixTree(block_tokens, window_tokens)
         self._num_frees = 0
+        """Calls of `free`: the ticks by which eviction orders uses."""
         self.sessions = Sessions(self._tree, policy.session_blocks, policy.session_idle, clock)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -151,7 +166,7 @@ class PrefixCache:
 
     @property
     def num_reclaimable(self) -> int:
-        """Blocks that only the cache holds: kept for reuse, evicted as soon as they are needed."""
+        """Blocks that only the cache holds, which `allocate` evicts as it needs them."""
         return self._tree.num_reclaimable
 
     @property
@@ -160,7 +175,7 @@ class PrefixCache:
 
     @property
     def num_cached_used(self) -> int:
-        """Blocks that sequences hold and the cache knows, all of them full."""
+        """Cached blocks that sequences hold, all of them full."""
         return self._tree.num_blocks - self._tree.num_reclaimable
 
     @property
@@ -179,8 +194,10 @@ class PrefixCache:
         return self._pool.ref_count(block) == 1 and block not in self._tree
 
     def is_shared(self, block: int) -> bool:
-        """Whether more than one sequence, or the cache too, reads the block: it must not be
-        written."""
+        """Whether several sequences, or a sequence and the cache, hold the block.
+
+        A shared block must not be written.
+        """
         return self._pool.ref_count(block) > 1
 
     def is_shared_at(self, table: list[int], index: int) -> bool:
@@ -190,13 +207,13 @@ class PrefixCache:
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
         """Find the cached blocks of the longest prefix of `token_ids`, its last token excluded.
 
-        Only requests with the same cache salt find one another's blocks. `path`: as
-        `RadixTree.match` has it.
+        Only requests with the same cache salt find one another's blocks. See `RadixTree.match` for
+        `path`.
         """
         return self._tree.match(token_ids, salt, path) if self.has_cache else []
 
     def window_blocks(self, hits: list[int]) -> list[int]:
-        """Return the window blocks that whoever goes on from these cached blocks reads."""
+        """Return the window blocks that a sequence continuing these cached blocks reads."""
         return self._tree.window_blocks(hits)
 
     def first_window_block(self, position: int) -> int:
@@ -208,10 +225,10 @@ class PrefixCache:
         return sum(self._tree.is_reclaimable(block) for block in cached)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Allocates `count` blocks, preferably after block `after`; evicts cached ones as needed.
+        """Allocate `count` blocks, preferably after block `after`; evict cached ones as needed.
 
         Raises:
-            PoolExhaustedError: fewer are available.
+            PoolExhaustedError: if fewer are available.
         """
         if count > self._pool.num_free:
             missing = min(count - self._pool.num_free, self._tree.num_reclaimable)
@@ -239,7 +256,7 @@ class PrefixCache:
                     self._tree.set_reclaimable(block)
 
     def keep_session(self, session_id: str, path: list[int]) -> None:
-        """Pins the cached `path`, which a request of the session has just given back by `free`."""
+        """Pin the cached `path`, which a request of the session has just freed."""
         self.sessions.keep(session_id, path, self._num_frees)
 
     def insert(
@@ -247,11 +264,13 @@ class PrefixCache:
     ) -> list[int]:
         """Cache the full blocks `first` to `end` - 1 of a block table; those before are cached.
 
-        Returns the table. Where the cache stores the same tokens in another block, it is a new one
-        with that block, and its own is freed.
+        Returns:
+            The same table, or a new one where the cache stores the same tokens in another block.
+            The new table has that block instead of its own, which is freed.
         """
         if not self.has_cache:
             return table
+
         size = self.block_tokens
         merged = table
         for index in range(first, end):
@@ -260,6 +279,7 @@ class PrefixCache:
             is_known = own in self._tree
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             kept = self._tree.insert(parent, tokens, own, salt)
+
             if kept != own:
                 self.share([kept])
                 self.free([own])
@@ -271,9 +291,9 @@ class PrefixCache:
         return merged
 
     def insert_windows(self, table: list[int], windows: list[int], first: int) -> None:
-        """Cache window blocks, of which the first belongs to block `first` of a cached table.
+        """Cache the window blocks of a cached table's blocks from index `first` on.
 
-        Where the cache has one for the same tokens, it replaces the one in `windows`.
+        Where the cache has one for the same tokens, that one replaces the entry of `windows`.
         """
         for index, own in enumerate(windows):
             if first + index >= len(table):
@@ -288,28 +308,29 @@ class PrefixCache:
                 windows[index] = kept
 
     def set_content_key(self, block: int, content_key: bytes) -> bool:
-        """Give a cached block its key; see `RadixTree.set_content_key`."""
+        """Attach a content key to a cached block; see `RadixTree.set_content_key`."""
         return self._tree.set_content_key(block, content_key)
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Return the key of a cached block; see `RadixTree.content_key`."""
+        """Return the content key of a cached block; see `RadixTree.content_key`."""
         return self._tree.content_key(block, is_window=is_window)
 
     def take_keys(self, path: list[int] | None) -> None:
-        """Take the keys from all blocks that begin with the first one of a path; None: from all
-        blocks."""
+        """Remove the content keys of the subtree under a path's first block; None: all keys."""
         if path is None:
             self._tree.take_keys(None)
         elif path and path[0] in self._tree:
             self._tree.take_keys(path[0])
 
     def window_block(self, block: int) -> int | None:
-        """Return the window block beside a cached one; None where there is none."""
+        """Return the window block of a cached block; None where there is none."""
         return self._tree.window_block(block)
 
     def evict_branch(self, path: list[int]) -> None:
-        """Evict all blocks that no sequence holds of a path, and of all that begin with its first
-        block; sessions that have any end. Those that sequences hold are not found any more."""
+        """Evict the subtree under the path's first block, and end its sessions.
+
+        Blocks in use leave the index but stay allocated.
+        """
         if path and path[0] in self._tree:
             self.sessions.end_branch(path[0])
             self._pool.free(self._tree.evict_branch(path[0]))
@@ -320,18 +341,19 @@ class PrefixCache:
             self._pool.free([self._evict()])
 
     def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Asserts that sequences with `tables` and the cache hold exactly what is allocated."""
+        """Assert that sequences with `tables` and the cache hold exactly the allocated blocks."""
         present = [list(table) for table in tables]
         held = {block for table in present for block in table}
         cached = [block for block in range(self.num_blocks) if block in self._tree]
         self._pool.check_integrity([*present, cached])
         self._tree.check_integrity()
+
         for block in cached:
             is_unused = block not in held
             assert self._tree.is_reclaimable(block) == is_unused, f"block {block}: wrong state"
 
     def _evict(self) -> int:
-        """Evict one block: of no session if possible, else of the session used longest ago."""
+        """Evict one block; where all are pinned, end sessions, the one used longest ago first."""
         while (block := self._tree.evict()) is None:
             was_ended = self.sessions.end_oldest()
             assert was_ended, "reclaimable blocks, and none of them evictable"

@@ -1,11 +1,11 @@
-"""What is cached of KV, by the tokens that it stands for.
+"""The radix tree of cached KV blocks, by the tokens that they store.
 
-Cached blocks form a radix tree: the path from the root to a block spells the tokens whose KV the
-block continues, and begins with the cache salt of the requests that may read it.
+The path from the root to a block spells the tokens up to the block's end, and begins with the cache
+salt of the requests that may read it.
 
-Layers with sliding windows have blocks of their own. A cached block may have one of them beside it,
-its window block, for the same tokens. Window blocks that every window has slid past are reclaimable
-though their sequence goes on, and a prefix is found only as far as its last window is still there.
+Layers with sliding windows have blocks of their own. A cached block may have one of them for the
+same tokens, its window block. Window blocks that every window has slid past are reclaimable while
+their sequence goes on. So a match ends where the last window is still cached.
 """
 
 from collections import OrderedDict
@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 _ROOT = -1
 
 _Key = tuple[str, tuple[int, ...]]
-"""What tells the children of a block apart: the cache salt, at the beginning of a sequence only,
-and the tokens."""
+"""Key of a block among its siblings: cache salt, for the first block of a text, and tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One block of KV, valid only after all blocks above it."""
+    """One cached block, valid only behind all blocks above it."""
 
     parent: "_Node | None"
     key: _Key
@@ -29,7 +28,7 @@ class _Node:
     num_pins: int = 0
     is_reclaimable: bool = False
     is_idle: bool = False
-    """Whether the session that used the block last has ended because it was idle."""
+    """Whether the session that last used the block has ended because it was idle."""
     last_used: int = 0
     """Tick of the block's last use; ticks only grow."""
     window_block: int | None = None
@@ -37,7 +36,7 @@ class _Node:
     is_window_reclaimable: bool = False
     window_last_used: int = 0
     content_key: bytes | None = None
-    """Key under which a copy of the block may be kept elsewhere; None: nobody asked for one."""
+    """Content key of the block's copies in other tiers; None: it was not set."""
 
 
 Path = list[_Node]
@@ -48,9 +47,9 @@ class RadixTree:
     """Maps token blocks to KV blocks and decides which cached block is evicted next.
 
     A cached block is in use while a sequence holds it and reclaimable otherwise. A sequence that
-    holds a block holds all blocks above it, so the reclaimable blocks are whole branches and each
-    can be evicted in its turn: leaves first, those of idle sessions before others, the least
-    recently used first, pinned ones never. Every operation on one block is O(1).
+    holds a block holds all blocks above it, so the reclaimable blocks form whole subtrees and are
+    evicted from the leaves: those of idle sessions first, then the least recently used. Pinned
+    blocks are never evicted. Every operation on one block is O(1).
     """
 
     def __init__(self, block_tokens: int, window_tokens: int = 0) -> None:
@@ -59,13 +58,17 @@ class RadixTree:
         self._window_tokens = window_tokens
         self._root = _Node(None, ("", ()), _ROOT)
         self._by_block: dict[int, _Node] = {}
-        # Reclaimable, unpinned and without children; the least recently used first.
-        self._evictable: OrderedDict[int, _Node] = OrderedDict()
-        # Those of idle sessions, which are evicted before the others.
-        self._idle: OrderedDict[int, _Node] = OrderedDict()
         self._by_window: dict[int, _Node] = {}
-        # Reclaimable and unpinned window blocks; the least recently used first.
+        """Nodes by their window block."""
+
+        # Eviction queues, the least recently used first.
+        self._evictable: OrderedDict[int, _Node] = OrderedDict()
+        """Reclaimable, unpinned blocks without children, except those of `_idle`."""
+        self._idle: OrderedDict[int, _Node] = OrderedDict()
+        """The same of idle sessions, which are evicted before the others."""
         self._evictable_windows: OrderedDict[int, _Node] = OrderedDict()
+        """Reclaimable and unpinned window blocks."""
+
         self.num_reclaimable = 0
         """Blocks of both kinds that no sequence holds, pinned ones included."""
         self.num_pinned = 0
@@ -86,7 +89,7 @@ class RadixTree:
         return max(0, position - self._window_tokens + 1) // self._block_tokens
 
     def window_blocks(self, path: list[int]) -> list[int]:
-        """Return the window blocks that whoever goes on from a matched path reads."""
+        """Return the window blocks that a sequence continuing a matched path reads."""
         if not self._window_tokens:
             return []
         first = self.first_window_block(len(path) * self._block_tokens)
@@ -94,32 +97,37 @@ class RadixTree:
         return [block for block in window_blocks if block is not None]
 
     def window_block(self, block: int) -> int | None:
-        """Return the window block beside a cached one; None where there is none."""
+        """Return the window block of a cached block; None where there is none."""
         return self._by_block[block].window_block
 
     def add_window(self, block: int, window_block: int) -> None:
-        """Cache a window block, which is in use, beside the block of the same tokens."""
+        """Cache a window block, which is in use, with the block of the same tokens."""
         node = self._by_block[block]
         assert node.window_block is None and window_block not in self, "cached already"
         node.window_block = window_block
         self._by_window[window_block] = node
 
     def set_content_key(self, block: int, content_key: bytes) -> bool:
-        """Give a cached block its key, which stands for its window block, too; False: it has
-        one."""
+        """Attach a content key to a cached block and its window block.
+
+        Returns:
+            False if a key was set before.
+        """
         node = self._by_block[block]
         is_new = node.content_key is None
         node.content_key = content_key
         return is_new
 
     def content_key(self, block: int, *, is_window: bool = False) -> bytes | None:
-        """Return the key of what a block, or a window block, stores; None: it has none, or is not
-        cached as such."""
+        """Return the content key of a cached block, or window block; None: it has none.
+
+        A block that is not cached, or not as that kind, has none.
+        """
         node = (self._by_window if is_window else self._by_block).get(block)
         return node.content_key if node else None
 
     def take_keys(self, block: int | None) -> None:
-        """Take the keys from all blocks that begin with a text's first block; None: from all."""
+        """Remove the content keys of the subtree under a first block; None: all keys."""
         branch = [self._root if block is None else self._by_block[block]]
         for node in branch:
             branch.extend(node.children.values())
@@ -128,18 +136,23 @@ class RadixTree:
     def match(self, token_ids: list[int], salt: str = "", path: Path | None = None) -> list[int]:
         """Find the longest run of blocks that store a beginning of `token_ids` under a salt.
 
-        It ends before the last token, which is always computed because its logits are needed, and
-        where the window blocks that are read next are there.
+        The run ends before the last token, which is always computed because its logits are needed,
+        and where the window blocks that are read next are cached.
 
         Args:
-            path: of the last match of these tokens and this salt, and then of this one. Tokens
-                that it stands for are not read again.
+            token_ids: tokens of a text.
+            salt: cache salt of the request.
+            path: result of the last match of this text and salt, which is updated. Its tokens are
+                not compared again.
+
+        Returns:
+            The blocks, the first one first.
         """
         nodes = [] if path is None else path
-        # A branch that must not be found any more may still be held; its first key is changed.
+        # `evict_branch` changes the key of a first block that is still held.
         if nodes and nodes[0].key != (salt, tuple(token_ids[: self._block_tokens])):
             nodes.clear()
-        # A block is cached as long as those behind it are.
+        # A block stays cached as long as those below it, so only the end may be gone.
         while nodes and self._by_block.get(nodes[-1].block) is not nodes[-1]:
             nodes.pop()
         self._extend(nodes, token_ids, salt)
@@ -148,6 +161,7 @@ class RadixTree:
         return blocks[: self._readable(nodes)] if self._window_tokens else blocks
 
     def _extend(self, nodes: Path, token_ids: list[int], salt: str) -> None:
+        """Append the nodes of the tokens behind a path."""
         size = self._block_tokens
         node = nodes[-1] if nodes else self._root
         for start in range(len(nodes) * size, (len(token_ids) - 1) // size * size, size):
@@ -159,7 +173,7 @@ class RadixTree:
             node = child
 
     def _readable(self, nodes: Path) -> int:
-        """Return the most leading blocks behind which the last windows are there."""
+        """Return the length of the longest prefix whose last window is cached, blocks."""
         num_windows = length = 0
         for count, node in enumerate(nodes, start=1):
             num_windows = 0 if node.window_block is None else num_windows + 1
@@ -170,11 +184,17 @@ class RadixTree:
     def insert(
         self, parent: int | None, tokens: tuple[int, ...], block: int, salt: str = ""
     ) -> int:
-        """Cache `block` as what stores `tokens` below `parent`, or, at the beginning, where the
-        parent is None, as what stores them under a salt.
+        """Cache `block`, which stores `tokens`, below `parent`.
 
-        Returns the block that the tree keeps: `block`, now in use, or the one that stored the same
-        tokens before.
+        Args:
+            parent: block of the tokens before; None at the beginning of a text.
+            tokens: the block's tokens.
+            block: the block.
+            salt: cache salt, used at the beginning of a text only.
+
+        Returns:
+            The block that the tree keeps: `block`, now in use, or the one that stored the same
+            tokens before.
         """
         above = self._root if parent is None else self._by_block[parent]
         key = (salt if parent is None else "", tokens)
@@ -187,11 +207,13 @@ class RadixTree:
         return node.block
 
     def set_in_use(self, block: int) -> None:
+        """Mark a block as held by a sequence."""
         if (node := self._by_window.get(block)) is not None:
             self.num_reclaimable -= node.is_window_reclaimable
             node.is_window_reclaimable = False
             self._evictable_windows.pop(block, None)
             return
+
         node = self._by_block[block]
         self.num_reclaimable -= node.is_reclaimable
         node.is_reclaimable = False
@@ -206,11 +228,13 @@ class RadixTree:
             self._by_block[block].last_used = tick
 
     def set_reclaimable(self, block: int) -> None:
+        """Mark a block as held by no sequence."""
         if (node := self._by_window.get(block)) is not None:
             self.num_reclaimable += not node.is_window_reclaimable
             node.is_window_reclaimable = True
             self._add_window_if_evictable(node)
             return
+
         node = self._by_block[block]
         self.num_reclaimable += not node.is_reclaimable
         node.is_reclaimable = True
@@ -219,7 +243,7 @@ class RadixTree:
     def pin(self, block: int, *, with_window: bool = False) -> None:
         """Keep the block from being evicted until `unpin` was called as often.
 
-        `with_window`: the window block beside it, too; `unpin` must be called alike.
+        `with_window`: pin its window block, too. `unpin` must then get the same argument.
         """
         node = self._by_block[block]
         if with_window:
@@ -234,35 +258,49 @@ class RadixTree:
     def unpin(
         self, block: int, idle_since: int | None = None, *, with_window: bool = False
     ) -> None:
-        """Undoes one `pin`.
+        """Undo one `pin`.
 
-        `idle_since`: the tick of the last use by the session that pinned the block, which ends
-        because it is idle. Unless the block was used since, it is evicted before others.
+        Args:
+            block: the pinned block.
+            idle_since: tick of the last use by the session that pinned the block, if the session
+                ends because it is idle. Unless the block was used since, it is evicted before
+                others.
+            with_window: as it was in `pin`.
         """
         node = self._by_block[block]
         assert node.num_pins > 0, f"block {block} is not pinned"
         if with_window:
             node.num_window_pins -= 1
             self._add_window_if_evictable(node)
+
         node.num_pins -= 1
         self.num_pinned -= node.num_pins == 0
+
+        # `is_idle` selects the queue, so the node leaves the old one before it changes.
         self._queue(node).pop(block, None)
         is_idle = idle_since is not None and node.last_used <= idle_since
         node.is_idle = is_idle and node.is_reclaimable and not node.num_pins
         self._add_if_evictable(node)
 
     def evict(self) -> int | None:
-        """Drop the leaf or window block whose turn it is; return its block, or None if none is
-        evictable."""
+        """Drop the leaf or window block whose turn it is.
+
+        Returns:
+            Its block; None if none is evictable.
+        """
         queue = self._idle or self._evictable
         leaf = next(iter(queue.values()), None)
         window = next(iter(self._evictable_windows.values()), None)
+
+        # The least recently used goes first, but leaves of idle sessions before all others.
         if leaf is not None and window is not None:
             is_first = leaf.is_idle or leaf.last_used < window.window_last_used
             window = None if is_first else window
-        # A leaf's own window block is of no use without it.
+
+        # A leaf's window block goes before the leaf, without which it would be of no use.
         if window is None and leaf is not None and leaf.window_block is not None:
             window = leaf
+
         if window is not None:
             return self._evict_window(window)
         if leaf is None:
@@ -270,17 +308,26 @@ class RadixTree:
         return self._evict_leaf(leaf)
 
     def evict_branch(self, block: int) -> list[int]:
-        """Drop all evictable blocks of the branch that begins with a text's first block; return
-        them. The rest is not found any more."""
+        """Evict the subtree under a text's first block.
+
+        The blocks in use, and the pinned ones, stay cached but are not found any more.
+
+        Returns:
+            The evicted blocks.
+        """
         first = self._by_block[block]
         del self._root.children[first.key]
-        first.key = ("", (-1 - block,))  # No text has such a token.
+        # No text has a negative token, so no match finds this key.
+        first.key = ("", (-1 - block,))
         self._root.children[first.key] = first
+
         branch = [first]
         evicted = []
         for node in branch:
             branch.extend(node.children.values())
-        for node in reversed(branch):  # those below come first
+
+        # In reverse, so that children come before their parents.
+        for node in reversed(branch):
             if node.window_block is not None and self._is_window_evictable(node):
                 evicted.append(self._evict_window(node))
             if self._is_evictable(node):
@@ -294,29 +341,34 @@ class RadixTree:
         del self._by_block[node.block], parent.children[node.key]
         self.num_reclaimable -= 1
         self._add_if_evictable(parent)
-        # A parent last used together with its child is as old as that one was; one used later by
-        # itself counts as new, which keeps this O(1) where an exact order would need a search.
+
+        # A parent last used together with its child is as old as the child was, so it comes next.
+        # A parent used later counts as new. That keeps this O(1), where an exact order would need a
+        # search.
         queue = self._queue(parent)
         if parent.block in queue and parent.last_used <= node.last_used:
             queue.move_to_end(parent.block, last=False)
         return node.block
 
     def check_integrity(self) -> None:
-        """Asserts that links and counts agree with one another."""
+        """Assert that links and counts agree with one another."""
         nodes = list(self._by_block.values())
         num_reclaimable = sum(node.is_reclaimable + node.is_window_reclaimable for node in nodes)
         assert num_reclaimable == self.num_reclaimable, "reclaimable blocks miscounted"
+
         windows = {node.window_block: node for node in nodes if node.window_block is not None}
         assert windows == self._by_window, "window blocks lost or doubled"
         evictable = {block for block, node in windows.items() if self._is_window_evictable(node)}
         assert evictable == self._evictable_windows.keys(), "window blocks missing or doubled"
         for node in windows.values():
             assert node.is_window_reclaimable or not node.is_reclaimable, "outlives its block"
+
         assert sum(node.num_pins > 0 for node in nodes) == self.num_pinned, "pins miscounted"
         ready = {node.block for node in nodes if self._is_evictable(node)}
         assert ready == self._evictable.keys() | self._idle.keys(), "leaves missing or doubled"
         assert all(node.is_idle for node in self._idle.values()), "evicted before its turn"
         assert not any(node.is_idle for node in self._evictable.values()), "idle, and not first"
+
         for node in nodes:
             parent = node.parent
             assert parent is not None and parent.children[node.key] is node, "broken branch"

@@ -19,7 +19,6 @@ from ullage_engine.kv_tiers.cost import ComputeSpeed
 from ullage_engine.kv_tiers.loads import Loads
 from ullage_engine.protocol.messages import (
     WINDOW_PART,
-    EngineRequest,
     FromKv,
     KvDamaged,
     KvFound,
@@ -30,6 +29,7 @@ from ullage_engine.protocol.messages import (
     KvWanted,
     KvWritten,
 )
+from ullage_engine.protocol.requests import EngineRequest
 from ullage_kv import Block, Result, Status, Store, block_keys, part_key
 from ullage_kv.index import SlotRef
 from ullage_kv.store import DEADLINE_S, HOST

@@ -16,7 +16,8 @@ from ullage_common.config.engine import TiersSection
 from ullage_common.wire.tls import Material
 from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
-from ullage_engine.protocol.messages import EngineRequest, FromKv, KvFound, KvGranted, Ready
+from ullage_engine.protocol.messages import FromKv, KvFound, KvGranted, Ready
+from ullage_engine.protocol.requests import EngineRequest
 from ullage_kv import Arena, FileTier, FileTierError, LowerTier, Store, TierStats
 from ullage_kv.remote_tier import RemoteTier
 from ullage_kv.service import KVStoreService, Served

@@ -1,4 +1,4 @@
-"""Arithmetic of memory: the ledger of reservations, and pressure levels.
+"""Arithmetic of memory: the ledger of reservations, shared devices, and pressure levels.
 
-It counts bytes and blocks; it knows neither torch nor gRPC, and asks no device.
+It counts bytes and blocks. It knows neither torch nor gRPC, and asks no device.
 """

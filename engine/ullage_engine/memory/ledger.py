@@ -3,20 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ullage_engine.protocol.messages import ReservationState
+from ullage_engine.protocol.worker_state import ReservationState
+
+PRICE_TOLERANCE = 0.05
+"""Share by which an allocation may differ from its price. With a larger error admission would
+compute with wrong figures."""
+
+_OTHERS = "others"
+"""Name of the reservation for memory of other processes."""
 
 _MIB = 1 << 20
 
-_OTHERS = "others"
-
-PRICE_TOLERANCE = 0.05
-"""Share by which an allocation may differ from its price; a service that starts with more would
-admit by wrong figures."""
-
 
 class LedgerError(Exception):
-    """A reservation does not fit the device; the message names the figures and the field to
-    change."""
+    """A reservation does not fit; the message has the figures and the field to change."""
 
 
 @dataclass(slots=True)
@@ -28,17 +28,24 @@ class _Reservation:
 class Ledger:
     """Reservations of one device; their sum never exceeds `threshold * total_bytes`.
 
-    The ledger counts and refuses; it touches no memory. Figures of the device are passed in.
+    The ledger counts and refuses. It touches no memory, and its caller measures the device.
     """
 
     def __init__(self, total_bytes: int, threshold: float, *, configurable: bool) -> None:
-        """`configurable`: the total is `memory.deviceBytes`, not the size of a real device."""
+        """Create a ledger without reservations.
+
+        Args:
+            total_bytes: memory of the device.
+            threshold: share of it that is the budget, 0 to 1.
+            configurable: whether the total is `memory.deviceBytes` and not a real device's size.
+        """
         self.total_bytes = total_bytes
         self.threshold = threshold
         self._configurable = configurable
         self._reservations: dict[str, _Reservation] = {}
         self._on_host: dict[str, int] = {}
         self._others = ""
+        """Names of the other processes, for errors."""
 
     @property
     def budget_bytes(self) -> int:
@@ -64,14 +71,14 @@ class Ledger:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes of the budget nobody reserved."""
+        """Bytes of the budget that are not reserved."""
         return self.budget_bytes - self.reserved_bytes
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """Set bytes aside.
+        """Reserve bytes under a new name.
 
         Raises:
-            LedgerError: they are not there.
+            LedgerError: if fewer bytes are available.
         """
         assert name not in self._reservations, f"{name} is reserved already"
         if num_bytes > self.available_bytes:
@@ -79,35 +86,44 @@ class Ledger:
         self._reservations[name] = _Reservation(num_bytes)
 
     def allocated(self, name: str, num_bytes: int) -> None:
-        """Record what was really allocated under a name; it cannot exceed what was reserved."""
+        """Record the bytes that were allocated under a name, at most those reserved."""
         entry = self._reservations[name]
         assert num_bytes <= entry.reserved, f"{name}: {num_bytes} allocated, {entry.reserved} set"
         entry.allocated = num_bytes
 
     def record(self, name: str, num_bytes: int) -> None:
-        """Reserve memory that was measured after the fact, as libraries' is."""
+        """Reserve memory that is allocated already, such as that of libraries.
+
+        Raises:
+            LedgerError: if fewer bytes are available.
+        """
         self.reserve(name, num_bytes)
         self.allocated(name, num_bytes)
 
     def reserve_for_others(self, num_bytes: int, names: str) -> None:
-        """Set aside what other processes hold of the budget; `names` says which, in errors."""
+        """Reserve the bytes of the budget that other processes hold.
+
+        `names`: the processes, for error messages.
+        """
         self.reserve(_OTHERS, num_bytes)
         self._others = names
 
     def record_on_host(self, name: str, num_bytes: int) -> None:
-        """Record pinned memory of the host, which is beside the device's budget."""
+        """Record pinned host memory, which does not count to the device's budget."""
         assert name not in self._on_host, f"{name} is recorded already"
         self._on_host[name] = num_bytes
 
     def shortage(self, name: str, needed: int) -> LedgerError:
-        """Return an error with the reason why `name` does not fit, and the field to change."""
+        """Return an error that says why `name` does not fit, and which field to change."""
         available = max(0, self.available_bytes)
+
         if self.others_bytes and needed <= available + self.others_bytes:
             return LedgerError(
                 f"memory: {name} needs {mib(needed)}, but {mib(available)} of the "
                 f"{mib(self.budget_bytes)} budget are available, since {self._others} hold "
                 f"{mib(self.others_bytes)} of it; end them, or give the engine a GPU of its own"
             )
+
         total = self.total_bytes + int((needed - self.available_bytes) / self.threshold) + _MIB
         field = "memory.deviceBytes" if self._configurable else "memory.thresholdPercent"
         remedy = f"set it to {mib(total)} or more" if self._configurable else "raise it"
@@ -118,25 +134,29 @@ class Ledger:
         )
 
     def states(self) -> list[ReservationState]:
-        return [
+        """List all entries for a report, those of the host last."""
+        on_device = [
             ReservationState(
                 name=name, reserved_bytes=entry.reserved, allocated_bytes=entry.allocated
             )
             for name, entry in self._reservations.items()
-        ] + [
+        ]
+        on_host = [
             ReservationState(
                 name=name, reserved_bytes=num_bytes, allocated_bytes=num_bytes, on_host=True
             )
             for name, num_bytes in self._on_host.items()
         ]
+        return on_device + on_host
 
     def table(self) -> list[str]:
-        """The ledger as lines of text for the log."""
+        """Return the ledger as lines of text for the log."""
         lines = [f"{'reservation':<15}{'reserved':>12}{'allocated':>12}"]
         lines += [
             f"{name:<15}{mib(entry.reserved):>12}{mib(entry.allocated):>12}"
             for name, entry in self._reservations.items()
         ]
+
         lines.append(f"{'sum':<15}{mib(self.reserved_bytes):>12}{mib(self.allocated_bytes):>12}")
         lines.append(f"{'budget':<15}{mib(self.budget_bytes):>12}")
         lines += [
@@ -150,14 +170,19 @@ class Ledger:
 
 
 def mib(num_bytes: int) -> str:
-    """Bytes as text; configuration and messages speak MiB."""
+    """Return bytes as text in MiB, the unit of configuration and messages."""
     return f"{num_bytes / _MIB:.0f} MiB"
 
 
 def wrong_price(priced: Mapping[str, int], allocated: Mapping[str, int]) -> str | None:
-    """Return one line on the first reservation whose allocation is not what the formula says.
+    """Return one line on the first reservation whose allocation differs from its price.
 
-    None: all of them agree within `PRICE_TOLERANCE`.
+    Args:
+        priced: bytes by the memory formula, by name.
+        allocated: bytes that were allocated, by name.
+
+    Returns:
+        The line; None if all agree within `PRICE_TOLERANCE`.
     """
     for name, price in priced.items():
         if abs(allocated[name] - price) > PRICE_TOLERANCE * price:

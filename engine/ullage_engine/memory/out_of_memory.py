@@ -1,8 +1,8 @@
-"""Which errors mean that memory ran out, and which that the device is of no more use.
+"""Which errors mean that memory ran out, and which that the device is lost.
 
-torch raises a class of its own only where its allocator runs out. Libraries beside it (cuBLAS,
-cuDNN, NCCL, Triton's loader, the driver) say it in the text of a RuntimeError. So the texts decide,
-over the whole chain of causes.
+torch raises a class of its own only where its allocator runs out. Other libraries (cuBLAS, cuDNN,
+NCCL, Triton's loader, the driver) report it in the text of a RuntimeError. So the texts decide, and
+those of all errors in the chain of causes.
 """
 
 import errno
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ullage_engine.protocol.errors import HOST_SHORT, OUT_OF_MEMORY, GroupLostError
 
 _CLASSES = frozenset({"OutOfMemoryError", "OutOfMemoryFault", "MemoryError"})
-"""Names of the classes that say it by themselves: torch's, vLLM's and Python's."""
+"""Names of the classes that mean it without a text: torch's, vLLM's and Python's."""
 
 _OUT_OF_MEMORY = (
     "out of memory",  # torch, CUDA, HIP, Triton, NCCL
@@ -28,9 +28,9 @@ _OUT_OF_MEMORY = (
 
 _HOST_OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
-    "Cannot allocate memory",  # the loader of shared objects, which gives no number of the error
+    "Cannot allocate memory",  # the loader of shared objects, which sets no errno
 )
-"""Texts that say the same of the host's memory."""
+"""Texts of errors that report a shortage of host memory."""
 
 _STICKY = (
     "illegal memory access",
@@ -49,12 +49,14 @@ _STICKY = (
 """Errors after which every later call of the process fails, too."""
 
 _DEVICE = ("CUDA", "HIP error", "NCCL", "CUBLAS", "CUDNN", "cuDNN")
-"""Texts of errors that come from the device, whatever they say."""
+"""Texts of errors that come from the device, of any kind."""
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether the device or another rank failed rather than the computation: later calls would
-    fail as well."""
+    """Whether the device or another rank failed rather than the computation.
+
+    Then later calls would fail as well.
+    """
     chain = list(_chain(error))
 
     if any(isinstance(each, GroupLostError) or _says(each, _STICKY) for each in chain):
@@ -66,13 +68,15 @@ def is_device_lost(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the device or the host, while the device is still of use."""
+    """Whether memory ran out, on the device or the host, while the device still works."""
     return any(_ran_out(each) for each in _chain(error)) and not is_device_lost(error)
 
 
 def shortage_status(error: BaseException | None) -> int | None:
-    """Return the exit status of a process that ends with an error because memory ran out; None:
-    memory is not the reason."""
+    """Return the exit status of a process that ends with an error because memory ran out.
+
+    None: memory is not the reason.
+    """
     if error is None or not is_out_of_memory(error):
         return None
     return HOST_SHORT if any(_host_ran_out(each) for each in _chain(error)) else OUT_OF_MEMORY
@@ -92,13 +96,13 @@ def _host_ran_out(error: BaseException) -> bool:
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
-    """Whether a library's error has one of the texts: those are RuntimeErrors, all of them."""
+    """Whether a library's error has one of the texts; libraries raise RuntimeErrors only."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(each in text for each in texts)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those behind it, as a traceback would show them."""
+    """Yield an error and its causes, as a traceback would show them."""
     seen = set[int]()
     following: BaseException | None = error
 

@@ -1,8 +1,7 @@
-"""How short memory is: what other processes took of the device, and a level with hysteresis for KV
-memory (docs/kv-cache.md).
+"""Memory pressure: free device memory, and a level with hysteresis for KV (docs/kv-cache.md).
 
-The worker keeps the level, since only it sees every step; the server lowers what new requests ask
-for (`ullage_engine.server.request`) and the scheduler the size of the batch.
+The worker keeps the level, because only it sees every step. At a level the server limits new
+requests (`ullage_engine.server.request`) and the scheduler limits the batch.
 """
 
 from collections.abc import Callable
@@ -10,33 +9,32 @@ from collections.abc import Callable
 import msgspec
 
 from ullage_common.config.engine import DegradeLevel, DegradeSection
-from ullage_engine.protocol.messages import WorkerState
+from ullage_engine.protocol.worker_state import WorkerState
+
+_MEASURE_INTERVAL_S = 1.0
 
 
 def headroom_share(state: WorkerState) -> float:
-    """Share of the KV pool that a new request may take, 0 to 1; 1 of a model without KV."""
+    """Return the share of the KV pool that a new request may take, 0 to 1; 1 without KV."""
     return state.headroom_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 1.0
 
 
 def ordered_levels(section: DegradeSection) -> tuple[DegradeLevel, ...]:
-    """The configured levels, mildest first; the first one is level 1."""
+    """Return the configured levels, mildest first; the first one is level 1."""
     return tuple(sorted(section.pressure_levels, key=lambda level: level.below, reverse=True))
 
 
 def level_at(section: DegradeSection, number: int) -> DegradeLevel | None:
-    """The level of a number; None for 0, under which nothing is changed."""
+    """Return the level of a number; None for 0, at which nothing is limited."""
     return ordered_levels(section)[number - 1] if number else None
-
-
-_MEASURE_INTERVAL_S = 1.0
 
 
 class FreeMemoryMonitor:
     """Follows the free memory of a device that other processes may use, too.
 
-    The safety reserve is free when serving starts. What is missing of it later was taken by others,
-    and as much of the KV pool is withheld from new requests: they would push this process or the
-    others over the edge.
+    The safety reserve is free when serving starts. Bytes of it that are missing later were taken by
+    other processes. As many bytes of the KV pool are withheld from new requests, because these
+    could make this process or the others run out of memory.
     """
 
     def __init__(
@@ -46,38 +44,39 @@ class FreeMemoryMonitor:
         clock: Callable[[], float],
         own: Callable[[], int] = lambda: 0,
     ) -> None:
-        """
+        """Measure for the first time.
+
         Args:
-            measure: free bytes; asked now and then at most once a second.
-            safety_reserve: bytes that are to be free.
+            measure: free bytes; called now, and later at most once a second.
+            safety_reserve: bytes that should be free.
             clock: in seconds.
-            own: bytes that this process's allocator has; it may grow into the reserve.
+            own: bytes that this process's allocator has, which may grow into the reserve.
         """
         self._measure = measure
         self._own = own
         self._clock = clock
         self._measured_at = clock()
         self._own_at_start = own()
-        # A device that was tighter than that when serving started stays usable.
+        # A device with less free memory when serving started stays usable.
         self._expected = min(safety_reserve, measure())
         self._missing = 0
 
     def missing_bytes(self) -> int:
-        """Return how much less than expected was free when it was last measured."""
+        """Return how many bytes less than expected were free at the last measurement."""
         if self._clock() - self._measured_at >= _MEASURE_INTERVAL_S:
             self._measured_at = self._clock()
             own_growth = self._own() - self._own_at_start
-            # Not below 0: what this process gave back is free for others, and theirs if gone.
+            # Not below 0: bytes that this process freed are anybody's, and count as taken if gone.
             free = self._measure() + max(0, own_growth)
             self._missing = max(0, self._expected - free)
         return self._missing
 
 
 class PressureController:
-    """Follows the headroom of one KV pool.
+    """Derives the pressure level from the headroom of one KV pool.
 
-    A level is entered as soon as the headroom is less than its `below`. It is left when the
-    headroom reaches `below` + `hysteresis`, or all of the pool where that is more than there is.
+    A level is entered as soon as the headroom's share is less than its `below`. It is left when the
+    share reaches `below` + `hysteresis`, or 1 where that sum is larger.
     """
 
     def __init__(self, section: DegradeSection) -> None:
@@ -88,8 +87,7 @@ class PressureController:
 
     @property
     def batch_share(self) -> float:
-        """Share of the largest batch that may run: of the present level, or less if the server
-        says so."""
+        """Share of the largest batch that may run: that of the level, or the server's if less."""
         level = self._levels[self._number - 1] if self._number else None
         share = 1.0 if level is None or level.batch_share is None else level.batch_share
         return min(share, self._batch_limit)
@@ -99,7 +97,7 @@ class PressureController:
         self._batch_limit = share
 
     def judge(self, state: WorkerState) -> WorkerState:
-        """The state with the level that holds under it, and with the batch that it leaves."""
+        """Update the level; return the state with it and with the batch that it allows."""
         level = self.update(headroom_share(state))
         return msgspec.structs.replace(
             state,
@@ -109,7 +107,7 @@ class PressureController:
         )
 
     def update(self, headroom_share: float) -> int:
-        """The level that holds from now on: 0 is none, 1 the mildest."""
+        """Update the level for a share of headroom; return it, 0 for none, 1 for the mildest."""
         entered = sum(headroom_share < level.below for level in self._levels)
         kept = sum(
             headroom_share < min(1.0, level.below + self._hysteresis) for level in self._levels

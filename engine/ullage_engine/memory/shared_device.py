@@ -1,8 +1,8 @@
-"""Whose memory of a GPU is whose, decided purely.
+"""Which process holds which memory of a shared GPU, decided purely.
 
-A GPU says how much of it is free, and that changes with every process that uses it: an engine
-beside this one, or a worker that was killed and whose memory is still being returned. The ledger
-holds the bytes of this process alone; what others hold only bounds the KV pool.
+A GPU reports its free memory, which changes with every process that uses it: another engine, or a
+killed worker whose memory is still being returned. The ledger counts the bytes of this process.
+Those of others only bound the KV pool.
 """
 
 import time
@@ -11,30 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 _MIB = 1 << 20
 
 POLL_S = 0.1
-"""Seconds between two looks at the free memory."""
+"""Seconds between two readings of the free memory."""
 STABLE_S = 0.5
-"""Seconds without more free memory after which nothing more is being returned."""
+"""Seconds without more free memory after which no more is expected to be returned."""
 MAX_WAIT_S = 10.0
+"""Longest wait for memory, seconds."""
 
 _RISE_BYTES = 16 * _MIB
-"""What free memory may rise by while it counts as stable."""
+"""Rise of free memory that still counts as stable."""
 
 _LEAST_OUTSIDE = 128 * _MIB
-_MOST_OUTSIDE = 2048 * _MIB
 """Bytes that CUDA's context, modules and libraries take of a process outside torch's allocator, at
-least and at most; what is measured beyond belongs to others."""
+least."""
+_MOST_OUTSIDE = 2048 * _MIB
+"""The same at most. Bytes measured beyond belong to other processes."""
 
 _PAGE_BYTES = 2 * _MIB
-"""Least step by which the driver gives a process memory."""
+"""Granularity of the driver's allocations."""
 
 _FREE_AT_LEAST = 32 * _MIB
-"""Bytes that stay free in any case, for kernels that libraries load later."""
+"""Bytes that always stay free, for kernels that libraries load later."""
 
 _SEGMENT_ROOM = 2 * 20 * _MIB
-"""Room for torch's allocator to round up in: the segments of its large pool are 20 MiB."""
+"""Room for torch's allocator to round up: the segments of its large pool are 20 MiB."""
 
 DIFFERENCE_TOLERANCE = 0.02
-"""Share by which the ledger may differ from what the driver says."""
+"""Share by which the ledger may differ from the driver's figures."""
 
 
 def wait_for_memory(
@@ -43,10 +45,19 @@ def wait_for_memory(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Wait until memory of a process that ended has been returned; return the free bytes.
+    """Wait until the memory of a process that ended has been returned.
 
-    That is when `enough` bytes are free, when no more have become free for `STABLE_S`, or after
-    `MAX_WAIT_S`. Memory that others take meanwhile is no reason to wait.
+    The wait ends when `enough` bytes are free, when no more have become free for `STABLE_S`, or
+    after `MAX_WAIT_S`. Memory that others take meanwhile does not prolong it.
+
+    Args:
+        read_free: free bytes of the device.
+        enough: free bytes with which the wait ends at once.
+        clock: in seconds.
+        sleep: wait for some seconds.
+
+    Returns:
+        The free bytes.
     """
     started = clock()
     risen_at = started
@@ -65,14 +76,16 @@ def wait_for_memory(
 def largest_share_of_others(
     memory: Sequence[tuple[int, int]], threshold: float
 ) -> tuple[float, int]:
-    """Return the share of a GPU's memory that others hold of its budget, and the GPU's index.
-
-    It is that of the GPU where it is largest; not above zero, others hold nothing of any budget.
-    Of every GPU at least `threshold` less this share is free.
+    """Find the GPU on which other processes hold most of the budget.
 
     Args:
-        memory: free and all bytes of each GPU, before this process has any.
+        memory: free and total bytes of each GPU, before this process has any.
         threshold: share of a GPU that is the budget.
+
+    Returns:
+        The share of that GPU's memory that others hold of the budget, and its index. A share of
+        zero or less means that others hold nothing of any budget. On every GPU at least
+        `threshold` less this share is free.
     """
     shares = [threshold - free / total for free, total in memory]
     largest = max(shares)
@@ -82,16 +95,16 @@ def largest_share_of_others(
 def find_own(
     before: Mapping[int, int], during: Mapping[int, int], after: Mapping[int, int], num_bytes: int
 ) -> int | None:
-    """Return the process id by which the driver knows this process; None: it cannot be told.
+    """Return the process id by which the driver knows this process; None: it is ambiguous.
 
-    In a container the driver may list ids of the host, and one of them may be ours by chance. So a
-    process is recognised by its memory: it grew by `num_bytes` while this process held that many,
-    and shrank again.
+    In a container the driver may list ids of the host, and one of them may be ours by chance. So
+    this process is recognised by its memory, which grew by `num_bytes` and shrank again.
 
     Args:
         before: bytes of each process before this one allocated, by process id.
         during: the same while it held `num_bytes` more.
         after: the same when it had freed them.
+        num_bytes: bytes that this process allocated and freed.
     """
 
     def is_near(grown: int) -> bool:
@@ -106,10 +119,10 @@ def find_own(
 
 
 def own_bytes(listed: int | None, free_before: int, free: int, reserved: int) -> int:
-    """Return the bytes of a GPU that this process has.
+    """Return the bytes of a GPU that this process holds.
 
     Args:
-        listed: what the driver lists for this process; None: it does not.
+        listed: bytes that the driver lists for this process; None: it lists none.
         free_before: bytes that were free before this process had a context.
         free: bytes that are free now.
         reserved: bytes that torch's allocator has of the device.
@@ -117,7 +130,8 @@ def own_bytes(listed: int | None, free_before: int, free: int, reserved: int) ->
     if listed is not None:
         return max(listed, reserved)
 
-    # A neighbour's growth looks like ours, and what a dead one returns like our shrinking.
+    # The growth of another process looks like ours, and memory returned by a dead one like our
+    # shrinking. So the measurement is clamped.
     outside = free_before - free - reserved
     return reserved + min(max(outside, _LEAST_OUTSIDE), _MOST_OUTSIDE)
 
@@ -128,14 +142,14 @@ def bytes_of_others(
     """Return the bytes of a ledger's budget that other processes hold.
 
     Bytes that are neither reserved nor free belong to others. The safety reserve yields to the KV
-    of the longest sequence: a worker that was replaced on a full device must be able to go on with
-    its requests.
+    of the longest sequence, because a new worker on a full device must be able to continue the
+    requests of its predecessor.
 
     Args:
-        available: bytes of the budget that nothing is reserved for.
+        available: bytes of the budget that are not reserved.
         free: bytes of the device that are free.
-        unallocated: bytes that are reserved and not allocated, the safety reserve among them.
-        safety_reserve: bytes that are to stay free.
+        unallocated: bytes that are reserved and not allocated, including the safety reserve.
+        safety_reserve: bytes that should stay free.
         least: KV bytes of the longest sequence.
     """
     unclaimed = free - unallocated
@@ -147,7 +161,7 @@ def bytes_of_others(
 def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -> float:
     """Return the share of a GPU that torch's allocator may have, 0 to 1.
 
-    The limit counts the allocator's segments alone, so what lies outside is taken off.
+    The allocator's limit counts its segments alone, so bytes outside are subtracted.
 
     Args:
         promised: bytes that the ledger has reserved for this process.
@@ -160,5 +174,5 @@ def allocator_fraction(promised: int, outside: int, reserved: int, total: int) -
 
 
 def differs(allocated: int, measured: int) -> bool:
-    """Whether the ledger is wrong by more than `DIFFERENCE_TOLERANCE` of what was measured."""
+    """Whether the ledger is wrong by more than `DIFFERENCE_TOLERANCE` of the measured bytes."""
     return abs(allocated - measured) > DIFFERENCE_TOLERANCE * measured

@@ -1,5 +1,4 @@
-"""What a model is: its shapes, layer kinds and data types, read from Hugging Face's `config.json`
-for each supported family.
+"""The shapes, layer kinds and data types of models, read from config.json for each family.
 
-It describes models and computes nothing, so it knows neither weights nor kernels.
+It describes models and computes nothing. It knows neither weights nor kernels.
 """

@@ -1,4 +1,4 @@
-"""Names of number formats, and which one a device computes in."""
+"""Names of number formats, and the one that a device computes in."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,12 +12,12 @@ DTYPES = {
 }
 
 KvDtype = Literal["auto", "fp8"]
-"""Type of stored keys and values: float8 E4M3, or what suits the decoder; see
-`ullage_engine.layers.native_decoder.auto_kv_type`."""
+"""Type of stored keys and values: float8 E4M3, or the decoder's choice
+(`ullage_engine.layers.native_decoder.auto_kv_type`)."""
 
 
 def kv_itemsize(kv_dtype: KvDtype, dtype: torch.dtype) -> int:
-    """Bytes of a stored key's or value's number, where the model computes in `dtype`."""
+    """Return the bytes of a number in the KV cache of a model that computes in `dtype`."""
     return torch.float8_e4m3fn.itemsize if kv_dtype == "fp8" else dtype.itemsize
 
 
@@ -28,7 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16", "float16"], device: torch.device
 ) -> torch.dtype:
-    """The type of weights and activations; auto is bfloat16 where the device computes in it."""
+    """Return the type of weights and activations; auto is bfloat16 where the device supports it."""
     if name != "auto":
         return DTYPES[name]
     fast = device.type == "cuda" or cpu_computes_bfloat16()
@@ -36,12 +36,12 @@ def resolve_dtype(
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a CPU lacks products of such numbers: it is slower then than with float32."""
+    """Whether a CPU emulates products of this type, which is slower than float32."""
     return dtype is torch.bfloat16 and device.type == "cpu" and not cpu_computes_bfloat16()
 
 
 def cpu_computes_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor multiplies bfloat16 itself; emulated it is slower than float32."""
+    """Whether the CPU has bfloat16 products; emulated, they are slower than float32's."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

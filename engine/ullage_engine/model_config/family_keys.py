@@ -79,7 +79,7 @@ _HARMLESS = {
         *("task_specific_params", "classifier_dropout", "classifier_bias"),
     ),
     **harmless(
-        "sampling, of which generation_config.json and requests decide",
+        "sampling, which generation_config.json and requests decide",
         *("max_length", "min_length", "do_sample", "early_stopping", "num_beams"),
         *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p"),
         *("typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
@@ -142,7 +142,7 @@ LLAMA = {
     **fixed("norms of heads", (False,), "qk_norm", "use_qk_norm"),
     **fixed("tokens that a layer sees", (None,), "sliding_window"),
     **fixed("windows that are not used", (False,), "use_sliding_window"),
-    **read("kinds of the layers, of which all have to be full_attention", "layer_types"),
+    **read("kinds of the layers: only full_attention", "layer_types"),
 }
 
 QWEN3 = {

@@ -1,7 +1,7 @@
-"""The metadata of GGUF files that describe how a model computes, in the words of config.json.
+"""The metadata of GGUF files that describe how a model computes, with their names in config.json.
 
-Keys begin with the name of the architecture, which is left out here. Others, such as `general.` and
-`tokenizer.`, do not say how layers compute.
+Keys begin with the name of the architecture, which is left out here. Other keys, such as `general.`
+and `tokenizer.`, do not describe layers.
 """
 
 from collections.abc import Mapping
@@ -31,10 +31,10 @@ GGUF_NAMES: Mapping[str, str] = {
 """GGUF's names of keys of config.json."""
 
 SIGMOID = 2
-"""Value of llama.cpp's key for how experts are scored that means sigmoid, as in LFM2."""
+"""Value of llama.cpp's key for the scoring of experts that means sigmoid, as in LFM2."""
 
 _SOFTMAX_OF_CHOSEN = 3
-"""Value that means a softmax over the chosen experts, as in gpt-oss."""
+"""Value of the same key that means a softmax over the chosen experts, as in gpt-oss."""
 
 _COMMON: dict[str, Key] = {
     **read("as config.json's key of the same meaning", *GGUF_NAMES.values()),
@@ -69,7 +69,7 @@ _COMMON: dict[str, Key] = {
 
 _DENSE = {
     **_COMMON,
-    **fixed("experts, of which there are none", (0,), "expert_count", "expert_used_count"),
+    **fixed("experts, which these models do not have", (0,), "expert_count", "expert_used_count"),
 }
 
 GGUF_KEYS: Mapping[str, dict[str, Key]] = {
@@ -97,7 +97,7 @@ GGUF_KEYS: Mapping[str, dict[str, Key]] = {
 
 
 def own_keys(metadata: Mapping[str, object], architecture: str) -> dict[str, object]:
-    """Return the metadata of how layers compute, without the architecture's name."""
+    """Return the metadata that describe layers, without the architecture's name."""
     prefix = f"{architecture}."
     return {
         key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json: every value is checked when it is read."""
+"""Reads a Hugging Face config.json, and checks every value when it is read."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,16 @@ Json = dict[str, object]
 
 
 class HFConfig:
-    """One object of the file, or a section of it; errors name the file and the key."""
+    """The object of a config.json, or one of its sections; errors name the file and the key."""
 
     def __init__(self, path: Path, values: Json, *, allows_unknown: bool = False) -> None:
-        """`allows_unknown`: log keys that are in no table instead of refusing them."""
+        """Wrap an object.
+
+        Args:
+            path: the file, for errors.
+            values: the object.
+            allows_unknown: whether keys that are in no table are logged instead of refused.
+        """
         self.path = path
         self.values = values
         self.allows_unknown = allows_unknown
@@ -48,7 +54,7 @@ class HFConfig:
         return HFConfig(self.path, value, allows_unknown=self.allows_unknown)
 
     def get(self, key: str, default: object = None) -> object:
-        """The value; `default` where there is none or null."""
+        """Return the value; `default` where it is absent or null."""
         value = self.values.get(key)
         return default if value is None else value
 
@@ -57,7 +63,7 @@ def read_config(folder: Path, *, allows_unknown: bool = False) -> HFConfig:
     """Read a model's config.json.
 
     Raises:
-        WeightsError: it is absent, or no JSON object.
+        WeightsError: if it is absent, or not a JSON object.
     """
     path = folder / "config.json"
     return HFConfig(path, read_json(path), allows_unknown=allows_unknown)
@@ -67,7 +73,7 @@ def read_json(path: Path) -> Json:
     """Read a file that holds a JSON object.
 
     Raises:
-        WeightsError: it is absent, or holds something else.
+        WeightsError: if it is absent, or holds another value.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Tables of the keys of a model's configuration: read, harmless, or bound to a value.
+"""Rules for the keys of a model's configuration: read, harmless, or bound to a value.
 
-One table for each family decides for each key of config.json whether a start honours it, passes
-over it or refuses it, and docs/model-keys.md is made of the same tables. A key that is in no table
-may change numbers, so it ends the start unless `model.allow_unknown_config` says otherwise.
+Each family has a table that decides for each key of config.json whether a start honours, ignores or
+refuses it. docs/model-keys.md is generated from these tables. A key that is in no table may change
+numbers, so it ends the start unless `model.allow_unknown_config` is set.
 """
 
 import logging
@@ -20,20 +20,20 @@ class Key:
     """The rule for one key."""
 
     meaning: str
-    """Meaning of the value where it is honoured, or the reason why it changes no number."""
+    """Meaning of a value that is honoured, or the reason why the key changes no number."""
     is_read: bool = False
-    """Whether the engine computes by the value."""
+    """Whether the engine honours the value."""
     values: tuple[object, ...] = ()
-    """Values with which the engine computes as it does without the key; it refuses others."""
+    """Values that equal the absence of the key. The engine refuses others."""
     same_as: str = ""
-    """Key that has to have the same value."""
+    """Key that must have the same value."""
 
 
 Keys = Mapping[str, Key]
 
 
 def read(meaning: str, *names: str) -> dict[str, Key]:
-    """Return rules of keys that the engine computes by."""
+    """Return rules of keys that the engine honours."""
     return dict.fromkeys(names, Key(meaning, is_read=True))
 
 
@@ -43,7 +43,7 @@ def harmless(reason: str, *names: str) -> dict[str, Key]:
 
 
 def fixed(meaning: str, values: tuple[object, ...], *names: str) -> dict[str, Key]:
-    """Return rules of keys that have to be absent, null or one of these values."""
+    """Return rules of keys that must be absent, null or one of these values."""
     return dict.fromkeys(names, Key(meaning, values=values))
 
 
@@ -55,15 +55,19 @@ def same(meaning: str, name: str, other: str) -> dict[str, Key]:
 def check_keys(section: HFConfig, keys: Keys, where: str = "") -> None:
     """Refuse keys whose value would change numbers and is not honoured.
 
-    A key that is null is as one that is absent. `where`: path of the section, with a dot.
+    Args:
+        section: the object to check. A key that is null counts as absent.
+        keys: rules by key.
+        where: path of the section for errors, with a dot at its end.
 
     Raises:
-        WeightsError: a value is not supported, or a key is unknown and unknown keys are not
+        WeightsError: if a value is not supported, or a key is unknown and unknown keys are not
             allowed.
     """
     for name, value in section.values.items():
         if value is None:
             continue
+
         key = keys.get(name)
         if key is None:
             refuse_unknown(section, f"{where}{name}", value)
@@ -82,7 +86,11 @@ def check_keys(section: HFConfig, keys: Keys, where: str = "") -> None:
 
 
 def refuse_unknown(section: HFConfig, path: str, value: object) -> None:
-    """Refuse a key that is in no table, or log a warning where unknown keys are allowed."""
+    """Refuse a key that is in no table, or log a warning where unknown keys are allowed.
+
+    Raises:
+        WeightsError: if unknown keys are not allowed.
+    """
     shown = repr(value)
     shown = shown if len(shown) <= 100 else f"{shown[:100]} ..."
     if section.allows_unknown:

@@ -1,4 +1,4 @@
-"""ModelConfig: the sizes and constants of a model, known before any tensor of it is read."""
+"""The sizes and constants of a model, known before any of its tensors is read."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     mixer: Literal["attention", "conv"] = "attention"
     """Kind of the mixer: attention, or LFM2's gated short convolution."""
     window: int = 0
-    """Tokens that attention sees, the token itself included; 0 is all of them."""
+    """Length of the sliding window in tokens, including the token itself; 0: all tokens."""
     feed_forward: Literal["dense", "experts"] = "dense"
 
 
@@ -23,21 +23,20 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int
     """Width of one expert."""
     scoring: Literal["sigmoid", "softmax"]
-    """LFM2 chooses by sigmoid + bias and weighs by the sigmoids alone; gpt-oss chooses by the
-    logits and weighs by a softmax over those chosen."""
+    """Scores of experts. LFM2 chooses by sigmoid + bias and weighs by the sigmoids alone. gpt-oss
+    chooses by the logits and weighs by a softmax over the chosen experts."""
     is_normalised: bool = True
-    """The sigmoids of the chosen experts are divided by their sum."""
+    """Whether the sigmoids of the chosen experts are divided by their sum."""
     scale: float = 1.0
-    """Times every weight."""
+    """Factor of every weight."""
     is_biased: bool = False
-    """Experts have biases."""
+    """Whether experts have biases."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and constants of a model, or of the part of it that one rank computes.
 
-    Made by `ullage_engine.model_config.registry`, stored in the prepared weights' header, and read
-    by everything that sizes or computes.
+    `ullage_engine.model_config.registry` makes it. The header of prepared weights stores it.
     """
 
     architecture: str
@@ -49,7 +48,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Width of a head, explicit in the model's configuration or hidden / num_heads."""
+    """Width of a head, given by the model's configuration, or hidden / num_heads."""
     intermediate: int
     """Width of a dense feed-forward layer."""
     vocab: int
@@ -59,18 +58,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_factors: list[float] | None = None
     """Divisors of the rotary frequencies, head_dim / 2 of them, where positions are rescaled."""
     rope_scale: float = 1.0
-    """Times cosine and sine; YaRN's attention factor."""
+    """Factor of cosine and sine: YaRN's attention factor."""
     rms_eps: float
     tied: bool
-    """The output projection is the embedding."""
+    """Whether the output projection is the embedding."""
     has_qk_norm: bool = False
-    """Queries and keys are normalised head by head before they are rotated."""
+    """Whether queries and keys are normalised head by head before they are rotated."""
     has_attention_bias: bool = False
     """Whether all four projections of attention add a bias."""
     has_sinks: bool = False
     """Whether each query head has a learned logit that takes a share of the softmax."""
     conv_kernel: int = 0
-    """Taps of the short convolutions, the token's own included; 0 where there are none."""
+    """Taps of the short convolutions, including the token's own; 0: there are none."""
     conv_channels: int = 0
     """Channels of the short convolutions on this rank: hidden, or a share of it."""
     experts: ExpertsSpec | None = None
@@ -94,7 +93,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_shape(self) -> tuple[int, int, int]:
-        """KV heads, query heads that share one, and the width of a head."""
+        """KV heads, query heads that share one KV head, and the width of a head."""
         return self.num_kv_heads, self.group_size, self.head_dim
 
     @property
@@ -106,13 +105,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token over all layers that attend."""
+        """Return the bytes of one token's keys and values over all attention layers."""
         return self.num_attention_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
     @property
     def window(self) -> int:
-        """The longest sliding window of a model whose other layers see everything; 0 where no layer
-        has one, or every layer has."""
+        """Longest sliding window of a model that also has layers without one, tokens.
+
+        0 where no layer has a window, or every layer has.
+        """
         windows = [layer.window for layer in self.layers if layer.mixer == "attention"]
         return max(windows, default=0) if 0 in windows else 0
 
@@ -121,8 +122,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return sum(layer.mixer == "attention" and layer.window > 0 for layer in self.layers)
 
     def page_bytes_per_token(self, itemsize: int, *, windowed: bool) -> int:
-        """Bytes of one token in a block: over all layers that attend or, where those with windows
-        have blocks of their own, over as many as the larger of both groups has."""
+        """Return the bytes of one token in a block.
+
+        `windowed`: layers with windows have blocks of their own. A block then has as many layers
+        as the larger of both groups; else it has all attention layers.
+        """
         whole = self.kv_bytes_per_token(itemsize)
         if not windowed:
             return whole
@@ -130,19 +134,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return whole // max(1, self.num_attention_layers) * layers
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes of one sequence's convolution state: the last kernel - 1 columns of every layer."""
+        """Return the bytes of one convolution state: kernel - 1 columns of every layer."""
         columns = max(0, self.conv_kernel - 1)
         return self.num_conv_layers * columns * self.conv_channels * itemsize
 
     @property
     def replay_tokens(self) -> int:
-        """Tokens that rebuild the convolution state exactly when computed again from zero state:
-        each layer's columns depend on kernel - 1 tokens more of the layer below it."""
+        """Tokens to compute again from the zero state to rebuild the convolution state exactly.
+
+        Each layer's columns depend on kernel - 1 tokens more of the layer below it.
+        """
         return self.num_conv_layers * max(0, self.conv_kernel - 1)
 
 
 def contradiction(model_config: ModelConfig) -> str | None:
-    """Return what no model can be like, in words; None if there is nothing."""
+    """Return why no model can have these sizes, in words; None if they are consistent."""
     experts = model_config.experts
     sizes = {
         "number of layers": model_config.num_layers,
@@ -161,6 +167,7 @@ def contradiction(model_config: ModelConfig) -> str | None:
     for name, size in sizes.items():
         if size < 1:
             return f"the {name} is {size}, not at least 1"
+
     if model_config.num_heads % model_config.num_kv_heads:
         heads = model_config.num_heads
         kv_heads = model_config.num_kv_heads

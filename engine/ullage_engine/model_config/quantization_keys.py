@@ -107,20 +107,20 @@ COMPRESSED: dict[str, Key] = {
     **_METHOD,
     **_BY_TENSORS,
     **read("layout of the numbers; see below", "format"),
-    **read("scheme of the matrices, of which there may be one", "config_groups"),
+    **read("scheme of the matrices, at most one", "config_groups"),
     **harmless(
         "where the file comes from",
         *("global_compression_ratio", "quantization_status", "version"),
     ),
-    **read("scales of KV, of which there may be none", "kv_cache_scheme"),
+    **read("scales of KV, none allowed", "kv_cache_scheme"),
     **fixed("rotations of the matrices", ({},), "transform_config"),
-    **read("zeros that are left out, of which there may be none", "sparsity_config"),
+    **read("zeros that are left out, none allowed", "sparsity_config"),
 }
 
 COMPRESSED_GROUP: dict[str, Key] = {
     **read("layout of the numbers", "format"),
     **read("scheme of inputs and of weights", "input_activations", "weights"),
-    **read("scheme of outputs, of which there may be none", "output_activations"),
+    **read("scheme of outputs, none allowed", "output_activations"),
     **harmless("the tensors say which matrices are quantised", "targets"),
 }
 

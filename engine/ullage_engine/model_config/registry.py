@@ -1,5 +1,4 @@
-"""The model families that are served: how each config.json is read, and what checkpoints call
-tensors.
+"""The model families that are served: the reader of their config.json, and their tensor names.
 
 Llama, SmolLM2 and Qwen3: x += attention(norm(x)); x += mlp(norm(x)), in every layer, with
 
@@ -8,7 +7,7 @@ mlp(x) = down(silu(gate x) · up x)
 
 Qwen3 also normalises each head of Q and K before it is rotated.
 
-LFM2 and its mixtures of experts: most layers mix by a gated short convolution, some attend.
+LFM2 and its mixtures of experts: most layers mix by a gated short convolution, others attend.
 
 x += mixer(norm(x)); x += feed_forward(norm(x)), where the mixer is attention with normalised heads
 or the convolution
@@ -18,14 +17,14 @@ B, C, u = in(x);  y_t = C_t · Σ_j w_j (B·u)_{t-j};  conv(x) = out(y)
 and the feed-forward is down(silu(gate x) · up x), or from layer `num_dense_layers` on the sum of
 four experts, chosen by sigmoid(router x) + bias and weighed by their normalised sigmoids.
 
-gpt-oss: x += attention(norm(x)); x += experts(norm(x)), in every layer. Every other layer sees a
-window of 128 tokens. Each head's softmax has one more entry, a learned sink, whose share is given
-to nothing. Of the experts the four with the largest logits are weighed by a softmax over those
-four; an expert is
+gpt-oss: x += attention(norm(x)); x += experts(norm(x)), in every layer. Every other layer attends
+to a window of 128 tokens. Each head's softmax has one more entry, a learned sink, whose share goes
+to no value. The four experts with the largest logits are weighed by a softmax over these four. An
+expert is
 
 down((up' + 1) · g · sigmoid(1.702 g)),  g = min(gate x, 7),  up' = clamp(up x, -7, 7)
 
-and all of its products, like those of attention, add a bias.
+and all of its projections, like those of attention, add a bias.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,6 +44,29 @@ from ullage_engine.model_config.model_config import (
 from ullage_engine.model_config.quantization_keys import QUANTIZATION_KEYS
 from ullage_engine.model_config.rope import read_rope
 from ullage_engine.protocol.errors import WeightsError
+
+_GPT_OSS_ROPE: Json = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Scaling of a gpt-oss whose config.json has none."""
+
+_OLD_KINDS = {"attention": "full_attention"}
+"""Kinds of layers in the spelling of older files, with today's."""
+
+_LFM2_TIE_KEYS = ("tie_embedding", "tie_word_embeddings")
+"""Keys of LFM2's config.json that tie the output projection to the embedding."""
+
+_GGUF_MODEL_TYPES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
+    "gpt-oss": "gpt_oss",
+}
+"""Model types by the architecture in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +92,10 @@ class Names:
     router_bias: str = "feed_forward.expert_bias"
     """Name of the router's bias, with its suffix."""
     expert: str = "feed_forward.experts.{}."
-    """Prefix of an expert's `gate`, `up` and `down`, of which the last parts are used; empty where
-    all experts are one tensor."""
+    """Prefix of an expert's tensors, before the last parts of `gate`, `up` and `down`; empty where
+    one tensor has all experts."""
     norm: str = "model.norm"
-    """Name of the norm after the last layer; whole but for `.weight`."""
+    """Full name of the norm after the last layer, without `.weight`."""
 
 
 LLAMA = Names()
@@ -94,18 +116,6 @@ LFM2 = replace(
 GPT_OSS = replace(LLAMA, router="mlp.router", router_bias="mlp.router.bias", expert="")
 
 
-_GPT_OSS_ROPE: Json = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-"""Scaling of a gpt-oss whose config.json has none."""
-
-_OLD_KINDS = {"attention": "full_attention"}
-"""Kinds of layers as older files spell them."""
-
-
 def _model_config(
     config: HFConfig,
     *,
@@ -117,17 +127,26 @@ def _model_config(
     rope_default: Json | None = None,
     **own: Any,
 ) -> ModelConfig:
-    """Read everything that all families spell alike.
+    """Read the fields that all families spell alike.
 
-    `own` are further fields, or those spelled otherwise. `head_dim`, `rope_theta` and
-    `rope_default` count where the configuration says nothing.
+    Args:
+        config: the config.json.
+        layers: parts of each layer.
+        intermediate: width of a dense feed-forward layer.
+        rms_eps: epsilon of the norms.
+        head_dim: the family's default.
+        rope_theta: the family's default.
+        rope_default: the family's default scaling of positions.
+        own: further fields of `ModelConfig`, and those that the family spells differently.
     """
     hidden = config.int("hidden_size")
     heads = config.int("num_attention_heads")
     head_dim = config.int("head_dim", hidden // heads if head_dim is None else head_dim)
+
     default = None if rope_default is None else HFConfig(config.path, rope_default)
     rope = read_rope(config, head_dim, rope_theta, default)
     max_position = config.int("max_position_embeddings")
+
     fields = {
         "num_kv_heads": config.int("num_key_value_heads", heads),
         "tied": bool(tie(config)),
@@ -185,12 +204,13 @@ def _layer_kinds(
     """Return the kind of each layer, from `layer_types` or by its index.
 
     Raises:
-        WeightsError: there is not one kind that is served for each layer.
+        WeightsError: if `layer_types` has not one of the served kinds for each layer.
     """
     count = config.int("num_hidden_layers")
     given = config.list("layer_types")
     if given is None:
         return [kind_of(index) for index in range(count)]
+
     kinds = [_OLD_KINDS.get(str(kind), str(kind)) for kind in given]
     if len(kinds) != count or not served.issuperset(kinds):
         raise WeightsError(
@@ -201,7 +221,7 @@ def _layer_kinds(
 
 
 def _window(config: HFConfig, default: int) -> int | None:
-    """Return the tokens that a layer with a window sees; None where it is null."""
+    """Return the length of the sliding window in tokens; None where it is null."""
     if "sliding_window" in config.values and config.values["sliding_window"] is None:
         return None
     window = config.int("sliding_window", default)
@@ -215,7 +235,7 @@ def _window(config: HFConfig, default: int) -> int | None:
 def _layer_windows(
     config: HFConfig, window: int | None, kind_of: Callable[[int], str]
 ) -> list[int]:
-    """Return the window of each layer, 0 where it sees everything."""
+    """Return the window of each layer in tokens, 0 where it attends to all tokens."""
     kinds = _layer_kinds(config, {"full_attention", "sliding_attention"}, kind_of)
     if window is None and "sliding_attention" in kinds:
         raise WeightsError(
@@ -256,6 +276,7 @@ def _lfm2_config(config: HFConfig, intermediate: int, experts: ExpertsSpec | Non
         conv_channels=config.int("hidden_size"),
         experts=experts,
     )
+
     theta = config.float("theta", model_config.rope_theta)
     if theta != model_config.rope_theta:
         raise WeightsError(
@@ -290,15 +311,20 @@ def _lfm2_attends(config: HFConfig) -> list[bool]:
 
 
 def _lfm2_adjusted_width(config: HFConfig) -> int:
-    """Return the width of feed-forward layers: two thirds of the configured width, rounded up to a
-    multiple of `block_multiple_of`."""
+    """Return the width of feed-forward layers.
+
+    It is two thirds of the configured width, times `block_ffn_dim_multiplier`, rounded up to a
+    multiple of `block_multiple_of`, unless the configuration says that the width is final.
+    """
     given = "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size"
     width = config.int(given)
     if not config.bool("block_auto_adjust_ff_dim", True):
         return width
+
     width = int(2 * width / 3)
     if config.values.get("block_ffn_dim_multiplier", 1.0) is None:
         return width
+
     width = int(config.float("block_ffn_dim_multiplier", 1.0) * width)
     multiple = config.int("block_multiple_of", 256)
     return -(-width // multiple) * multiple
@@ -342,16 +368,14 @@ class Family:
     """The reader and the tensor names of one architecture's checkpoints."""
 
     architecture: str
-    """The class that a config.json's `architectures` names."""
+    """Name of the family's class in `architectures`."""
     read: Callable[[HFConfig], ModelConfig]
     names: Names
     is_tied: bool = False
-    """Whether the output projection is the embedding where config.json does not say."""
+    """Whether the output projection is the embedding if config.json does not say."""
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)
-    """Keys of config.json that say whether; the first one that is there counts."""
+    """Keys of config.json that say so. The first one present counts."""
 
-
-_LFM2_TIE_KEYS = ("tie_embedding", "tie_word_embeddings")
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", llama, LLAMA),
@@ -361,21 +385,12 @@ FAMILIES = {
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss, GPT_OSS),
 }
 
-_GGUF_MODEL_TYPES = {
-    "llama": "llama",
-    "qwen3": "qwen3",
-    "lfm2": "lfm2",
-    "lfm2moe": "lfm2_moe",
-    "gpt-oss": "gpt_oss",
-}
-"""Model types by what GGUF files call their architecture."""
-
 
 def gguf_model_type(path: Path, architecture: object) -> str:
     """Return the `model_type` of a GGUF file's architecture.
 
     Raises:
-        WeightsError: it is none that is served.
+        WeightsError: if the architecture is not served.
     """
     model_type = _GGUF_MODEL_TYPES.get(architecture) if isinstance(architecture, str) else None
     if model_type is None:
@@ -387,11 +402,12 @@ def gguf_model_type(path: Path, architecture: object) -> str:
 
 
 def tie(config: HFConfig) -> bool | None:
-    """Return whether the output projection is the embedding; None: the configuration does not say,
-    and the family is none that is known.
+    """Return whether the output projection is the embedding.
+
+    None: the configuration does not say, and its family is unknown.
 
     Raises:
-        WeightsError: the value is neither true nor false.
+        WeightsError: if the value is neither true nor false.
     """
     name = config.values.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -402,10 +418,10 @@ def tie(config: HFConfig) -> bool | None:
 
 
 def read_model_config(config: HFConfig) -> ModelConfig:
-    """The `ModelConfig` that a config.json describes.
+    """Return the `ModelConfig` that a config.json describes.
 
     Raises:
-        WeightsError: its architecture is unknown, or a value is missing or not supported.
+        WeightsError: if its architecture is unknown, or a value is missing or not supported.
     """
     name = config.values.get("model_type")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -414,26 +430,30 @@ def read_model_config(config: HFConfig) -> ModelConfig:
             f"{config.path}: model_type {name!r} is not supported; "
             f"use a model of {', '.join(sorted(FAMILIES))}"
         )
+
     architectures = config.list("architectures")
-    # A classifier or an embedder of the same family has other outputs.
+    # A classifier or an embedding model of the same family has other outputs.
     if architectures is not None and family.architecture not in architectures:
         served = ", ".join(sorted(each.architecture for each in FAMILIES.values()))
         raise WeightsError(
             f"{config.path}: architectures {architectures!r} are not supported; use a model of "
             f"{served}"
         )
+
     check_keys(config, FAMILY_KEYS[str(name)])
     quantization = config.section("quantization_config")
     method = quantization.get("quant_method")
     # The loader refuses other methods by name.
     if isinstance(method, str) and method in QUANTIZATION_KEYS:
         check_keys(quantization, QUANTIZATION_KEYS[method], "quantization_config.")
+
     try:
         model_config = family.read(config)
     except (ArithmeticError, ValueError) as error:
         raise WeightsError(
             f"{config.path}: its numbers contradict one another ({error}); download the model again"
         ) from error
+
     wrong = contradiction(model_config)
     if wrong:
         raise WeightsError(f"{config.path}: {wrong}; download the model again")

@@ -1,7 +1,7 @@
-"""Rotary positions: every spelling of a configuration as divisors of frequencies and one factor.
+"""Rotary positions: every scaling of a configuration as divisors of frequencies and one factor.
 
-Position p turns pair i of a head by p * theta ** (-2i / head_dim) / divisor_i, and cosine and sine
-are multiplied by `Rope.scale`.
+Position p rotates pair i of a head by the angle p * theta ** (-2i / head_dim) / divisor_i. Cosine
+and sine are multiplied by `Rope.scale`.
 """
 
 import math
@@ -29,7 +29,7 @@ ROPE_KEYS: dict[str, Key] = {
 ROPE_TYPES: dict[str, dict[str, Key]] = {
     "default": {},
     "linear": _FACTOR,
-    # Frequencies change beyond max_position_embeddings only, where no request comes.
+    # It changes frequencies beyond max_position_embeddings only, which no request exceeds.
     "dynamic": _FACTOR,
     "yarn": {
         **_FACTOR,
@@ -62,7 +62,7 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Constants of `ModelConfig`."""
+    """The constants of rotary positions in `ModelConfig`."""
 
     theta: float
     factors: list[float] | None = None
@@ -70,7 +70,7 @@ class Rope:
     scale: float = 1.0
     """Factor of cosine and sine."""
     longest: int | None = None
-    """Longest sequence for which these are right, tokens; None: any."""
+    """Longest sequence for which these are right, tokens; None: any length."""
 
 
 def read_rope(
@@ -79,11 +79,13 @@ def read_rope(
     """Read `rope_parameters` or `rope_scaling`, and `rope_theta`, as transformers does.
 
     Args:
-        theta: the family's base where the configuration has none.
-        default: the family's scaling where the configuration has none.
+        config: the config.json.
+        head_dim: width of a head.
+        theta: the family's base, if the configuration has none.
+        default: the family's scaling, if the configuration has none.
 
     Raises:
-        WeightsError: a type or a value is not supported, or two sections contradict each other.
+        WeightsError: if a type or a value is not supported, or two sections contradict each other.
     """
     scaling, name = _section(config, theta, default)
     theta = scaling.float("rope_theta", config.float("rope_theta", theta))
@@ -91,7 +93,8 @@ def read_rope(
         raise WeightsError(
             f"{config.path}: rope_theta is {theta!r}, not above 1; use another model"
         )
-    _refuse_layers_of_their_own(scaling, name)
+    _refuse_scaling_by_layer(scaling, name)
+
     kind = _kind(scaling)
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise WeightsError(
@@ -99,6 +102,7 @@ def read_rope(
             f"{', '.join(ROPE_TYPES)}"
         )
     check_keys(scaling, ROPE_KEYS | ROPE_TYPES[kind], f"{name}.")
+
     if kind in ("default", "dynamic"):
         if kind == "dynamic":
             _factor(scaling)
@@ -114,7 +118,7 @@ def read_rope(
 
 
 def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[HFConfig, str]:
-    """Return the section that counts, and its name: `rope_scaling` where both are there."""
+    """Return the section that counts, and its name: `rope_scaling` if both are there."""
     modern = config.section("rope_parameters")
     old = config.section("rope_scaling")
     if not old.values:
@@ -127,10 +131,10 @@ def _section(config: HFConfig, theta: float, default: HFConfig | None) -> tuple[
 
 
 def _refuse_contradiction(config: HFConfig, modern: HFConfig, old: HFConfig, theta: float) -> None:
-    """Refuse two sections of which the first says something that the second, which counts, does
-    not."""
+    """Refuse `rope_parameters` that say more than, or differ from, `rope_scaling`, which counts."""
     base = config.float("rope_theta", theta)
-    bases = modern.float("rope_theta", base), old.float("rope_theta", base)
+    modern_base = modern.float("rope_theta", base)
+
     said = {
         key: value
         for key, value in modern.values.items()
@@ -138,17 +142,18 @@ def _refuse_contradiction(config: HFConfig, modern: HFConfig, old: HFConfig, the
     }
     if _kind(modern) not in ("default", _kind(old)):
         said["rope_type"] = _kind(modern)
-    if bases[0] != bases[1]:
-        said["rope_theta"] = bases[0]
+    if modern_base != old.float("rope_theta", base):
+        said["rope_theta"] = modern_base
+
     if said:
         key, value = next(iter(said.items()))
         raise WeightsError(
-            f"{config.path}: rope_parameters.{key} is {value!r}, but rope_scaling stands beside it "
-            "and says otherwise; remove rope_scaling and put its values into rope_parameters"
+            f"{config.path}: rope_parameters.{key} is {value!r}, but rope_scaling, which overrides "
+            "it, differs; remove rope_scaling and put its values into rope_parameters"
         )
 
 
-def _refuse_layers_of_their_own(scaling: HFConfig, name: str) -> None:
+def _refuse_scaling_by_layer(scaling: HFConfig, name: str) -> None:
     for key, value in scaling.values.items():
         if isinstance(value, dict):
             raise WeightsError(
@@ -175,7 +180,7 @@ def _positive(scaling: HFConfig, name: str, value: float) -> float:
 
 
 def _original(config: HFConfig, scaling: HFConfig) -> int:
-    """Return the context before it was extended; that beside the section counts first."""
+    """Return the context before it was extended; the key outside the section counts first."""
     key = "original_max_position_embeddings"
     original = config.int(key, scaling.int(key, config.int("max_position_embeddings")))
     _positive(scaling, key, original)
@@ -183,8 +188,10 @@ def _original(config: HFConfig, scaling: HFConfig) -> int:
 
 
 def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: int) -> list[float]:
-    """Return Llama 3.1's divisors: `factor` for long wavelengths, 1 for short ones, and a blend
-    for those between, as in its reference implementation."""
+    """Return Llama 3.1's divisors, as in its reference implementation.
+
+    They are `factor` for long wavelengths, 1 for short ones, and a blend for those between.
+    """
     factor = _factor(scaling)
     low = scaling.float("low_freq_factor")
     high = scaling.float("high_freq_factor")
@@ -193,6 +200,7 @@ def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: in
             f"{scaling.path}: high_freq_factor {high!r} and low_freq_factor {low!r} of the rope "
             "scaling contradict each other, the first is the larger; download the model again"
         )
+
     factors = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / head_dim)
@@ -205,8 +213,8 @@ def _llama3_factors(scaling: HFConfig, theta: float, head_dim: int, original: in
 def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, original: int) -> Rope:
     """Return YaRN's constants (Peng et al., 2023).
 
-    Frequencies that turn often within the original context are kept, those that turn seldom are
-    divided by `factor`, and those between are blended along a ramp of dimensions.
+    High frequencies, which rotate often within the original context, are kept. Low ones are divided
+    by `factor`. Those between are blended along a ramp of dimensions.
     """
     factor = _factor(scaling, config.int("max_position_embeddings") / original)
     # Zero means the default here, as in transformers.
@@ -214,18 +222,19 @@ def _yarn(config: HFConfig, scaling: HFConfig, theta: float, head_dim: int, orig
     slow = scaling.float("beta_slow", 1.0) or 1.0
 
     def dimension(turns: float) -> float:
-        """Return the index of the frequency that turns so often within the original context."""
+        """Return the index of the frequency with so many turns within the original context."""
         wavelength = original / (_positive(scaling, "beta", turns) * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
     low = dimension(fast)
     high = dimension(slow)
-    # An explicit null is false.
+    # An explicit null counts as false.
     if "truncate" not in scaling.values or scaling.bool("truncate", False):
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
+
     width = high - low or 0.001
     ramp = [min(1.0, max(0.0, (index - low) / width)) for index in range(head_dim // 2)]
     factors = [1.0 / (share / factor + 1.0 - share) for share in ramp]
@@ -251,7 +260,8 @@ def _longrope(
 ) -> Rope:
     """Return LongRoPE's constants (Ding et al., 2024) for sequences of the original context.
 
-    Longer ones rotate every position otherwise, and then no KV of the shorter could be reused.
+    Longer sequences would rotate every position differently, so KV of shorter ones could not be
+    reused.
     """
     short = _divisors(scaling, "short_factor", head_dim)
     long = _divisors(scaling, "long_factor", head_dim)

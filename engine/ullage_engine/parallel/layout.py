@@ -14,7 +14,7 @@ from math import inf
 import msgspec
 
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
-from ullage_engine.protocol.messages import RankPlace
+from ullage_engine.protocol.worker_state import RankPlace
 
 Criterion = Callable[[int, int, int], int]
 """Function that returns the cost of run `index`, from `start` to `end`; never less when the run is

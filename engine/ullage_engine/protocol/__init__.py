@@ -1,5 +1,4 @@
-"""The words that the server and worker processes share: requests, messages, step
-plans and errors.
+"""Plain data that the server and worker processes share: requests, messages, step plans, errors.
 
-It is the lowest floor: plain data without torch, gRPC or any behaviour of either process.
+It is the lowest floor. It knows neither torch nor gRPC, and has no behaviour of either process.
 """

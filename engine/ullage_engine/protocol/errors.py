@@ -1,47 +1,13 @@
-"""Errors that cross rooms of the engine.
+"""Errors that cross rooms of the engine, and the exit statuses of its processes.
 
 WeightsError      the model cannot be loaded
 WorkerStartError  the worker cannot serve with this configuration
-LayoutError       the model cannot be shared out as asked (in `ullage_engine.parallel.layout`)
+LayoutError       the model cannot be split over ranks as asked (in `ullage_engine.parallel.layout`)
 RankFailedError   another rank has reported why it cannot serve
-ProofError        this start computes otherwise than the one that was verified
+ProofError        this start computes other results than the one that was verified
 GroupLostError    another rank is gone
 MemoryShortError  other processes hold memory that this worker needs
 """
-
-
-class WeightsError(Exception):
-    """The weights cannot be used; one line naming the file or tensor, what is wrong, what to do."""
-
-
-class WorkerStartError(Exception):
-    """The worker cannot serve with this configuration; the message is one line naming the field."""
-
-
-class RankFailedError(Exception):
-    """Another rank cannot serve; one line with its rank and its reason."""
-
-    def __init__(self, message: str, may_retry: bool = False, is_unproven: bool = False) -> None:
-        """`may_retry`: nobody foresaw the reason, so another start may do better. `is_unproven`:
-        the reason is a ProofError."""
-        super().__init__(message)
-        self.may_retry = may_retry
-        self.is_unproven = is_unproven
-
-
-class ProofError(Exception):
-    """This start computes otherwise than the one that was verified; another may do better. The
-    message is one line."""
-
-
-class GroupLostError(RuntimeError):
-    """Another rank is gone, or out of step with this one; only a new group helps."""
-
-
-class MemoryShortError(Exception):
-    """Steps cannot be computed, since other processes hold memory of the device; another worker
-    takes a KV pool that fits beside them. The message is one line."""
-
 
 GROUP_LOST = 3
 """Exit status of a rank that ends because another did, or a collective with it failed."""
@@ -50,19 +16,64 @@ MEMORY_SHORT = 5
 """Exit status of a worker that ends with a MemoryShortError; 4 is a rank's."""
 
 OUT_OF_MEMORY = 6
-"""Exit status of a worker or rank that a step which ran out of memory ends, and of the worker whose
-group that rank was of."""
-
-HOST_SHORT = 8
-"""Exit status of a worker whose host gave no memory to it, or to a rank of it, beside what steps
-have set aside."""
+"""Exit status of a worker or rank whose step ran out of device memory. The worker of such a rank's
+group has it, too."""
 
 UNPROVEN = 7
 """Exit status of a worker whose start ends with a ProofError."""
 
+HOST_SHORT = 8
+"""Exit status of a worker that got no host memory, or whose rank got none, beyond the memory set
+aside for steps."""
+
+
+class WeightsError(Exception):
+    """The weights cannot be used.
+
+    The message is one line with the file or tensor, the fault and the remedy.
+    """
+
+
+class WorkerStartError(Exception):
+    """The worker cannot serve with this configuration; the message is one line naming the field."""
+
+
+class RankFailedError(Exception):
+    """Another rank cannot serve; the message is one line with the rank and the reason."""
+
+    def __init__(self, message: str, may_retry: bool = False, is_unproven: bool = False) -> None:
+        """Create the error of a rank.
+
+        Args:
+            message: one line with the rank and the reason.
+            may_retry: whether the reason was unforeseen, so that another start may succeed.
+            is_unproven: whether the reason is a ProofError.
+        """
+        super().__init__(message)
+        self.may_retry = may_retry
+        self.is_unproven = is_unproven
+
+
+class ProofError(Exception):
+    """This start computes other results than the one that was verified.
+
+    Another start may succeed. The message is one line.
+    """
+
+
+class GroupLostError(RuntimeError):
+    """Another rank is gone, or out of step with this one; only a new group helps."""
+
+
+class MemoryShortError(Exception):
+    """Steps cannot be computed, because other processes hold memory of the device.
+
+    A new worker takes a KV pool that fits the rest. The message is one line.
+    """
+
 
 def is_unproven(error: Exception) -> bool:
-    """Return whether a start failed because it, or another rank, computes otherwise than before."""
+    """Whether a start failed because a rank computes other results than before."""
     if isinstance(error, RankFailedError):
         return error.is_unproven
     return isinstance(error, ProofError)

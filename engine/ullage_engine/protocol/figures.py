@@ -1,6 +1,7 @@
-"""How long steps take, what they compute and how long requests wait for them, as the worker counts
-and the server exports: by buckets that both know, so that a report has the same few numbers after
-a million steps."""
+"""Histograms of steps and waits, which the worker counts and the server exports.
+
+Both know the buckets, so a report has the same few numbers after a million steps.
+"""
 
 import time
 
@@ -12,10 +13,10 @@ STEP_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0),
 )
-# vLLM's of vllm:iteration_tokens_total.
+# The buckets of vllm:iteration_tokens_total.
 STEP_TOKENS = (1.0, *(float(1 << power) for power in range(3, 15)))
 STEP_SEQUENCES = tuple(float(1 << power) for power in range(10))
-# vLLM's, from 0.3 on, and below them what a server without a queue shows.
+# vLLM's buckets from 0.3 on, and finer ones below for servers without a queue.
 QUEUE_SECONDS = (
     *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -23,13 +24,13 @@ QUEUE_SECONDS = (
 
 
 class Figures(msgspec.Struct, array_like=True):
-    """Everything that a worker has counted so since its start."""
+    """Histograms and counts of a worker since its start."""
 
     step_seconds: Tally = msgspec.field(default_factory=Tally)
     step_tokens: Tally = msgspec.field(default_factory=Tally)
     step_sequences: Tally = msgspec.field(default_factory=Tally)
     queue_seconds: Tally = msgspec.field(default_factory=Tally)
-    """From a request's acceptance by the server until its first tokens are computed."""
+    """Time from a request's acceptance by the server until its computation begins."""
     num_grown: int = 0
     """Steps with more sequences than the step before."""
     num_shrunk: int = 0

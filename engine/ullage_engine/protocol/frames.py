@@ -1,7 +1,7 @@
-"""Messages on the Unix stream between an engine's two processes: each follows its own length.
+"""Frames of the Unix stream between an engine's two processes: a length, then the message.
 
-A message costs one system call to send; what has come since the last look costs the worker two
-(poll, and a read for each 64 KiB) and the server's event loop one. No thread stands between them.
+A message costs one system call to send. Receiving all waiting messages costs the worker two calls
+(poll, and a read for each 64 KiB) and the server's event loop one. Neither needs a thread.
 """
 
 import math
@@ -11,30 +11,33 @@ import struct
 from collections import deque
 
 READ_BYTES = 64 << 10
-"""Most bytes that are read at once."""
-_LENGTH = struct.Struct("<I")
+"""Most bytes of one read."""
 SEND_BUFFER_BYTES = 4 << 20
-"""Bytes that either end may send before the other one reads, so that a busy worker finds a long
-prompt whole. The kernel gives at most `net.core.wmem_max`."""
+"""Bytes that either end may send before the other one reads, so that a long prompt waits whole for
+a busy worker. The kernel gives at most `net.core.wmem_max`."""
+
+_LENGTH = struct.Struct("<I")
+"""Length of a message, little-endian."""
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message as it goes on the stream."""
+    """Return a message with its length before it."""
     return _LENGTH.pack(len(message)) + message
 
 
 class Frames:
-    """Cuts what comes on a stream into messages."""
+    """Cuts the bytes of a stream into messages."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take what came; return the messages that are whole with it."""
+        """Add received bytes; return the messages that they complete."""
         pending = self._pending
         pending += data
         messages = []
         start = 0
+
         while len(pending) - start >= _LENGTH.size:
             first = start + _LENGTH.size
             end = first + _LENGTH.unpack_from(pending, start)[0]
@@ -42,6 +45,7 @@ class Frames:
                 break
             messages.append(bytes(pending[first:end]))
             start = end
+
         del pending[:start]
         return messages
 
@@ -50,8 +54,8 @@ class BlockingLink:
     """One end of a connected stream, for a process that waits for nothing else.
 
     Args:
-        connected: the socket; it is closed with the link.
-        send_timeout_s: longest time for which the other end may read nothing.
+        connected: the socket, which is closed with the link.
+        send_timeout_s: longest time that a send waits for the other end to read, seconds.
     """
 
     def __init__(self, connected: socket.socket, send_timeout_s: float) -> None:
@@ -66,10 +70,10 @@ class BlockingLink:
         self._messages: deque[bytes] = deque()
 
     def send(self, message: bytes) -> None:
-        """Send a message; waits while the other end has too much to read.
+        """Send a message; wait while the send buffer is full.
 
         Raises:
-            OSError: it is gone, or has read nothing for too long.
+            OSError: the other end is gone, or has read nothing for too long.
         """
         self._socket.sendall(framed(message))
 
@@ -77,7 +81,7 @@ class BlockingLink:
         """Return the next message; None if none came in time.
 
         Raises:
-            OSError: the other end is gone, and everything before was returned.
+            OSError: the other end is gone, and all of its messages were returned.
         """
         while not self._messages:
             if not self._poll.poll(math.ceil(timeout_s * 1000)):
@@ -93,10 +97,10 @@ class BlockingLink:
 
 
 def connect(path: str, send_timeout_s: float) -> BlockingLink:
-    """Connects to the process that listens at `path`.
+    """Connect to the process that listens at `path`.
 
     Raises:
-        OSError: nobody does.
+        OSError: no process listens there.
     """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,9 +1,8 @@
-"""What a grammar may cost, and whether one can be compiled at all.
+"""The limits of grammars, and a process that checks whether a grammar can be compiled.
 
-A schema may be made to exhaust the stack or the memory of whoever compiles it. So a grammar that
-nobody has seen before is first compiled by a process of its own, `python -m
-ullage_engine.protocol.grammar`, which reads it from its input and writes why it cannot be used, or
-nothing.
+A schema may be made to exhaust the stack or the memory of the process that compiles it. So a new
+grammar is first compiled by a process of its own, `python -m ullage_engine.protocol.grammar`. It
+reads the grammar from its input and writes the reason why it cannot be used, or nothing.
 """
 
 import resource
@@ -20,18 +19,21 @@ LIMITS = LLParserLimits(
     max_grammar_size=50_000,
     verbose_errors=False,
 )
-"""States take 1 to 2 kB each and are made while text is matched, so these bound the memory of one
-answer's grammar; fuel and items bound its time: about 20 ms to begin with, 15 ms a token."""
+"""Lexer states take 1 to 2 kB each and are made while text is matched, so their number bounds the
+memory of one answer's grammar. Fuel and items bound its time: about 20 ms at first, then 15 ms a
+token."""
 
 COMPILE_STACK_BYTES = 64 << 20
-"""Stack of a worker's compiling thread: many times what the first compilation may use."""
+"""Stack of a worker's compiling thread: many times that of the first compilation."""
 
 _FIRST_STACK_BYTES = 4 << 20
+"""Stack of the first compilation."""
 _MOST_BYTES = 24 << 20
 """Most bytes that a grammar may take before it has matched anything."""
 _HARD_BYTES = 2 << 30
 """Most bytes of address space; a process that needs more is killed."""
 _CPU_SECONDS = 3
+"""Most CPU time of the process."""
 
 
 def compile_error(text: str) -> str:
@@ -41,7 +43,7 @@ def compile_error(text: str) -> str:
 
 
 def _cost_error(text: str) -> str:
-    """The same, of what shows only with a vocabulary: any one does."""
+    """Return why a grammar cannot be used with a vocabulary, here one of bytes; empty if it can."""
     before = _peak_bytes()
     matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
     matcher.compute_bitmask()
@@ -58,18 +60,18 @@ def _peak_bytes() -> int:
 
 
 def main() -> None:
-    """Read a grammar, writes its error; ends by a signal, not SIGKILL, where it is too much."""
+    """Read a grammar and write its error; end by a signal, not SIGKILL, if it costs too much."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_HARD_BYTES, _HARD_BYTES))
-    # With a hard limit of the same height it would end by SIGKILL, as where memory is short.
+    # With an equal hard limit it would end by SIGKILL, which means a shortage of memory.
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS + 1))
     text = sys.stdin.buffer.read().decode()
 
-    def tell() -> None:
+    def write_error() -> None:
         sys.stdout.write(compile_error(text) or _cost_error(text))
 
     threading.stack_size(_FIRST_STACK_BYTES)
-    thread = threading.Thread(target=tell)
+    thread = threading.Thread(target=write_error)
     thread.start()
     thread.join()
 

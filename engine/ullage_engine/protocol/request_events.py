@@ -1,13 +1,13 @@
-"""What becomes of each request in an engine's two processes: lines of their logs, and spans.
+"""The events of each request in an engine's two processes, as log lines and spans.
 
-Both processes write the client's request id, so that their lines and the router's can be joined.
-The server has a span for each call of its service; the worker, which knows when things are
-computed, makes those inside of it: queue, prefill and decode, each when it is over. A worker that
-is killed takes the part with it that it was at, and the server's span says that the request went
-on. What is computed is never in a line or a span.
+Both processes log the client's request id, so that their lines and the router's can be joined. The
+server has a span for each call of its service. The worker, which knows when tokens are computed,
+makes the spans inside: queue, prefill and decode, each when it is over. The span that is open when
+a worker is killed is lost, and the server's span says that the request went on. Lines and spans
+never contain prompts or answers.
 
-A worker has a tracer of its own, as that is one thread that sends spans. Times by way of the
-server would be a message for each, and one that nobody reads where nothing is traced.
+A worker has a tracer of its own, which is one thread that sends spans. The alternative would be a
+message to the server for each span, also where nothing is traced.
 """
 
 import logging
@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from ullage_common.process import tracing
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.process.tracing import Span, Tracer, Value, known_values
-from ullage_engine.protocol.messages import EngineRequest, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, TokenOutput
 from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.protocol.timeline import Timeline
 
 MAX_CHUNKS = 64
-"""Chunks of a prompt that are events of its span; of more, the last ones are not."""
+"""Most chunks of a prompt that become events of its span: the first ones."""
 
-# Fields of lines that are attributes of the call's span under OpenTelemetry's names.
+# Fields of log lines that are attributes of the call's span under OpenTelemetry's names.
 _NAMES = {
     "prompt_tokens": tracing.INPUT_TOKENS,
     "output_tokens": tracing.OUTPUT_TOKENS,
@@ -36,9 +36,7 @@ server_log = logging.getLogger("ullage.engine.requests")
 log = logging.getLogger("ullage.engine.worker.requests")
 
 
-def _tell(
-    logger: logging.Logger, request_id: str, event: str, fields: Mapping[str, object]
-) -> None:
+def _log(logger: logging.Logger, request_id: str, event: str, fields: Mapping[str, object]) -> None:
     if logger.isEnabledFor(logging.INFO):
         own = {"request_id": request_id, "event": event}
         logger.info(event, extra={MORE_FIELDS: {**own, **fields}})
@@ -48,9 +46,10 @@ class ServedRequest:
     """One call of the engine's service, in the log and as a span.
 
     Args:
-        tracer: of the server; None: nothing is traced.
+        tracer: the server's tracer; None: nothing is traced.
         client_id: the request's name in the logs.
-        metadata: of the call, with the trace that it continues.
+        metadata: the call's metadata, with the trace that it continues.
+        attributes: attributes of the span.
     """
 
     def __init__(
@@ -79,15 +78,15 @@ class ServedRequest:
         return round(time.monotonic() - self._began, 4)
 
     def happened(self, event: str, **fields: object) -> None:
-        """Say something of the request in the log, and as an event of its span."""
-        _tell(server_log, self.client_id, event, fields)
+        """Log an event of the request, and add it to the span."""
+        _log(server_log, self.client_id, event, fields)
         if self._span:
             values = known_values(fields)
             self._span.event(event, values)
             self._span.set({_NAMES[name]: values[name] for name in _NAMES.keys() & values.keys()})
 
     def loaded(self, tier: str, num_tokens: int, seconds: float) -> None:
-        """Add a span of KV that was loaded from a tier until now."""
+        """Add a span for KV whose load from a tier ends now, after so many seconds."""
         if self._span and self._span.is_recording:
             attributes: dict[str, Value] = {"ullage.kv.tier": tier, "ullage.kv.tokens": num_tokens}
             now = time.time()
@@ -95,8 +94,11 @@ class ServedRequest:
             child.end(now)
 
     def end(self, event: str, fields: Mapping[str, object], *, error: str = "") -> None:
-        """Say how the request ended; `error` is the kind of failure, if it was one."""
-        _tell(server_log, self.client_id, event, {**fields, "reason": error} if error else fields)
+        """Log the end of the request and end the span.
+
+        `error`: kind of the failure; empty: there was none.
+        """
+        _log(server_log, self.client_id, event, {**fields, "reason": error} if error else fields)
         if self._span:
             self._span.set(known_values({_NAMES.get(name, name): v for name, v in fields.items()}))
             self._span.end(error=error)
@@ -104,32 +106,33 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class _Computed:
-    """A request in the worker's hands, in one of its phases."""
+    """A request in the worker, in one of its phases."""
 
     request: EngineRequest
     since: float
     """Unix time at which the phase began."""
     phase: str = "queue"
     is_again: bool = False
-    """Whether the phase is computed anew after a preemption."""
+    """Whether the phase repeats one after a preemption."""
     chunks: list[tuple[float, int]] = field(default_factory=list)
     """Unix time and tokens of each chunk of the prompt."""
 
 
 class RequestEvents:
-    """The requests that a worker computes, in the log and as spans.
+    """Logs and traces the requests that a worker computes.
 
-    Schedulers and engines of both kinds tell it what they do with a request. `requests` are those
-    that have neither ended nor been dropped.
+    The native and the vLLM engine and their schedulers report each transition of a request.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, _Computed] = {}
+        """Requests that have neither ended nor been dropped, by id."""
         self._tracer: Tracer | None = None
         self._timeline: Timeline | None = None
         self._num_preemptions = 0
         self._is_debugging = log.isEnabledFor(logging.DEBUG)
         self.wants_steps = self._is_debugging
+        """Whether `on_step` must be called."""
 
     def trace_to(self, tracer: Tracer) -> None:
         """Make spans from now on."""
@@ -137,8 +140,10 @@ class RequestEvents:
         self.wants_steps = True
 
     def record_to(self, timeline: Timeline | None) -> None:
-        """Add steps and phases to a timeline from now on; None: no longer, and what has begun is
-        added as far as it is."""
+        """Add steps and phases to a timeline from now on.
+
+        None ends the recording, and adds the phases that have begun up to now.
+        """
         if timeline is None:
             for request_id, computed in self.requests.items():
                 self._record(request_id, computed, time.time(), {})
@@ -146,7 +151,7 @@ class RequestEvents:
         self.wants_steps = bool(timeline or self._tracer or self._is_debugging)
 
     def on_admitted(self, request: EngineRequest) -> None:
-        """A request was admitted, and waits."""
+        """Record that a request was admitted and waits."""
         since = time.time()
         if request.accepted_at:
             since -= time.monotonic() - request.accepted_at
@@ -154,19 +159,28 @@ class RequestEvents:
         self._say(request, "admitted", prompt_tokens=request.num_prompt_tokens)
 
     def on_started(self, request: EngineRequest, num_cached: int, ago_s: float = 0.0) -> None:
-        """The first chunk of a prompt, or of what a preempted request lacks, is planned; or was
-        begun so many seconds ago."""
+        """Record that a request's first chunk, or the first after a preemption, is planned.
+
+        Args:
+            request: the request.
+            num_cached: tokens whose KV was cached.
+            ago_s: seconds since the chunk began.
+        """
         computed = self.requests.get(request.request_id)
-        if computed is None:  # a beam of a search, whose first one stands for all of them
+        if computed is None:
+            # A beam of a search. Events are recorded of the search's requests alone.
             return
+
         is_again = computed.is_again
         event = "resumed" if is_again else "first_chunk"
         self._say(request, event, cached_tokens=num_cached, tokens=len(request.token_ids))
         self._enter(request.request_id, "prefill", is_again=is_again, ago_s=ago_s)
 
     def on_preempted(self, request: EngineRequest, count: int, is_swapped: bool) -> None:
-        """A running request gave its memory to another, for the count-th time; it was copied to the
-        host, or is to be computed again."""
+        """Record that a running request gave its memory to another, for the `count`-th time.
+
+        `is_swapped`: whether its KV was copied to the host; else it will be computed again.
+        """
         self._num_preemptions += 1
         total = self._num_preemptions
         mode = "swap" if is_swapped else "recompute"
@@ -174,23 +188,27 @@ class RequestEvents:
         self._enter(request.request_id, "queue", is_again=True, ended="preempted")
 
     def on_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step was computed. Call it only where `wants_steps`."""
+        """Record a computed step; call it only where `wants_steps`."""
         now = time.time()
         prompts = 0
         num_prompt_tokens = 0
+
         for chunk in plan.chunks:
             computed = self.requests.get(chunk.request_id)
             if computed is None or computed.phase != "prefill":
                 continue
             if chunk.is_decode and chunk.start >= computed.request.num_prompt_tokens:
-                self.on_prefilled(chunk.request_id)  # it decodes already, since nobody looked
+                # Its prefill ended in a step that was not recorded.
+                self.on_prefilled(chunk.request_id)
                 continue
+
             prompts += 1
             num_prompt_tokens += len(chunk.token_ids)
             if len(computed.chunks) < MAX_CHUNKS:
                 computed.chunks.append((now, len(chunk.token_ids)))
             if chunk.sampling is not None:
                 self.on_prefilled(chunk.request_id)
+
         if self._timeline or self._is_debugging:
             ids = [self._client_id(chunk.request_id) for chunk in plan.chunks]
             more = {"decodes": len(plan.chunks) - prompts, "request_ids": ids}
@@ -199,7 +217,7 @@ class RequestEvents:
     def note_step(
         self, seconds: float, sequences: int, tokens: int, prompt_tokens: int, **more: object
     ) -> None:
-        """Tell whoever looks at steps of one that has ended."""
+        """Add a step that has ended to the timeline, and to the log at level debug."""
         if not (self._timeline or self._is_debugging):
             return
         fields = {"sequences": sequences, "tokens": tokens, "prompt_tokens": prompt_tokens, **more}
@@ -209,11 +227,11 @@ class RequestEvents:
             log.debug("step", extra={MORE_FIELDS: fields | {"seconds": round(seconds, 5)}})
 
     def on_prefilled(self, request_id: str) -> None:
-        """The last chunk of a prompt was computed."""
+        """Record that the last chunk of a prompt was computed."""
         self._enter(request_id, "decode")
 
     def on_outputs(self, outputs: Sequence[TokenOutput]) -> None:
-        """A step gave tokens, with which some requests may have ended."""
+        """Record the requests that end with a step's tokens."""
         for output in outputs:
             if output.finish and (computed := self.requests.get(output.request_id)):
                 preemptions = output.num_preemptions
@@ -223,7 +241,7 @@ class RequestEvents:
                 self._drop(output.request_id, output.finish)
 
     def forget(self, request_id: str, ended: str = "cancelled") -> None:
-        """Drop a request that ended in another way, or that nobody waits for."""
+        """Drop a request that ended in another way, such as by its client."""
         if computed := self.requests.get(request_id):
             self._say(computed.request, "finished", finish=ended)
             self._drop(request_id, ended)
@@ -233,7 +251,7 @@ class RequestEvents:
         del self.requests[request_id]
 
     def _say(self, request: EngineRequest, event: str, **fields: object) -> None:
-        _tell(log, request.client_id or request.request_id, event, fields)
+        _log(log, request.client_id or request.request_id, event, fields)
 
     def _client_id(self, request_id: str) -> str:
         computed = self.requests.get(request_id)
@@ -252,6 +270,7 @@ class RequestEvents:
         computed = self.requests.get(request_id)
         if computed is None:
             return
+
         request = computed.request
         now = max(computed.since, time.time() - ago_s)
         if self._tracer and request.traceparent:
@@ -267,7 +286,9 @@ class RequestEvents:
             for at, num_tokens in computed.chunks:
                 span.event("chunk", {"tokens": num_tokens}, at)
             span.end(now)
+
         self._record(request_id, computed, now, {"ended": ended} if ended else {})
+
         computed.phase = phase
         computed.since = now
         computed.is_again = is_again
@@ -276,6 +297,7 @@ class RequestEvents:
     def _record(
         self, request_id: str, computed: _Computed, now: float, fields: dict[str, object]
     ) -> None:
+        """Add the present phase to the timeline, if there is one."""
         if self._timeline:
             name = self._client_id(request_id)
             request = computed.request

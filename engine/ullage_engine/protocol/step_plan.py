@@ -1,16 +1,24 @@
-"""Step plans: what the scheduler has the runner compute, and the tokens that come back."""
+"""Step plans: the chunks and copies of one step, and the tokens that it samples."""
 
 from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
 
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
+
+NO_TOKEN = -1
+"""Token id of a sequence whose logits are NaN or infinite, so that no token was sampled."""
+
+NOTHING_ALLOWED = -3
+"""Token id of a sequence whose masks, biases and bans rule out every token."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of one sequence to compute in one step; a decode is a chunk of one token, and of draft
-    tokens behind it."""
+    """Tokens of one sequence to compute in one step.
+
+    A decode is a chunk of one token, or of one token and the draft tokens behind it.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -18,35 +26,36 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     """Position of the first token."""
     block_ids: list[int]
-    """Block table covering positions 0 to end - 1, in order, and perhaps some behind them. A
-    sequence's steps have the same list as long as no entry changes; it grows between them."""
+    """Block table of positions 0 to end - 1, in order, and perhaps of some behind them. A
+    sequence's steps have the same list object until an entry changes. It may grow between them."""
     sampling: SamplingParams | None
-    """Parameters of choosing the token after the last of `token_ids`; None: a prompt chunk with
-    more prompt to come, nothing is sampled."""
+    """Parameters of sampling behind the last of `token_ids`; None: nothing is sampled, because more
+    of the prompt is to come."""
     history: list[int]
-    """Prompt and output so far including `token_ids`; only grows. Only penalties read it: other
-    ranks get none without them."""
+    """Prompt and output so far including `token_ids`; it only grows. Only penalties read it, so
+    other ranks get it only for these."""
     num_prompt_tokens: int
     num_replayed: int = 0
-    """The first so many of `token_ids` have their KV already: they are computed again to rebuild
-    the convolution state, and the KV they would store is thrown away."""
+    """Leading `token_ids` whose KV is stored already. They are computed again to rebuild the
+    convolution state, and their new KV is dropped."""
     state_slot: int | None = None
-    """Slot of the convolution state before `start`; None: the chunk begins from zero state."""
+    """Slot of the convolution state before `start`; None: the chunk begins from the zero state."""
     next_state_slot: int = 0
-    """Where the state after the last token goes: never a slot that a chunk of the same step reads,
-    so that computing a plan again gives the same. Models without convolutions have no slots."""
+    """Slot for the state after the last token. No chunk of the same step reads it, so that a plan
+    can be computed again. Unused by models without convolutions."""
     allowed: bytes | None = None
-    """Tokens that may be chosen, a bit each, the lowest of a byte first; None: any."""
+    """Mask of the tokens that may be sampled, one bit each, the lowest of a byte first; None: any
+    token."""
     banned: list[int] = msgspec.field(default_factory=list)
-    """Tokens that may not be chosen."""
+    """Tokens that may not be sampled."""
     window_block_ids: list[int] = msgspec.field(default_factory=list)
-    """Block table of the layers with sliding windows, where these have blocks of their own, as long
-    as `block_ids`. In place of blocks that every window has slid past stands the first held one."""
+    """Block table of the layers with sliding windows, where these have blocks of their own. It is
+    as long as `block_ids`. The first held block fills the entries that every window has passed."""
     history_start: int = 0
-    """Between ranks, the number of tokens before `history` that the other rank has already."""
+    """In messages between ranks, the number of tokens before `history`, which the receiver has."""
     num_sampled: int = 1
-    """With `sampling`, the number of `token_ids`, the last ones, behind which a token is chosen:
-    more than one where all but the first of these are draft tokens."""
+    """With `sampling`, the number of last `token_ids` behind which a token is sampled. It is more
+    than 1 for a decode with a draft."""
 
     @property
     def end(self) -> int:
@@ -55,14 +64,17 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_decode(self) -> bool:
-        """Whether a token is chosen behind each of `token_ids`; so it is of a prompt's last token,
-        if that comes alone."""
+        """Whether a token is sampled behind each of `token_ids`.
+
+        That includes the last token of a prompt in a chunk of its own.
+        """
         return self.sampling is not None and len(self.token_ids) == self.num_sampled
 
     def sampled_parts(self) -> "list[Chunk]":
-        """Return the chunk up to each of its tokens behind which one is chosen."""
+        """Return, for each token to sample, the chunk cut off behind the token before it."""
         if self.num_sampled == 1:
             return [self]
+
         count = len(self.token_ids)
         ends = range(count - self.num_sampled + 1, count + 1)
         return [replace(self, token_ids=self.token_ids[:end], num_sampled=1) for end in ends]
@@ -74,20 +86,21 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def state_slots(max_sequences: int) -> int:
-    """Slots of convolution states: the one that a sequence's step reads and the one it writes.
+    """Return the number of convolution state slots for a batch of `max_sequences`.
 
-    There are never more, so the ledger reserves them all before serving starts.
+    A sequence's step reads one slot and writes another. There are never more, so the ledger
+    reserves them all before serving starts.
     """
     return 2 * max_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Copies of whole blocks over all layers, done in this order before the step, once.
+    """Copies of whole blocks over all layers, done once before the step, in the fields' order.
 
-    They allocate nothing and cannot fail for lack of memory. No destination of a kind is given
-    twice. A source of `copy` may be the destination of a `copy` after it, so these are done in
-    their order, or all read before any is written.
+    They allocate nothing and cannot run out of memory. Destinations of one kind are distinct. A
+    source of `copy` may be the destination of a later one. So these copies must be done in order,
+    or all sources read before any destination is written.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -97,8 +110,8 @@ class Moves:
     copy: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (source block, destination block) to copy."""
     prefetch: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (host slot, block) to copy beside the step, which neither reads nor writes these
-    blocks; they are done when it is."""
+    """Pairs (host slot, block) to copy while the step runs, which neither reads nor writes these
+    blocks. The copies are done when the step is."""
 
     def __add__(self, other: "Moves") -> "Moves":
         return Moves(
@@ -125,24 +138,17 @@ class StepPlan:
 
     @property
     def prompts(self) -> list[Chunk]:
-        """The chunks that are no decodes."""
+        """The chunks that are not decodes."""
         return [chunk for chunk in self.chunks if not chunk.is_decode]
 
     def sampled_parts(self) -> list[Chunk]:
-        """Return the chunks that are sampled, each as often as tokens are chosen for it."""
+        """Return the `Chunk.sampled_parts` of all chunks: one chunk for each token to sample."""
         sampled = [chunk for chunk in self.chunks if chunk.sampling is not None]
         return [part for chunk in sampled for part in chunk.sampled_parts()]
 
 
-NO_TOKEN = -1
-"""Token id of a sequence whose logits are NaN or infinite, so that none was chosen."""
-
-NOTHING_ALLOWED = -3
-"""Token id of a sequence of which masks, biases and bans rule out every token."""
-
-
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token that may come next in one sequence."""
+    """A token that was sampled for one sequence."""
 
     request_id: str
     token_id: int

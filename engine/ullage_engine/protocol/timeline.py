@@ -1,7 +1,7 @@
-"""How batches form, as a trace that Perfetto and chrome://tracing open.
+"""The forming of batches, as a trace that Perfetto and chrome://tracing open.
 
-Steps are in one lane with what was in them; each request has a lane of its own with its phases:
-queue, prefill, decode. Format: Trace Event Format, times in microseconds.
+Steps have one lane. Each request has a lane of its own with its phases: queue, prefill, decode.
+The format is the Trace Event Format, with times in microseconds.
 """
 
 import gzip
@@ -11,30 +11,37 @@ from pathlib import Path
 _PROCESS = 1
 _STEPS = 0
 _MORE_STEPS = 1 << 20
-"""Lanes of steps that overlap, as they do in a pipeline."""
+"""First of the lanes for overlapping steps, as pipelines have them."""
 
 
 class Timeline:
-    """Events since the moment at which it began, Unix seconds."""
+    """The events of a trace."""
 
     def __init__(self, began: float) -> None:
+        """Begin a trace; `began` in Unix seconds."""
         self.began = began
         self._lanes: dict[str, int] = {}
         self._steps_until = {_STEPS: 0.0}
-        """When the last step of each lane of steps ended."""
+        """Time at which the last step of each lane ended."""
         self._events: list[dict[str, object]] = [
             _name("process_name", "engine", _STEPS),
             _name("thread_name", "steps", _STEPS),
         ]
 
     def add_step(self, ended: float, seconds: float, fields: dict[str, object]) -> None:
-        """Add a step with what was in it."""
+        """Add a step.
+
+        Args:
+            ended: Unix time at which it ended.
+            seconds: its duration.
+            fields: its contents, such as the number of tokens.
+        """
         since = ended - seconds
         free = (lane for lane, until in self._steps_until.items() if until <= since)
         lane = next(free, None)
         if lane is None:
             lane = _MORE_STEPS + len(self._steps_until)
-            self._events.append(_name("thread_name", "steps beside others", lane))
+            self._events.append(_name("thread_name", "overlapping steps", lane))
         self._steps_until[lane] = ended
         self._span("step", lane, since, ended, fields)
 
@@ -47,11 +54,20 @@ class Timeline:
         until: float,
         fields: dict[str, object],
     ) -> None:
-        """Add a phase of a request, in the lane of its key under its name; what was before the
-        beginning is cut off."""
+        """Add a phase of a request; time before the trace's beginning is cut off.
+
+        Args:
+            key: the request's key, which has a lane of its own.
+            name: the lane's name.
+            phase: name of the phase.
+            since: Unix time at which it began.
+            until: Unix time at which it ended.
+            fields: further details.
+        """
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = len(self._lanes) + 1
+            lane = len(self._lanes) + 1
+            self._lanes[key] = lane
             self._events.append(_name("thread_name", f"request {name}", lane))
         self._span(phase, lane, max(since, self.began), until, fields)
 

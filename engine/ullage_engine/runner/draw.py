@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from ullage_engine.kernels.staging import HostArrays
 from ullage_engine.native.library import Draw
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 
 FIXED_POINT = 2.0**42
 """The likeliest token's weight. What a token has below 1 of it, which is 2e-13 of the likeliest's

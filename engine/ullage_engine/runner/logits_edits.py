@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ullage_engine.kernels.staging import HostArrays, upload
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk
 
 LARGEST = 1e30

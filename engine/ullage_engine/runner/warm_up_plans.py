@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from ullage_engine.kernels.arena import MAX_TILE_ROWS, MIN_TILE_ROWS, StepLimits
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.batched_sampler import SORT_ROWS
 from ullage_engine.runner.logits_edits import PENALTIES_AT_ONCE

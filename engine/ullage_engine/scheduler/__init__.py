@@ -1,5 +1,4 @@
-"""Decides what the next step computes: admission, block reservations, batching, preemption and
-forks of sequences.
+"""Plans steps: admission, block reservations, batching, preemption and forks of sequences.
 
-It decides on plain data, so it knows neither torch nor gRPC nor a clock that it was not given.
+It decides on plain data. It knows neither torch nor gRPC, and no clock that it was not given.
 """

@@ -1,148 +1,27 @@
-"""Admission: prices requests against what is free and admits or refuses them.
+"""Admission: prices requests against the free memory, and admits or refuses them.
 
-Refusals are pure functions of the cost and of what is free. Samples of one prompt are admitted
-together or not at all; a refusal names the first of them.
+Samples of one prompt are admitted together or not at all. `refusals` has the rules.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterator
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
-from ullage_engine.memory.ledger import mib
-from ullage_engine.protocol.messages import EngineRequest, Rejected, ReleaseState
-from ullage_engine.scheduler.sequence import (
-    Sequence,
-    WalkLimiter,
-    holder_shares,
-    prefix_under_way,
-    shared_tokens,
+from ullage_engine.protocol.messages import Rejected
+from ullage_engine.protocol.requests import EngineRequest
+from ullage_engine.protocol.worker_state import ReleaseState
+from ullage_engine.scheduler.common_prefix import prefix_under_way, shared_tokens
+from ullage_engine.scheduler.refusals import (
+    refuse_duplicates,
+    refuse_never_fits,
+    refuse_now,
+    soonest_releases,
 )
+from ullage_engine.scheduler.sequence import Rank, Sequence
 from ullage_engine.scheduler.state import SchedulerState
-
-_SHORTEST_RETRY_S = 0.1
-_LONGEST_RETRY_S = 30.0
-_MAX_RELEASES = 32
-
-
-def refuse_never_fits(
-    requests: list[EngineRequest], profile: MemoryProfile, max_model_len: int, needed_bytes: int
-) -> Rejected | None:
-    """Refuse requests that even an empty engine, which needs `needed_bytes`, could not serve, or
-    that are more than their session may hold."""
-    session_bytes = profile.session_kv_bytes if requests[0].session_id else 0
-    length = max(len(request.token_ids) for request in requests)
-    reason = ""
-    if any(not request.token_ids for request in requests):
-        reason = "prompt: is empty"
-    elif length >= max_model_len:
-        reason = f"prompt: {length} tokens leave no room in the model's {max_model_len}; shorten it"
-    elif needed_bytes > profile.kv_pool_bytes:
-        several = f" of {len(requests)} samples" if len(requests) > 1 else ""
-        remedy = "shorten it or ask for fewer" if several else "shorten it"
-        reason = (
-            f"prompt: {length} tokens and the first of the output{several} need "
-            f"{mib(needed_bytes)} of KV, more than the whole pool of "
-            f"{mib(profile.kv_pool_bytes)}; {remedy}"
-        )
-    elif session_bytes and needed_bytes > session_bytes:
-        reason = (
-            f"prompt: {length} tokens and the first of the output need {mib(needed_bytes)} of KV, "
-            f"more than the {mib(session_bytes)} that one session may hold; shorten it, send it "
-            "without a session, or raise memory.sessionKVLimit"
-        )
-    return _never(requests[0], needed_bytes, profile.kv_pool_bytes, reason) if reason else None
-
-
-def refuse_now(
-    requests: list[EngineRequest],
-    needed_bytes: int,
-    available_bytes: int,
-    session_bytes: int | None,
-    queue_slots: int,
-    releases: Iterable[tuple[float, int]],
-) -> Rejected | None:
-    """Refuse requests that do not fit beside those admitted already.
-
-    Args:
-        available_bytes: KV bytes that nobody holds and nobody has reserved.
-        session_bytes: KV bytes that the session may still take; None without a bound.
-        queue_slots: requests that may still be admitted to wait for a slot in the batch.
-        releases: (seconds from now, bytes) of expected releases.
-    """
-    if needed_bytes > available_bytes:
-        reason = f"KV memory: {mib(needed_bytes)} needed, {mib(available_bytes)} available"
-    elif session_bytes is not None and needed_bytes > session_bytes:
-        available_bytes = session_bytes
-        reason = (
-            f"session: its other requests leave {mib(available_bytes)} of its KV, and "
-            f"{mib(needed_bytes)} are needed"
-        )
-    elif queue_slots < len(requests):
-        reason = "the waiting room is full"
-    else:
-        return None
-    return Rejected(
-        request_id=requests[0].request_id,
-        needed_bytes=needed_bytes,
-        available_bytes=available_bytes,
-        never=False,
-        retry_after_s=_retry_after(needed_bytes - available_bytes, releases),
-        message=f"{reason}; try again later",
-    )
-
-
-def refuse_duplicates(
-    requests: list[EngineRequest], served: Container[str], pool_bytes: int
-) -> Rejected | None:
-    """Refuse ids that are in use, also within the group itself.
-
-    `served`: ids in use.
-    """
-    ids = [request.request_id for request in requests]
-    for request in requests:
-        if request.request_id in served or ids.count(request.request_id) > 1:
-            reason = f"request_id: {request.request_id} is being served already; choose another"
-            return _never(request, 0, pool_bytes, reason)
-    return None
-
-
-def soonest_releases(releases: Iterable[tuple[float, int]]) -> list[ReleaseState]:
-    """List expected releases, soonest first; the last of at most 32 entries sums up all the
-    rest."""
-    ordered = sorted(releases)
-    head = ordered[: _MAX_RELEASES - 1]
-    rest = ordered[_MAX_RELEASES - 1 :]
-    if rest:
-        head.append((rest[-1][0], sum(num_bytes for _, num_bytes in rest)))
-    return [ReleaseState(after_s=after, num_bytes=num_bytes) for after, num_bytes in head]
-
-
-def _never(request: EngineRequest, needed: int, available: int, reason: str) -> Rejected:
-    return Rejected(
-        request_id=request.request_id,
-        needed_bytes=needed,
-        available_bytes=available,
-        never=True,
-        retry_after_s=0.0,
-        message=reason,
-    )
-
-
-def _retry_after(missing_bytes: int, releases: Iterable[tuple[float, int]]) -> float:
-    """Seconds until the missing bytes are released; those of the last release if they never are."""
-    ordered = sorted(releases)
-    for seconds, num_bytes in ordered:
-        missing_bytes -= num_bytes
-        if missing_bytes <= 0:
-            return _clipped(seconds)
-    return _clipped(ordered[-1][0] if ordered else _LONGEST_RETRY_S)
-
-
-def _clipped(seconds: float) -> float:
-    return min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, seconds))
-
+from ullage_engine.scheduler.stats import WalkLimiter, holder_shares
 
 _QUEUE_BATCHES = 4
-"""Size of the waiting queue in batches; later requests are better queued by the router."""
+"""Size of the waiting queue in batches. Later requests should queue in the router."""
 
 
 class AdmissionControl:
@@ -160,12 +39,12 @@ class AdmissionControl:
         self._num_submitted = 0
         self._walks = WalkLimiter(state.clock)
         self._releases: list[ReleaseState] = []
-        """Expected releases at the time of the last walk."""
+        """Expected releases when all sequences were last looked at."""
 
     def submit(self, requests: list[EngineRequest], resumed: bool) -> Rejected | None:
-        """Admits samples of one prompt together, or refuses all and keeps nothing.
+        """Admit samples of one prompt together, or refuse all and keep nothing.
 
-        Resumed requests are refused only if they are invalid; they may have to wait for memory.
+        Resumed requests are refused only if they are invalid. They may have to wait for memory.
         """
         group = self._group(requests)
         if not resumed or not all(request.token_ids for request in requests):
@@ -176,37 +55,39 @@ class AdmissionControl:
         return None
 
     def refuse_duplicates(self, requests: list[EngineRequest]) -> Rejected | None:
-        """Refuse ids that are in use, also within the group itself."""
+        """Refuse requests with an id that is in use or occurs twice among them."""
         return refuse_duplicates(requests, self._sequences, self._profile.kv_pool_bytes)
 
     def can_start(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may start: it has its memory, and nobody computes more of its
-        prefix than it holds."""
-        if sequence.parent or not self._reservations.is_granted(sequence):
+        """Whether a waiting sequence may start.
+
+        It must have its memory, and no running sequence may be computing more of its prefix than it
+        holds.
+        """
+        if sequence.fork.parent or not self._reservations.is_granted(sequence):
             return False
-        if sequence.awaited_prefix is None and self._cache.has_cache and not sequence.swapped:
+        if sequence.prefix.awaited is None and self._cache.has_cache and not sequence.swapped:
             size = self._cache.block_tokens
-            sequence.awaited_prefix = prefix_under_way(sequence, self._sequences.running, size)
-        if sequence.awaited_prefix is None:
+            sequence.prefix.awaited = prefix_under_way(sequence, self._sequences.running, size)
+
+        if sequence.prefix.awaited is None:
             return True
-        other, num_tokens = sequence.awaited_prefix
+        other, num_tokens = sequence.prefix.awaited
         if other.is_running and other.num_computed < num_tokens:
             return False
-        sequence.awaited_prefix = None
+        sequence.prefix.awaited = None
         return True
 
     def is_complete(self, request: EngineRequest, resumed: bool) -> bool:
-        """Whether nothing is left to produce of a request that was admitted before."""
+        """Whether a request that was admitted before has nothing left to produce."""
         return request.is_complete(self.longest(request), resumed)
 
-    def new_sequence(self, request: EngineRequest, priority: int, arrival: int) -> Sequence:
-        """Create a sequence that ranks by `priority`, then by `arrival`."""
+    def new_sequence(self, request: EngineRequest, rank: Rank) -> Sequence:
+        """Create a sequence with a rank's priority and arrival, last among those of both."""
         self._num_submitted += 1
         return Sequence(
             request=request,
-            arrival=arrival,
-            serial=self._num_submitted,
-            priority=priority,
+            rank=rank._replace(serial=self._num_submitted),
             limit=self.max_sequence_tokens,
             expected_output=self._output_lengths.estimate,
             token_ids=list(request.token_ids),
@@ -219,7 +100,7 @@ class AdmissionControl:
         return min(self._limits.max_model_len, pool_tokens)
 
     def longest(self, request: EngineRequest, num_samples: int = 1) -> int:
-        """Longest that one of so many samples of a request may become, tokens."""
+        """Return the longest that one of so many samples of a request may become, tokens."""
         longest = self.max_sequence_tokens
         limit = self._profile.session_kv_bytes
         if not (request.session_id and limit):
@@ -230,11 +111,12 @@ class AdmissionControl:
     def releases(self) -> list[ReleaseState]:
         """List when sequences are expected to release how many bytes; see `soonest_releases`.
 
-        Of many sequences it may be what was expected a moment ago.
+        With many sequences the list may be a moment old.
         """
         if self._walks.is_due(len(self._sequences)):
             self._releases = soonest_releases(self._expected_releases())
             return self._releases
+
         age_s = self._walks.age_s
         return [
             ReleaseState(after_s=max(0.0, each.after_s - age_s), num_bytes=each.num_bytes)
@@ -246,9 +128,8 @@ class AdmissionControl:
             yield each.after_s, each.num_bytes
 
     def _expected_releases(self) -> Iterator[tuple[float, int]]:
-        """Yield for each sequence in how many seconds it is expected to release how many bytes."""
+        """Yield the expected release of each sequence: seconds from now, and bytes."""
         for each in self._sequences:
-            # A shared block counts for its holders in equal parts.
             blocks = each.num_reserved + self._num_held(each)
             if blocks:
                 num_prompt = 0 if each.is_decoding else each.num_remaining
@@ -258,14 +139,15 @@ class AdmissionControl:
     def _refusal(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
         size = self._profile.block_bytes
         has_output = any(len(each.token_ids) > each.num_prompt_tokens for each in requests)
-        # Samples that have parted may run in turns.
+        # Samples whose outputs differ already may run one after another.
         min_blocks = (max if has_output else sum)(map(self._min_blocks, group))
         min_bytes = min_blocks * size
         max_model_len = self._limits.max_model_len
         refusal = refuse_never_fits(requests, self._profile, max_model_len, min_bytes)
         if refusal:
             return refusal
-        # Samples that do not fit together take turns: an empty pool admits what it holds alone.
+
+        # Samples that do not fit together take turns, so they never need more than the pool.
         blocks = sum(self._reservations.cost(each).total for each in group)
         needed = min(blocks, self._cache.num_blocks) * size
         available = self._reservations.num_available * size
@@ -275,56 +157,57 @@ class AdmissionControl:
         return refuse_now(requests, needed, available, session, queue_slots, releases)
 
     def _session_bytes(self, session: str) -> int | None:
-        """Bytes that the requests of a session leave of its bound; None where it has none."""
+        """Return the bytes that a session's requests leave of its bound; None without a bound."""
         limit = self._profile.session_kv_bytes if session else 0
         if not limit:
             return None
         own = (each for each in self._sequences if each.request.session_key == session)
-        # A shared block counts for its holders in equal parts.
         blocks = sum(each.num_reserved + self._num_held(each) for each in own)
         return max(0, limit - round(blocks * self._profile.block_bytes))
 
     def _num_held(self, sequence: Sequence) -> float:
-        shares = holder_shares(sequence.block_ids, self._cache.ref_count)
-        # Few, and not shared from the first one on.
-        windows = sequence.window_block_ids
+        """Count a sequence's blocks, each divided by the number of sequences that hold it."""
+        shares = holder_shares(sequence.blocks.ids, self._cache.ref_count)
+        # Window blocks are few, and their counts may rise along the table.
+        windows = sequence.windows.ids
         return shares + sum(1 / self._cache.ref_count(block) for block in windows)
 
     def _queue_slots(self, num_requests: int) -> int:
-        """Free slots of the waiting queue; requests that find it empty always fit."""
+        """Return the free slots of the waiting queue; an empty one takes any number of requests."""
         num_waiting = self._sequences.num_waiting
         free = self._limits.max_sequences * _QUEUE_BATCHES - num_waiting
         return free if num_waiting else max(free, num_requests)
 
     def _min_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a sequence of a group needs to produce its first token."""
+        """Count the blocks that a sequence of a group needs to produce its first token."""
         return sample_blocks(
             self._profile,
             len(sequence.token_ids) + 1,
-            shared_tokens=sequence.num_shared_tokens,
-            leads=sequence.has_children,
+            shared_tokens=sequence.fork.num_shared_tokens,
+            leads=sequence.fork.has_children,
         )
 
     def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
-        """Make sequences of one arrival; children of the first if they have a common prefix."""
-        arrival = self._num_submitted
-        priority = requests[0].priority
-        parent, *others = [self.new_sequence(request, priority, arrival) for request in requests]
+        """Make sequences of one arrival; the first is the parent if they have a common prefix."""
+        rank = Rank(-requests[0].priority, arrival=self._num_submitted, serial=0)
+        parent, *others = [self.new_sequence(request, rank) for request in requests]
         for sequence in (parent, *others):
             sequence.limit = self.longest(sequence.request, len(requests))
+
         shared = shared_tokens(requests) if others else 0
         if shared > 0:
-            parent.has_children = True
+            parent.fork.has_children = True
             for child in others:
-                child.parent = parent
-                child.num_shared_tokens = shared
+                child.fork.parent = parent
+                child.fork.num_shared_tokens = shared
         return [parent, *others]
 
     def _admit(self, group: list[Sequence]) -> None:
         parent, *others = group
-        if parent.has_children:
-            self._fork_groups.form(parent, others, others[0].num_shared_tokens)
-        # Deferred first and granted together: the group then competes by rank like any other.
+        if parent.fork.has_children:
+            self._fork_groups.form(parent, others, others[0].fork.num_shared_tokens)
+
+        # Deferred first and granted together, so that the group competes by rank like any other.
         for sequence in group:
             self._sequences.add(sequence)
             self._reservations.defer(sequence)

@@ -1,19 +1,32 @@
-"""Estimates that scheduling and admission rest on: how long outputs are and how fast steps are."""
+"""Estimates that scheduling and admission need: the length of outputs and the speed of steps."""
 
 import bisect
 
 _GROWTH = 1.125
 """Ratio of neighbouring bucket bounds: an estimate is at most an eighth too high."""
 _RESCALE_AT = 1e12
+"""Weight of an observation at which all weights are divided by it, before floats overflow."""
+
+_SPEED_WEIGHT = 0.2
+"""Share of the newest measurement in the average decode speed."""
+_DEFAULT_DECODE_SPEED = 20.0
+"""Decode tokens a second of one sequence before any was measured; only shapes a Retry-After."""
+_STEP_WEIGHT = 0.05
+"""Share of the newest step in the average of its batch size: steps with prompts are far longer."""
+_PREFILL_HALF_LIFE = 4096
+"""Prompt tokens after which a step counts half as much in the prefill speed."""
+_LEAST_PROMPT_SHARE = 0.1
+"""Least share of a step with decodes that its prompt tokens are taken to need. Times of steps vary,
+and without it a fast step would make prompts look free."""
 
 
 class OutputLengthEstimator:
     """Estimates output length as a decaying quantile of the lengths produced.
 
-    A histogram over geometric buckets, so memory is bounded whatever happens. Each observation
-    weighs `2 ** (1 / half_life)` times the one before, which is the same as decaying all older ones
-    and costs one addition. The start value is an observation like any other and fades with them, so
-    the estimate falls as readily as it rises.
+    A histogram over geometric buckets bounds the memory. Each observation weighs
+    `2 ** (1 / half_life)` times the one before, which equals decaying all older ones and costs one
+    addition. The start value is an observation like any other and fades with them, so the estimate
+    falls as readily as it rises.
     """
 
     def __init__(
@@ -66,28 +79,14 @@ def _bucket_bounds(max_tokens: int) -> list[int]:
     return bounds
 
 
-_WEIGHT = 0.2
-"""Share of the newest measurement in the average."""
-_DEFAULT_DECODE_SPEED = 20.0
-"""Decode tokens a second of one sequence before any was measured; only shapes a Retry-After."""
-
-
-_STEP_WEIGHT = 0.05
-"""Share of the newest step in the average of its batch size: steps with prompts are far longer."""
-_PREFILL_HALF_LIFE = 4096
-"""Prompt tokens after which a step counts half as much in the prefill speed."""
-_LEAST_PROMPT_SHARE = 0.1
-"""Share of a step with decodes that its prompt tokens take at least: times of steps vary."""
-
-
 class ThroughputEstimator:
     """Moving averages of decode and prefill speed, tokens a second; 0 until measured.
 
-    The prefill speed is that of chunks as large as those that most prompt tokens come in: it is
-    fitted to the seconds of steps by least squares, so a step weighs as the square of its prompt
-    tokens. A chunk of a few tokens takes hardly less than one of some hundred, and says nothing of
-    how long a long prompt takes. Beside decodes, a prompt takes what the step takes longer than one
-    of these decodes alone.
+    The prefill speed is fitted to the seconds of steps by least squares, so a step weighs as the
+    square of its prompt tokens. That gives the speed of large chunks, which most prompt tokens come
+    in. A chunk of a few tokens takes hardly less time than one of some hundred, and does not show
+    how long a long prompt takes. In a step with decodes, a prompt's time is the step's less that of
+    a step of the decodes alone.
     """
 
     def __init__(self) -> None:
@@ -97,25 +96,36 @@ class ThroughputEstimator:
         self._steps = _SecondsBySize()
         """All steps with decodes."""
         self._decode_steps = _SecondsBySize()
-        """Those without prompts."""
-        self._tokens_squared = self._token_seconds = 0.0
-        """Decayed sums over the steps with prompts, of their prompt tokens times these tokens, and
-        times the seconds that these took."""
+        """Steps with decodes and without prompts."""
+
+        # Decayed sums over the steps with prompts, which give the least-squares speed.
+        self._tokens_squared = 0.0
+        """Sum of prompt tokens squared."""
+        self._token_seconds = 0.0
+        """Sum of prompt tokens times their seconds."""
 
     def observe(
         self, seconds: float, *, num_decodes: int, num_prompt_tokens: int, num_accepted: int = 0
     ) -> None:
-        """Count one step that took `seconds`, and gave each decode a token, and all together
-        `num_accepted` more."""
+        """Count one step.
+
+        Args:
+            seconds: duration of the step.
+            num_decodes: sequences that it decoded, each by a token.
+            num_prompt_tokens: prompt tokens that it computed.
+            num_accepted: tokens that all decodes got in addition from accepted drafts.
+        """
         if seconds <= 0:
             return
-        # Beside a prompt a step takes many times as long as most do: that is no first measurement.
+
+        # A step with a prompt takes many times as long as most, so it is no first measurement.
         is_first = self.decode_tokens_per_second == 0.0
         if num_decodes and not (is_first and num_prompt_tokens):
             speed = (1.0 + num_accepted / num_decodes) / seconds
             self.decode_tokens_per_second = _average(self.decode_tokens_per_second, speed)
             if not num_prompt_tokens or self._steps.has(num_decodes):
                 self._steps.observe(num_decodes, seconds)
+
         if num_prompt_tokens:
             if num_decodes:
                 least = _LEAST_PROMPT_SHARE * seconds
@@ -126,9 +136,11 @@ class ThroughputEstimator:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on, up to the largest
-        batch so far; never fewer for a larger batch. A size that never ran is taken to be as slow
-        as the next larger one that did."""
+        """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on.
+
+        The list ends with the largest batch so far and never falls. A size that never ran counts as
+        slow as the next larger one that did.
+        """
         return self._steps.all()
 
     def _observe_prompts(self, seconds: float, num_tokens: int) -> None:
@@ -138,18 +150,18 @@ class ThroughputEstimator:
         self.prefill_tokens_per_second = self._tokens_squared / self._token_seconds
 
     def seconds_until(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
-        """Predicts the seconds to compute a prompt and produce an output."""
+        """Predict the seconds to compute a prompt and produce an output."""
         decode = self.decode_tokens_per_second or _DEFAULT_DECODE_SPEED
         prefill = self.prefill_tokens_per_second or _DEFAULT_DECODE_SPEED * 16
         return num_prompt_tokens / prefill + num_output_tokens / decode
 
 
 class _SecondsBySize:
-    """Average seconds of steps by the bits of their number of decodes."""
+    """Average seconds of steps by the bit length of their number of decodes."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
-        """0 where no step was."""
+        """By bit length less one; 0 where no step was observed."""
 
     def has(self, num_decodes: int) -> bool:
         """Whether a step with about so many decodes was observed."""
@@ -157,6 +169,7 @@ class _SecondsBySize:
         return bucket < len(self._seconds) and self._seconds[bucket] > 0.0
 
     def observe(self, num_decodes: int, seconds: float) -> None:
+        """Count one step."""
         bucket = num_decodes.bit_length() - 1
         steps = self._seconds
         steps.extend([0.0] * (bucket + 1 - len(steps)))
@@ -164,14 +177,18 @@ class _SecondsBySize:
         steps[bucket] = seconds if old == 0.0 else old + _STEP_WEIGHT * (seconds - old)
 
     def predict(self, num_decodes: int) -> float:
-        """Return the seconds of a step with so many decodes, or of the largest that was observed;
-        0 where none was."""
+        """Return the seconds of a step with so many decodes; 0 where no step was observed.
+
+        A step larger than all observed ones counts as the largest of them.
+        """
         steps = self.all()
         return steps[min(num_decodes.bit_length(), len(steps)) - 1] if steps else 0.0
 
     def all(self) -> list[float]:
-        """Return the seconds of all sizes up to the largest that was observed, never fewer for a
-        larger one; those of a size that was not are those of the next larger one."""
+        """Return the seconds of all sizes up to the largest observed one.
+
+        They never fall. A size that was not observed has the seconds of the next larger one.
+        """
         steps: list[float] = []
         bound = float("inf")
         for seconds in reversed(self._seconds):
@@ -181,4 +198,4 @@ class _SecondsBySize:
 
 
 def _average(old: float, new: float) -> float:
-    return new if old == 0.0 else old + _WEIGHT * (new - old)
+    return new if old == 0.0 else old + _SPEED_WEIGHT * (new - old)

@@ -8,33 +8,38 @@ from ullage_engine.protocol.messages import KvBlock, KvOffer, KvSlot
 from ullage_kv.keys import CHAIN_BYTES
 
 ANSWER_S = 15.0
-"""Seconds after which an answer to a query is not waited for any more. Servers answer sooner,
-whatever tiers do: this is for faults of their own."""
+"""Longest wait for the answer to a query, seconds. Servers answer sooner, however slow their tiers
+are. The bound is for faults of the server."""
 _MAX_OFFERED = 4096
-"""Blocks whose offers may be unanswered; what is complete meanwhile is not offered."""
+"""Most blocks with unanswered offers. Blocks that become complete meanwhile are not offered."""
 _MAX_STORED = 64
-"""Blocks that are copied to the host with one step, so that it is not delayed for long."""
+"""Most blocks that one step copies to the host, so that it is not delayed for long."""
 
 Place = TypeVar("Place")
-"""Says where an offered block is, and what must be in it still when it is copied."""
+"""Where an offered block is, and the content that it must still have when it is copied."""
 
 
 class Granted(NamedTuple, Generic[Place]):
-    """Slots for blocks that are still there, with their places, and slots of those that are not."""
+    """Granted slots, by whether their blocks are still on the device."""
 
     stored: list[tuple[KvSlot, Place]]
+    """Slots to copy blocks to, with the blocks' places."""
     dropped: list[KvSlot]
+    """Slots of blocks that are gone."""
 
 
 class BlockOffers(Generic[Place]):
-    """What was offered and is not copied yet. Offers are answered in their order."""
+    """Offered blocks that are not copied yet. The server answers offers in their order."""
 
     def __init__(self) -> None:
         self._new_blocks: dict[bytes, tuple[KvBlock, Place]] = {}
-        """What the next message offers, by key."""
+        """Blocks that the next message offers, by key."""
         self._unanswered: deque[dict[bytes, Place]] = deque()
+        """Places of the blocks of each offer, by key, the oldest offer first."""
         self._num_offered = 0
+        """Blocks of both."""
         self._granted: deque[tuple[KvSlot, Place]] = deque()
+        """Blocks that have a slot and wait to be copied."""
 
     @property
     def has_granted(self) -> bool:
@@ -42,7 +47,7 @@ class BlockOffers(Generic[Place]):
         return bool(self._granted)
 
     def add(self, block: KvBlock, place: Place) -> bool:
-        """Offers a block with the next message; returns False if too many are unanswered."""
+        """Offer a block with the next message; return False if too many are unanswered."""
         if self._num_offered >= _MAX_OFFERED:
             return False
         if block.key not in self._new_blocks:
@@ -51,17 +56,17 @@ class BlockOffers(Generic[Place]):
         return True
 
     def withdraw(self, chains: Collection[bytes] | None) -> None:
-        """Offers nothing of these chains with the next message; None: of none."""
+        """Take the blocks of these chains out of the next message; None: all blocks."""
         keys = [key for key in self._new_blocks if chains is None or key[:CHAIN_BYTES] in chains]
         for key in keys:
             del self._new_blocks[key]
         self._num_offered -= len(keys)
 
     def take_message(self) -> KvOffer | None:
-        """Return what offers the blocks that were added since the last call; None: there are
-        none."""
+        """Return the offer of the blocks added since the last call; None: there are none."""
         if not self._new_blocks:
             return None
+
         message = KvOffer(blocks=[block for block, _ in self._new_blocks.values()])
         self._unanswered.append({key: place for key, (_, place) in self._new_blocks.items()})
         self._new_blocks = {}
@@ -74,7 +79,10 @@ class BlockOffers(Generic[Place]):
         self._granted += [(slot, places[slot.key]) for slot in slots]
 
     def take_granted(self, is_there: Callable[[Place], bool]) -> Granted[Place]:
-        """Return slots of blocks to copy with one step, each once."""
+        """Return the slots of blocks to copy with one step; each slot is returned once.
+
+        `is_there`: whether a place still has the offered block.
+        """
         granted = Granted[Place]([], [])
         for _ in range(min(_MAX_STORED, len(self._granted))):
             slot, place = self._granted.popleft()

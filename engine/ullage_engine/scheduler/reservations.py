@@ -1,16 +1,17 @@
 """Who may take which blocks: reservations over the blocks of a prefix cache.
 
 An admitted sequence reserves the blocks of its prompt and expected output, less the cached blocks
-of its prompt, which it holds from then on; it allocates the rest as it grows. At every moment, in
+of its prompt, which it holds from then on. It allocates the rest as it grows. At every moment, in
 blocks,
 
     reserved and not yet allocated <= free + reclaimable
 
-so a sequence within its reservation never waits for memory. One that outgrows it takes blocks that
-nobody has reserved, else revokes the reservation of a less important sequence. A revoked
-reservation is deferred: it is granted again, the most important sequence first, before anything new
-is admitted. A waiting sequence whose reservation is deferred holds nothing at all, so no sequence
-waits for memory that another one holds while waiting.
+so a sequence within its reservation never waits for memory. A sequence that outgrows its
+reservation takes unreserved blocks, or else revokes the reservation of a less important sequence.
+
+A revoked reservation is deferred: it is granted again, the most important sequence first, before
+any new request is admitted. A waiting sequence whose reservation is deferred holds nothing. So no
+sequence waits for memory that another waiting one holds.
 """
 
 import operator
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from ullage_common.request_cost import MemoryProfile, sample_blocks
 from ullage_engine.kv_cache.prefix_cache import PrefixCache
-from ullage_engine.scheduler.sequence import Sequence
+from ullage_engine.scheduler.sequence import BlockTable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,9 @@ class BlockReservations:
         self._profile = profile
         self._num_reserved = 0
         self._deferred: dict[str, int] = {}
+        """Blocks of each deferred reservation, at most, by request id."""
         self.num_deferred = 0
-        """Blocks of deferred reservations, at most."""
+        """Blocks of all deferred reservations, at most."""
         self.num_withheld = 0
         """Available blocks that no new request may reserve."""
 
@@ -67,8 +69,8 @@ class BlockReservations:
         return sequence.request_id not in self._deferred
 
     def cost(self, sequence: Sequence) -> ReservationCost:
-        """Compute what a sequence that holds nothing would have to reserve now."""
-        hits = [] if sequence.parent else self._match(sequence)
+        """Compute the reservation that a sequence without blocks would need now."""
+        hits = [] if sequence.fork.parent else self._match(sequence)
         windows = self._cache.window_blocks(hits)
         num_reserved = self._blocks_needed(sequence) - len(hits) - len(windows)
         return ReservationCost(
@@ -76,27 +78,27 @@ class BlockReservations:
         )
 
     def defer(self, sequence: Sequence) -> None:
-        """Release all that the sequence holds; `grant_deferred` reserves for it again."""
+        """Release the sequence's blocks and reservation; `grant_deferred` reserves again."""
         self.release(sequence)
         self._set_deferred(sequence, self._blocks_needed(sequence))
 
     def grant_deferred(self, by_rank: Iterable[Sequence]) -> None:
-        """Grants deferred reservations in full, the most important sequence first."""
+        """Grant deferred reservations in full, the most important sequence first."""
         if not self._deferred:
             return
         for sequence in by_rank:
             if not self.is_granted(sequence) and not self._grant(sequence):
-                # Nobody overtakes: a small reservation behind a large one would starve the large
-                # one.
+                # None overtakes it, or small reservations would starve a large one.
                 return
 
     def add_cached(self, sequence: Sequence) -> None:
         """Swap reserved blocks of a starting sequence for blocks cached since the reservation."""
-        held = len(sequence.block_ids)
+        held = len(sequence.blocks.ids)
         if sequence.num_computed != held * self._cache.block_tokens:
             return
+
         hits = self._match(sequence)
-        if hits[:held] == sequence.block_ids and len(hits) > held:
+        if hits[:held] == sequence.blocks.ids and len(hits) > held:
             num_taken = len(hits) - held + len(self._cache.window_blocks(hits))
             if num_taken <= sequence.num_reserved:
                 self._reserve(sequence, -num_taken)
@@ -105,77 +107,86 @@ class BlockReservations:
     def fork(
         self, parent: Sequence, child: Sequence, num_tokens: int, by_rank: Iterable[Sequence]
     ) -> bool:
-        """Shares the parent's blocks of its first `num_tokens` tokens with a waiting child.
+        """Share the parent's blocks of its first `num_tokens` tokens with a waiting child.
 
-        Returns False where the child's reservation does not fit beside those of more important
-        sequences: it is deferred, and nothing is shared.
+        Returns:
+            Whether the blocks are shared. If not, the child's reservation is deferred: it does not
+            fit together with those of more important sequences, or the parent's windows have slid
+            past the child's beginning.
         """
         size = self._cache.block_tokens
         first = self._cache.first_window_block(num_tokens)
         num_reserved = self._blocks_needed(child, num_tokens)
-        # The parent's windows may have slid on: the child then computes, or finds in the cache.
-        is_covered = not self._cache.is_windowed or parent.first_window_block <= first
+        # The parent's windows may have slid past. The child then computes, or finds cached blocks.
+        is_covered = not self._cache.is_windowed or parent.windows.first <= first
         if not is_covered or not self._make_room(child, num_reserved, by_rank):
             self.defer(child)
             return False
+
         self._set_deferred(child, 0)
-        child.block_ids = parent.block_ids[: -(-num_tokens // size)]
+        child.blocks.ids = parent.blocks.ids[: -(-num_tokens // size)]
         child.set_computed(num_tokens)
         child.num_cached_blocks = min(parent.num_cached_blocks, num_tokens // size)
         if self._cache.is_windowed:
-            skipped = first - parent.first_window_block
-            num_blocks = len(child.block_ids)
-            windows = parent.window_block_ids[skipped : num_blocks - parent.first_window_block]
-            child.first_window_block = first
-            child.window_block_ids = windows
+            skipped = first - parent.windows.first
+            end = child.blocks.end - parent.windows.first
+            child.windows.first = first
+            child.windows.ids = parent.windows.ids[skipped:end]
         self._cache.share(child.held_blocks)
-        parent.num_writable = child.num_writable = 0
+
+        # Both now hold shared blocks, which must be copied before they are written.
+        parent.num_writable = 0
+        child.num_writable = 0
         return True
 
     def slide_window(self, sequence: Sequence, position: int) -> None:
-        """Give back the blocks that a window ending at this position no longer reaches.
+        """Free the blocks that a window ending at this position no longer reaches.
 
-        What becomes available by that is reserved for the blocks that the window comes to next.
+        The blocks that become available are reserved for those that the window comes to next.
         """
         if self._cache.is_windowed:
             first = self._cache.first_window_block(position)
-            self._free_windows(sequence, max(0, first - sequence.first_window_block))
+            self._free_windows(sequence, max(0, first - sequence.windows.first))
 
     def replace_windows(self, sequence: Sequence, first: int, blocks: list[int]) -> None:
-        """Make `blocks` the sequence's window blocks in place of those that it holds."""
-        self._free_windows(sequence, len(sequence.window_block_ids))
-        sequence.first_window_block = first
-        sequence.window_block_ids = blocks
+        """Free the sequence's window blocks and give it `blocks`, from index `first` on."""
+        self._free_windows(sequence, len(sequence.windows.ids))
+        sequence.windows.first = first
+        sequence.windows.ids = blocks
 
     def _free_windows(self, sequence: Sequence, count: int) -> None:
-        blocks = sequence.window_block_ids[:count]
-        sequence.window_block_ids = sequence.window_block_ids[count:]
-        sequence.first_window_block += len(blocks)
+        blocks = sequence.windows.ids[:count]
+        sequence.windows.ids = sequence.windows.ids[count:]
+        sequence.windows.first += len(blocks)
         if blocks:
             self._cache.free(blocks)
             self._reserve(sequence, sum(self._cache.ref_count(block) == 0 for block in blocks))
 
     def cache_blocks(self, sequence: Sequence, first: int, full: int) -> int:
-        """Cache the blocks `first` to `full` - 1 of a sequence, which are complete; return how
-        many of them were cached already, which it then shares."""
-        own = sequence.block_ids
+        """Cache the blocks `first` to `full` - 1 of a sequence, which are complete.
+
+        Returns:
+            How many of them the cache had already. The sequence then shares the cached ones.
+        """
+        own = sequence.blocks.ids
         salt = sequence.request.cache_salt
         table = self._cache.insert(sequence.token_ids, own, first, full, salt)
         num_merged = 0
         if table is not own:
             num_merged = sum(map(operator.ne, own[first:full], table[first:full]))
-            sequence.block_ids = table
+            sequence.blocks.ids = table
         sequence.num_cached_blocks = full
+
         if self._cache.is_windowed:
-            skipped = max(0, first - sequence.first_window_block)
-            held = sequence.window_block_ids
+            skipped = max(0, first - sequence.windows.first)
+            held = sequence.windows.ids
             windows = held[skipped:]
-            self._cache.insert_windows(table[:full], windows, sequence.first_window_block + skipped)
-            sequence.window_block_ids = held[:skipped] + windows
+            self._cache.insert_windows(table[:full], windows, sequence.windows.first + skipped)
+            sequence.windows.ids = held[:skipped] + windows
         return num_merged
 
     def take(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> list[int] | None:
-        """Allocates `count` blocks for the sequence; None where another must be preempted first."""
+        """Allocate `count` blocks for the sequence; None where another must be preempted first."""
         if count == 0:
             return []
         if count > sequence.num_reserved:
@@ -183,10 +194,11 @@ class BlockReservations:
             beyond = count - sequence.num_reserved
             if not self._make_room(sequence, count, by_rank):
                 return None
-            # What it takes beyond its reservation pays off what was revoked from it before.
+            # Blocks beyond its reservation count against those revoked from it before.
             self._set_deferred(sequence, num_deferred - beyond)
+
         self._reserve(sequence, -count)
-        last = sequence.block_ids[-1] if sequence.block_ids else None
+        last = sequence.blocks.ids[-1] if sequence.blocks.ids else None
         return self._cache.allocate(count, after=last)
 
     def release(self, sequence: Sequence) -> None:
@@ -194,11 +206,12 @@ class BlockReservations:
         self._reserve(sequence, -sequence.num_reserved)
         self._set_deferred(sequence, 0)
         self._cache.free(sequence.held_blocks)
-        sequence.block_ids = []
-        sequence.window_block_ids = []
-        sequence.first_window_block = 0
+
+        sequence.blocks = BlockTable()
+        sequence.windows = BlockTable()
         sequence.set_computed(0)
-        sequence.num_cached_blocks = sequence.num_writable = 0
+        sequence.num_cached_blocks = 0
+        sequence.num_writable = 0
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert the invariant of the module and that the counts are those of `sequences`."""
@@ -206,12 +219,14 @@ class BlockReservations:
         self._cache.check_integrity(sequence.held_blocks for sequence in present)
         for each in present:
             self._check_writable(each)
+
         num_reserved = sum(each.num_reserved for each in present)
         assert all(each.num_reserved >= 0 for each in present), "allocated without a reservation"
         assert num_reserved == self._num_reserved, (
             f"{num_reserved} reserved, not {self._num_reserved}"
         )
         assert self._num_reserved <= self._cache.num_available, "reserved more than there is"
+
         assert self.num_deferred == sum(self._deferred.values()), "deferred blocks lost"
         assert self._deferred.keys() <= {each.request_id for each in present}, (
             "deferred for a sequence that has ended"
@@ -222,30 +237,34 @@ class BlockReservations:
 
     def _check_writable(self, sequence: Sequence) -> None:
         size = self._cache.block_tokens
-        assert sequence.num_writable <= len(sequence.block_ids) * size, "more than its blocks hold"
+        assert sequence.num_writable <= len(sequence.blocks.ids) * size, "more than its blocks hold"
         written = range(sequence.num_computed // size, sequence.num_writable // size)
-        is_shared = any(self._cache.is_shared(sequence.block_ids[index]) for index in written)
+        is_shared = any(self._cache.is_shared(sequence.blocks.ids[index]) for index in written)
         assert not is_shared, f"{sequence.request_id} would write to a shared block"
 
     def _blocks_needed(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Count the blocks of the whole sequence, less those it will share with its parent, or
-        shares of its first `num_shared` tokens already."""
-        if sequence.parent:
-            num_shared = sequence.num_shared_tokens
+        """Count the blocks of the whole sequence that it does not share.
+
+        Shared are those that its parent will compute, or else those of its first `num_shared`
+        tokens.
+        """
+        if sequence.fork.parent:
+            num_shared = sequence.fork.num_shared_tokens
         length = sequence.request.charged_tokens(sequence.expected_output, sequence.limit)
         blocks = sample_blocks(
-            self._profile, length, shared_tokens=num_shared, leads=sequence.has_children
+            self._profile, length, shared_tokens=num_shared, leads=sequence.fork.has_children
         )
         return min(self._cache.num_blocks, blocks)
 
     def _grant(self, sequence: Sequence) -> bool:
+        """Grant a deferred reservation if it fits; return whether it does."""
         if sequence.is_running:
             num_deferred = self._deferred[sequence.request_id]
             if num_deferred > self.num_unreserved:
                 return False
             self._reserve(sequence, num_deferred)
         else:
-            # Before the cost, which walks the radix tree over the whole prompt.
+            # Checked before the cost, which walks the radix tree over the whole prompt.
             if self.num_unreserved <= 0:
                 return False
             cost = self.cost(sequence)
@@ -258,16 +277,16 @@ class BlockReservations:
 
     def _match(self, sequence: Sequence) -> list[int]:
         salt = sequence.request.cache_salt
-        return self._cache.match(sequence.token_ids, salt, sequence.cached_path)
+        return self._cache.match(sequence.token_ids, salt, sequence.prefix.cached_path)
 
     def _add_hits(self, sequence: Sequence, hits: list[int]) -> None:
-        """Shares the cached blocks of a prefix, of which the sequence may hold the first ones."""
+        """Share the cached blocks of a prefix; the sequence may hold the first of them."""
         windows = self._cache.window_blocks(hits)
-        self._cache.share(hits[len(sequence.block_ids) :] + windows)
-        sequence.block_ids = hits
+        self._cache.share(hits[len(sequence.blocks.ids) :] + windows)
+        sequence.blocks.ids = hits
         self.replace_windows(sequence, len(hits) - len(windows), windows)
-        sequence.num_cached_blocks = len(sequence.block_ids)
-        sequence.set_computed(len(sequence.block_ids) * self._cache.block_tokens)
+        sequence.num_cached_blocks = len(sequence.blocks.ids)
+        sequence.set_computed(len(sequence.blocks.ids) * self._cache.block_tokens)
 
     def _reserve(self, sequence: Sequence, count: int) -> None:
         sequence.num_reserved += count
@@ -282,12 +301,14 @@ class BlockReservations:
     def _make_room(self, sequence: Sequence, count: int, by_rank: Iterable[Sequence]) -> bool:
         """Reserve up to `count` blocks for the sequence, revoking those of less important ones."""
         beyond = count - sequence.num_reserved
-        # The least important first, and none as important as the sequence: no two revoke each
-        # other.
+
+        # The least important first. None as important as the sequence is a victim, so no two
+        # sequences revoke from each other.
         for victim in reversed(list(by_rank)):
             if beyond <= self.num_unreserved or victim.rank <= sequence.rank:
                 break
             self._revoke(victim, beyond - self.num_unreserved)
+
         if beyond > self.num_unreserved:
             return False
         self._reserve(sequence, max(0, beyond))
@@ -296,7 +317,7 @@ class BlockReservations:
     def _revoke(self, victim: Sequence, count: int) -> None:
         """Take up to `count` reserved blocks back from a less important sequence.
 
-        A waiting one loses all that it holds: it could not start with the rest, and the rest would
+        A waiting one loses all its blocks. It could not start with the rest, and the rest would
         keep others from starting.
         """
         if not victim.is_running:

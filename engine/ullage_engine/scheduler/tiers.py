@@ -1,15 +1,17 @@
-"""KV that goes to tiers outside the device and comes from them, as far as it is scheduled.
+"""The scheduler's side of KV in tiers outside the device: offers, queries and copies.
 
 A block is offered to the host tier as soon as the prefix cache has it, so that evicting it later
-costs nothing. Offers are answered by slots; the blocks that are still cached then are copied before
-the next step. A sequence that starts asks for the blocks that tiers have beyond the prefix cache,
-waits for the answer while others are computed, and begins behind them. Where the last ones of them
-are still being loaded it computes those before, goes on behind the loaded ones when they are there,
-and waits for them only for a small part of the time that computing them takes.
+costs nothing. The answer grants slots. Blocks that are still cached then are copied before the next
+step.
 
-The tiers are the server's: what is here are queries and answers (`ullage_engine.protocol.messages`)
-and the copies between slots and blocks. Slots of the host tier count behind those of swapped
-sequences.
+A starting sequence asks for the blocks that tiers have beyond the prefix cache. It waits for the
+answer while others are computed, and continues behind the loaded blocks. Where the last of them are
+still being loaded, it computes the blocks before them meanwhile. It then waits for the late blocks
+only for a small share of the time that computing them takes.
+
+The tiers themselves belong to the server. Here are the queries and answers
+(`ullage_engine.protocol.messages`) and the copies between slots and blocks. Slots of the host tier
+are numbered behind those of swapped sequences.
 """
 
 import itertools
@@ -30,32 +32,35 @@ from ullage_engine.protocol.messages import (
     KvWritten,
 )
 from ullage_engine.protocol.step_plan import Chunk, Moves
+from ullage_engine.scheduler.batch_plan import Transfers
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.offers import ANSWER_S, BlockOffers
 from ullage_engine.scheduler.reservations import BlockReservations
-from ullage_engine.scheduler.sequence import Sequence, Transfers
+from ullage_engine.scheduler.sequence import Sequence
 from ullage_kv.keys import CHAIN_BYTES, extend_keys, part_key
 
 _WAIT_SHARE = 0.04
-"""Share of the time to compute all that a sequence lacked that it waits for late loads."""
+"""Longest wait for late loads, as a share of the time to compute all blocks that were asked for."""
 _LEAST_WAIT_S = 0.02
-"""Seconds that it waits for them at least."""
+"""Seconds that a sequence waits for late loads at least."""
 
 
 @dataclass(slots=True)
 class _Query:
+    """A sequence's question for its blocks, until their KV is placed."""
+
     number: int
     sequence: Sequence
     first: int
-    """Index of the first block that is wanted: those before are computed meanwhile."""
+    """Index of the first block that is wanted. Those before it are computed meanwhile."""
     keys: list[bytes]
     max_wait_s: float
-    """Seconds that the sequence waits when it has computed the blocks before."""
+    """Seconds that the sequence waits once it has computed the blocks before."""
     rest_wait_s: float
-    """Seconds that it waits, then, for blocks that are still to be loaded."""
+    """Seconds that it then waits for blocks that are still being loaded."""
     waits_since: float | None = None
     is_late: bool = False
-    """Whether the sequence goes on without; it takes what comes as far as it is not computed."""
+    """Whether the sequence stopped waiting. A late answer still serves blocks not computed yet."""
     answer: KvFound | None = None
 
 
@@ -68,7 +73,7 @@ class _Place(NamedTuple):
 
 
 class TierTransfers:
-    """The queries and answers about KV outside the device, and the copies that they lead to."""
+    """Exchanges queries and answers about KV outside the device, and plans the copies."""
 
     def __init__(
         self,
@@ -86,24 +91,29 @@ class TierTransfers:
         self._prefetch = policy.prefetch
         self._throughput = throughput
         self._clock = clock
+
         self._numbers = itertools.count(1)
         self._queries: dict[int, _Query] = {}
-        """Those whose blocks are not placed yet, by number."""
+        """Queries whose blocks are not placed yet, by number."""
         self._waiting: dict[Sequence, _Query] = {}
-        """Those queries, by sequence."""
+        """The same queries, by sequence."""
+
         self._offers = BlockOffers[_Place]()
         self._ins: list[tuple[int, int]] = []
+        """Pairs (host slot, block) that the next plan copies in."""
         self._arriving: dict[Sequence, KvRead] = {}
+        """Sequences that these copies are for, each with the report that follows."""
         self._kept = Transfers()
+        """Copies of plans without chunks, to report with a later plan."""
         self._outgoing: list[FromKv] = []
 
     @property
     def has_moves(self) -> bool:
-        """Whether there is something to copy or to report though nothing may be to compute."""
+        """Whether a plan without chunks would still copy or report anything."""
         return bool(self._offers.has_granted or self._ins or self._kept != Transfers())
 
     def take_messages(self) -> list[FromKv]:
-        """Return what the server is to be told since the last call."""
+        """Return the messages to the server since the last call."""
         offer = self._offers.take_message()
         if offer is not None:
             self._outgoing.append(offer)
@@ -114,18 +124,21 @@ class TierTransfers:
     # to the host tier ----------------------------------------------------------------------------
 
     def offer(self, sequence: Sequence, first: int, end: int) -> None:
-        """Offers the blocks `first` to `end` - 1 of a sequence, which have just been cached."""
+        """Offer the blocks `first` to `end` - 1 of a sequence, which have just been cached."""
         keys = self._keys(sequence, end)
         is_kept = bool(sequence.request.session_id)
         for index in range(first, end):
-            block = sequence.block_ids[index]
+            block = sequence.blocks.ids[index]
             key = keys[index]
-            above = sequence.block_ids[index - 1] if index else None
+            above = sequence.blocks.ids[index - 1] if index else None
             if above is not None and self._cache.content_key(above) is None:
-                return  # of a text whose KV may be damaged
+                # `discard` took the key, as the KV of this text may be damaged.
+                return
+
             is_new = self._cache.set_content_key(block, key)
-            if not is_new or index < sequence.num_stored_blocks:
+            if not is_new or index < sequence.prefix.num_stored_blocks:
                 continue
+
             parent = keys[index - 1] if index else None
             self._offers.add(KvBlock(key, parent, is_kept), _Place(block, key, is_window=False))
             if (window_block := self._cache.window_block(block)) is not None:
@@ -137,8 +150,12 @@ class TierTransfers:
         self._offers.on_granted(slots)
 
     def discard(self, sequence: Sequence | None, path: list[int]) -> None:
-        """Withdraw all that is stored of texts that begin with a sequence's first block, whose
-        cached blocks are a path; None: of all texts."""
+        """Discard the stored KV of all texts that begin with a sequence's first block.
+
+        Args:
+            sequence: the sequence; None discards all texts.
+            path: the sequence's cached blocks.
+        """
         self._cache.take_keys(None if sequence is None else path)
         chains = None
         if sequence is not None:
@@ -151,19 +168,21 @@ class TierTransfers:
     # from all tiers ------------------------------------------------------------------------------
 
     def ask(self, sequence: Sequence) -> None:
-        """Asks for the blocks that a starting sequence can begin with, if any are likely there."""
+        """Ask for the blocks that a starting sequence can begin with, if tiers likely have any."""
         size = self._cache.block_tokens
-        held = len(sequence.block_ids)
-        # Whose last token must be computed, as its logits are needed.
+        held = len(sequence.blocks.ids)
+        # Without the last token, which is computed because its logits are needed.
         end = (len(sequence.token_ids) - 1) // size
         is_again = sequence.num_preemptions > 0
         stored = end if is_again else min(end, sequence.request.num_stored_blocks)
         if stored <= held or sequence.num_computed != held * size or sequence in self._waiting:
             return
+
         rest_wait_s = ANSWER_S
         if self._throughput.prefill_tokens_per_second:
             recompute_s = self._throughput.seconds_until((stored - held) * size, 0)
             rest_wait_s = min(ANSWER_S, max(_LEAST_WAIT_S, _WAIT_SHARE * recompute_s))
+
         keys = self._keys(sequence, end)[:end]
         self._ask(sequence, held, keys, ANSWER_S, rest_wait_s)
 
@@ -178,7 +197,8 @@ class TierTransfers:
         is_rest: bool = False,
     ) -> None:
         query = _Query(next(self._numbers), sequence, first, keys, max_wait_s, rest_wait_s)
-        self._queries[query.number] = self._waiting[sequence] = query
+        self._queries[query.number] = query
+        self._waiting[sequence] = query
         self._outgoing.append(
             KvWanted(
                 number=query.number,
@@ -190,7 +210,7 @@ class TierTransfers:
         )
 
     def on_found(self, answer: KvFound) -> None:
-        """Take the answer to a query; one that nobody waits for is given back."""
+        """Take the answer to a query; return its slots to the server if no sequence waits."""
         query = self._queries.get(answer.number)
         if query is None:
             self._outgoing.append(KvRead(number=answer.number, num_blocks=0))
@@ -209,8 +229,10 @@ class TierTransfers:
         return not query.is_late
 
     def end(self, sequence: Sequence) -> int:
-        """Position that the sequence is computed up to: behind it KV is being loaded, or its
-        tokens end there."""
+        """Return the position that steps may compute the sequence up to.
+
+        That is the beginning of KV that is being loaded, or else the end of its tokens.
+        """
         query = self._waiting.get(sequence)
         end = len(sequence.token_ids)
         return end if query is None or query.is_late else min(end, self._position(query))
@@ -227,25 +249,30 @@ class TierTransfers:
             if answer is None or sequence in in_flight:
                 continue
             if answer.slots and sequence.num_computed < self._position(query):
-                continue  # It is still computing what is before.
+                # It still computes the blocks before the loaded ones.
+                continue
+
             del self._queries[query.number], self._waiting[sequence]
             if not self._place(query, answer):
                 self._outgoing.append(KvRead(number=query.number, num_blocks=0))
+
             first = answer.more_from
             if first is not None and first * self._cache.block_tokens >= sequence.num_computed:
                 wait_s = query.rest_wait_s
                 self._ask(sequence, first, query.keys, wait_s, wait_s, is_rest=True)
 
     def forget(self, sequence: Sequence) -> bool:
-        """Let go of what a sequence waits for that is preempted or ends.
+        """Drop the query and the copies of a sequence that is preempted or ends.
 
-        Returns True if its last blocks are without their KV, which was still to be copied in.
+        Returns:
+            Whether its last blocks are without their KV, which was still to be copied in.
         """
         query = self._waiting.pop(sequence, None)
         if query is not None:
             del self._queries[query.number]
             if query.answer is not None:
                 self._outgoing.append(KvRead(number=query.number, num_blocks=0))
+
         read = self._arriving.pop(sequence, None)
         if read is not None:
             blocks = set(sequence.held_blocks)
@@ -256,12 +283,16 @@ class TierTransfers:
     # plans ---------------------------------------------------------------------------------------
 
     def drain(self, computed: list[Chunk]) -> tuple[Moves, Transfers]:
-        """Return the copies of the plan that computes these chunks, and what to report of them
-        when it is computed; each is returned once."""
+        """Return the copies of the plan that computes these chunks; each is returned once.
+
+        Returns:
+            The moves, and the transfers to report when the plan is computed.
+        """
         arriving = {sequence.request_id for sequence in self._arriving}
-        # What is computed now, or is all there is to do, is copied in first.
+        # KV goes in before the step if the step computes it, or has nothing else to do.
         is_waited_for = not computed or any(chunk.request_id in arriving for chunk in computed)
         is_waited_for = is_waited_for or not self._prefetch
+
         granted = self._offers.take_granted(self._is_there)
         if granted.dropped:
             self._outgoing.append(KvWritten(stored=[], dropped=granted.dropped))
@@ -271,6 +302,7 @@ class TierTransfers:
             swap_in=self._ins if is_waited_for else [],
             prefetch=[] if is_waited_for else self._ins,
         )
+
         read = tuple(self._arriving.values())
         self._ins = []
         self._arriving = {}
@@ -281,13 +313,13 @@ class TierTransfers:
         self._kept = self._kept.and_those_of(transfers)
 
     def take_kept(self) -> Transfers:
-        """Return what is kept, for the next plan that computes something."""
+        """Return the kept copies, for the next plan with chunks."""
         kept = self._kept
         self._kept = Transfers()
         return kept
 
     def finish(self, transfers: Transfers) -> None:
-        """Reports copies that are done on all ranks."""
+        """Report copies that are done on all ranks."""
         if transfers.stored:
             self._outgoing.append(KvWritten(stored=list(transfers.stored)))
         self._outgoing += transfers.read
@@ -299,28 +331,31 @@ class TierTransfers:
     def _place(self, query: _Query, answer: KvFound) -> bool:
         sequence = query.sequence
         size = self._cache.block_tokens
-        held = len(sequence.block_ids)
+        held = len(sequence.blocks.ids)
         end = query.first + len(answer.slots)
-        # The first block that is loaded may be computed in part, and is then overwritten.
+        # The first loaded block may be computed in part already. It is then overwritten.
         first = sequence.num_computed // size
-        is_shared = any(self._cache.is_shared(block) for block in sequence.block_ids[first:])
+        is_shared = any(self._cache.is_shared(block) for block in sequence.blocks.ids[first:])
         if not answer.slots or end <= first or held > end or is_shared:
             return False
+
         num_new = end - held
-        # Others are not preempted for it: what finds no room is computed when its turn comes.
+        # No sequence is preempted for it. Blocks without room are computed when their turn comes.
         blocks = self._reservations.take(sequence, num_new + len(answer.window_slots), ())
         if blocks is None:
             return False
-        table = sequence.block_ids + blocks[:num_new]
+
+        table = sequence.blocks.ids + blocks[:num_new]
         slots = answer.slots[first - query.first :] + answer.window_slots
         into = table[first:] + blocks[num_new:]
         self._ins += [(self._first_slot + slot, to) for slot, to in zip(slots, into, strict=True)]
-        sequence.block_ids = table
+
+        sequence.blocks.ids = table
         if self._cache.is_windowed:
             first_window = end - len(answer.window_slots)
             self._reservations.replace_windows(sequence, first_window, blocks[num_new:])
         sequence.set_computed(end * size)
-        sequence.num_stored_blocks = end
+        sequence.prefix.num_stored_blocks = end
         self._arriving[sequence] = KvRead(number=query.number, num_blocks=end - first)
         return True
 
@@ -328,10 +363,11 @@ class TierTransfers:
         return query.first * self._cache.block_tokens
 
     def _keys(self, sequence: Sequence, end: int) -> list[bytes]:
-        """Return the sequence's keys, at least those of its first `end` blocks."""
-        if len(sequence.keys) < end:
+        """Return the sequence's content keys, at least those of its first `end` blocks."""
+        keys = sequence.prefix.content_keys
+        if len(keys) < end:
             size = self._cache.block_tokens
             salt = sequence.request.cache_salt
             tokens = sequence.token_ids[: end * size]
-            sequence.keys += list(extend_keys(self._space, sequence.keys, tokens, size, salt))
-        return sequence.keys
+            keys += list(extend_keys(self._space, keys, tokens, size, salt))
+        return keys

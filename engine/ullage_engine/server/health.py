@@ -24,7 +24,8 @@ from ullage.headroom.v1 import headroom_pb2 as headroom_pb
 from ullage.headroom.v1 import headroom_pb2_grpc as headroom_rpc
 from ullage_common.config.engine import EngineConfig
 from ullage_common.request_cost import MemoryProfile
-from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.protocol.messages import Ready
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_kv import TierStats
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import AT_ONCE, Pace
-from ullage_engine.protocol.messages import Embedding, EngineRequest, TokenLogprobs, TokenOutput
+from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenLogprobs, TokenOutput
 from ullage_engine.server.request import PartialAnswer, Reason, ValidatedRequest
 from ullage_engine.tokenizer.detokenizer import Detokenizer, TokenBytes
 

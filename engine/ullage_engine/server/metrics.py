@@ -25,7 +25,8 @@ from ullage_common.process.metrics import (
 from ullage_common.wire.tls import Certificates
 from ullage_engine import metric_names as names
 from ullage_engine.gpu.monitor import GpuMonitor
-from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.protocol.messages import Ready
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.server.journal import JournalEntry
 from ullage_kv import TierStats
 from ullage_kv.service import PeerTraffic

@@ -30,8 +30,9 @@ from ullage_common.wire.validation import (
     validate_request,
 )
 from ullage_engine.memory.pressure import level_at
-from ullage_engine.protocol.messages import BeamParams, EngineRequest, SamplingParams, WorkerState
 from ullage_engine.protocol.request_events import ServedRequest
+from ullage_engine.protocol.requests import BeamParams, EngineRequest, SamplingParams
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.tokenizer.generation import SamplingDefaults
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15

@@ -33,7 +33,6 @@ from ullage_engine.protocol.messages import (
     AddAdapter,
     Admitted,
     Cancel,
-    Embedding,
     Fault,
     KvDamaged,
     KvOffer,
@@ -54,9 +53,9 @@ from ullage_engine.protocol.messages import (
     StepDone,
     StopProfile,
     Submit,
-    TokenOutput,
     ToServer,
 )
+from ullage_engine.protocol.requests import Embedding, TokenOutput
 from ullage_engine.server.adapters import WorkerEndedError
 from ullage_engine.server.health import EngineStatus, HangDetector, RestartPolicy
 from ullage_engine.server.journal import (

@@ -1,4 +1,4 @@
 """Text to token ids and back, from tokenizer.json or GGUF metadata.
 
-It knows no model and no request; both the server and the quantisation tool read it without torch.
+It knows neither models nor requests. The server and the quantisation tool read it without torch.
 """

@@ -1,7 +1,7 @@
 """Tokens to text while they arrive: whole characters only, and nothing of a stop string.
 
-Bytes of an incomplete character are held back, and so is text that may turn out to be the
-beginning of a stop string. The cost of a token does not depend on how much came before it.
+Bytes of an incomplete character are held back, as is text that may turn out to be the beginning of
+a stop string. The cost of a token does not depend on the length of the text before it.
 """
 
 import codecs
@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+_UNSUPPORTED = "tokenizer.json: decoder {} is not supported; use a byte-level tokenizer"
+
 
 class TokenBytes:
-    """The bytes each token stands for; special tokens stand for none.
+    """The bytes of each token in the text; special tokens have none.
 
-    problem
-        why tokens cannot become text, since the decoder is neither byte-level nor SentencePiece
-        with byte fallback; empty where they can
+    Attributes:
+        problem: reason why tokens cannot become text, if the decoder is neither byte-level nor
+            SentencePiece with byte fallback; empty where they can.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -26,8 +28,9 @@ class TokenBytes:
         self._special = {token_id for token_id, token in added.items() if token.special}
         decoder = json.dumps(json.loads(tokenizer.to_str())["decoder"])
         self._spell = _speller(decoder)
-        # Added tokens are written as themselves, and a byte-level decoder takes those in Latin-1
-        # letters for bytes. The pieces of SentencePiece have one spelling for all tokens.
+
+        # Added tokens are written as themselves, but a byte-level decoder takes their Latin-1
+        # letters for bytes. SentencePiece has one spelling for all tokens.
         is_byte_level = isinstance(self._spell, _ByteLevelSpelling)
         self._added = {i: token.content for i, token in added.items()} if is_byte_level else {}
         is_supported = self._spell is not _spell_nothing
@@ -35,11 +38,11 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def text_bytes(self, token_id: int) -> bytes:
-        """Bytes that the token adds to the text."""
+        """Return the bytes that the token adds to the text."""
         return b"" if token_id in self._special else self.spelling(token_id)
 
     def spelling(self, token_id: int) -> bytes:
-        """Bytes of the token itself, of special tokens too; empty for an id without a token."""
+        """Return the bytes of a token, special or not; empty for an id without a token."""
         text = self._known.get(token_id)
         if text is None:
             added = self._added.get(token_id)
@@ -61,9 +64,9 @@ class TextPiece(NamedTuple):
 class Detokenizer:
     """The text of one answer, token by token.
 
-    The pieces' concatenation, `flush` included, is the decoded text of all tokens up to the first
-    stop string to be completed (of two completed by the same character, the longer). With
-    `special_tokens` these are text too.
+    The pieces' concatenation, `flush` included, is the decoded text of all tokens up to the stop
+    string that is completed first. If one character completes two, the longer counts. With
+    `special_tokens` special tokens are text, too.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Detokenizer:
         return self._stops.push(self._characters.decode(self._bytes_of(token_id)))
 
     def flush(self) -> TextPiece:
-        """Return what was held back; an incomplete character becomes U+FFFD."""
+        """Return the text that was held back; an incomplete character becomes U+FFFD."""
         piece = self._stops.push(self._characters.decode(b"", final=True))
         if piece.stop_string:
             return piece
@@ -99,26 +102,28 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> TextPiece:
-        """The text that can no longer belong to a stop string."""
+        """Add text; return the part that can no longer belong to a stop string."""
         if not self._stops:
             return TextPiece(text, "")
+
         pending = self._held + text
         for place, character in enumerate(text, start=len(self._held) + 1):
             stop = self._advance(character)
             if stop:
                 return TextPiece(pending[: place - len(stop)], stop)
+
         kept = len(pending) - max(self._matched)
         self._held = pending[kept:]
         return TextPiece(pending[:kept], "")
 
     def flush(self) -> str:
-        """The text held back, for no more is coming."""
+        """Return the text that was held back, as no more is coming."""
         held = self._held
         self._held = ""
         return held
 
     def _advance(self, character: str) -> str:
-        """Take one character; the stop string it completes, or nothing."""
+        """Add one character; return the stop string that it completes, or an empty one."""
         completed = ""
         for index, stop in enumerate(self._stops):
             matched = self._matched[index]
@@ -142,9 +147,6 @@ def _borders(text: str) -> list[int]:
     return borders
 
 
-_UNSUPPORTED = "tokenizer.json: decoder {} is not supported; use a byte-level tokenizer"
-
-
 def _speller(decoder: str) -> Callable[[str], bytes]:
     if '"ByteLevel"' in decoder:
         return _ByteLevelSpelling()
@@ -154,7 +156,7 @@ def _speller(decoder: str) -> Callable[[str], bytes]:
 
 
 def _spell_nothing(token: str) -> bytes:
-    """Of tokens that are not plain bytes nothing is known."""
+    """Return no bytes, for decoders that are not supported."""
     return b""
 
 
@@ -170,7 +172,8 @@ class _ByteLevelSpelling:
     def __call__(self, token: str) -> bytes:
         try:
             return bytes(self._bytes[character] for character in token)
-        except KeyError:  # no token of a byte-level vocabulary
+        except KeyError:
+            # Not a token of a byte-level vocabulary.
             return token.encode()
 
 

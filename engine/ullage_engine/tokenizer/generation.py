@@ -1,7 +1,7 @@
 """Sampling parameters that a model's authors recommend, in generation_config.json or GGUF metadata.
 
-Every key is taken, known to change no choice of a token, or refused with its name and value: a key
-that is passed over in silence would give other answers than its authors mean.
+Every key is honoured, known not to affect sampling, or refused with its name and value. A key that
+is ignored silently would give other answers than its authors mean.
 """
 
 import math
@@ -29,7 +29,7 @@ _TAKEN = (
 
 _HARMLESS = frozenset(
     {
-        # Tokens, which are read elsewhere or are of no use to a server.
+        # Tokens, which are read elsewhere or not used by servers.
         "bos_token_id",
         "decoder_start_token_id",
         "eos_token_id",
@@ -38,10 +38,10 @@ _HARMLESS = frozenset(
         "unk_token_id",
         "assistant_token_id",
         "user_token_id",
-        # Longest answers, which requests and the service bound.
+        # Lengths of answers, which requests and the service limit.
         "max_length",
         "max_new_tokens",
-        # The shape of answers and how they are computed.
+        # The form of answers and their computation.
         "assistant_confidence_threshold",
         "assistant_early_exit",
         "assistant_ensemble_weight",
@@ -75,7 +75,7 @@ _HARMLESS = frozenset(
         "trust_remote_code",
         "use_cache",
         "use_mtp",
-        # Beam search and contrastive search, which a request asks for itself or not at all.
+        # Parameters of beam search, for which only a request can ask.
         "early_stopping",
         "length_penalty",
         # Notes of the library that wrote the file.
@@ -126,7 +126,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "watermarking_config": (),
     }
 )
-"""Keys that are not supported, with the values, beside null, that ask for nothing."""
+"""Keys that are not supported, with the values that change nothing; null changes nothing either."""
 
 _GGUF_PREFIX = "general.sampling."
 _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
@@ -139,7 +139,7 @@ _GGUF_TAKEN: Mapping[str, str] = MappingProxyType(
     }
 )
 _GGUF_HARMLESS = frozenset({"sequence", "penalty_last_n"})
-"""The order of samplers, which is one here, and the reach of a penalty, which is the whole text."""
+"""The order of samplers, which is fixed here, and the reach of penalties, here the whole text."""
 _GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "mirostat": (0,),
@@ -153,20 +153,20 @@ _GGUF_DEPENDENT: Mapping[str, str] = MappingProxyType(
         "xtc_threshold": "xtc_probability",
     }
 )
-"""Keys that matter where another one asks for something, which is refused then."""
+"""Parameters of a key that is refused where it would change anything."""
 
 
 class GenerationError(Exception):
-    """A recommended value cannot be followed; names key, value and remedy."""
+    """A recommended value cannot be honoured; the message has key, value and remedy."""
 
 
 def sampling_defaults(config: Values) -> SamplingDefaults:
-    """Return what a generation_config.json recommends.
+    """Return the sampling parameters that a generation_config.json recommends.
 
-    A file that says `do_sample: false` recommends greedy choices, whatever temperature it has.
+    A file with `do_sample: false` recommends greedy sampling, even if it has a temperature.
 
     Raises:
-        GenerationError: a value asks for something that is not supported, or is none.
+        GenerationError: if a value is not valid or asks for an unsupported feature.
     """
     defaults: dict[str, float | int] = {}
     for key, value in config.items():
@@ -181,13 +181,14 @@ def sampling_defaults(config: Values) -> SamplingDefaults:
             _check_neutral(key, value, _NEUTRAL[key])
         else:
             raise GenerationError(f"{key} is {value!r}, and that key is not known; {_REMEDY}")
+
     if config.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
 
 
 def gguf_sampling_defaults(metadata: Values) -> SamplingDefaults:
-    """Return what the metadata of a GGUF file recommend under `general.sampling`.
+    """Return the sampling parameters that GGUF metadata recommend under `general.sampling`.
 
     Raises:
         GenerationError: as `sampling_defaults`.
@@ -212,14 +213,15 @@ def _check_neutral(key: str, value: object, neutral: tuple[object, ...]) -> None
 
 
 def _number(field: str, value: object, key: str = "") -> float | int:
-    """Return a value within what requests may ask for."""
+    """Return a value that a request might have, too."""
     key = key or field
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GenerationError(f"{key} is {value!r}, not a number; {_REMEDY}")
     if field == "top_k":
         if value != int(value):
             raise GenerationError(f"{key} is {value!r}, not a whole number; {_REMEDY}")
-        return max(int(value), 0)  # -1 is a way to say all
+        # -1 is another way to keep all tokens.
+        return max(int(value), 0)
     allowed = SAMPLING_RANGES[field]
     if value not in allowed:
         raise GenerationError(f"{key} is {value!r}; possible: {allowed}; {_REMEDY}")

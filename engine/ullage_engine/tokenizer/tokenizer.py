@@ -1,8 +1,8 @@
-"""The model's tokenizer, from a tokenizer.json or rebuilt from a GGUF file's metadata, with the
-beginnings, ends, chat templates and sampling parameters that the model's files name.
+"""The model's tokenizer, from a tokenizer.json or rebuilt from a GGUF file's metadata.
 
-Text becomes token ids in two ways: raw text gets the special tokens that the tokenizer puts around
-it, a rendered chat template does not, because it writes them itself.
+With it come the special tokens, chat templates and sampling parameters that the model's files name.
+Text becomes token ids in two ways. Raw text gets the special tokens that the tokenizer puts around
+it. A rendered chat template does not, because it writes them itself.
 """
 
 import json
@@ -21,23 +21,18 @@ from ullage_engine.tokenizer.generation import (
     gguf_sampling_defaults,
     sampling_defaults,
 )
-from ullage_engine.tokenizer.gguf import (
-    GgufError,
-    UnsupportedTokenizer,
-    Value,
-    build_tokenizer,
-    end_token_ids,
-    read_metadata,
-    special_token_ids,
-)
+from ullage_engine.tokenizer.gguf import UnsupportedTokenizer, build_tokenizer
+from ullage_engine.tokenizer.gguf_file import GgufError, Value, read_metadata
+from ullage_engine.tokenizer.gguf_special_tokens import end_token_ids, special_token_ids
 
 log = logging.getLogger("ullage.engine")
 
 Json = Mapping[str, object]
 
 TEMPLATE_FILE = "chat_template.jinja"
+"""File with the default chat template, which replaces those of tokenizer_config.json."""
 TEMPLATE_FOLDER = "additional_chat_templates"
-"""Files of chat templates beside tokenizer_config.json, whose templates they replace."""
+"""Folder with files of further chat templates."""
 
 _NO_PRE = (
     "tokenizer.ggml.pre is missing: text is split as GPT-2 does, and answers are worse if the "
@@ -49,7 +44,7 @@ _NO_DEFAULT = (
 
 
 class TokenizerError(Exception):
-    """The model's tokenizer cannot be used; one line naming the file and what to do."""
+    """The model's tokenizer cannot be used; the message is one line with file and remedy."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +59,13 @@ class ModelTokenizer:
     eos_token_ids: tuple[int, ...]
     """Tokens that end generation."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Texts of special tokens by the names that templates have for them, such as `bos_token`."""
+    """Texts of special tokens by their names in templates, such as `bos_token`."""
     tool_chat_template: str = ""
-    """Jinja source for conversations with tools; empty: it is `chat_template`."""
+    """Jinja source for conversations with tools; empty: `chat_template` serves."""
     chat_adds_bos: bool = False
-    """Whether a rendered conversation that does not begin with `bos_token` gets it."""
+    """Whether `bos_token` is added to a rendered conversation that does not begin with it."""
     sampling_defaults: SamplingDefaults = field(default_factory=dict)
-    """Sampling parameters that hold where a request leaves them out."""
+    """Sampling parameters for requests that leave them out."""
 
     @property
     def bos_token(self) -> str:
@@ -84,7 +79,7 @@ class ModelTokenizer:
 
     @property
     def add_bos(self) -> bool:
-        """Whether raw text gets `bos_token` before it."""
+        """Whether raw text begins with `bos_token`."""
         return bool(self.bos_token) and self.affixes.prefix == (self._bos_id,)
 
     @cached_property
@@ -102,8 +97,10 @@ class ModelTokenizer:
         return self.affixes.around(self._encode(text))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the ids of a rendered chat template, with its special tokens recognised, behind a
-        BOS token where `chat_adds_bos`."""
+        """Return the ids of a rendered chat template, behind a BOS token where `chat_adds_bos`.
+
+        Special tokens in the text are recognised.
+        """
         return self.begin(self._encode(text))
 
     def begin(self, ids: list[int]) -> list[int]:
@@ -124,10 +121,11 @@ def load_tokenizer(path: Path, generation_defaults: bool = False) -> ModelTokeni
     """Read the tokenizer of a model directory or of a GGUF file.
 
     Args:
-        generation_defaults: whether sampling parameters that the files recommend are read, too.
+        path: the directory or the file.
+        generation_defaults: whether to read the sampling parameters that the files recommend.
 
     Raises:
-        TokenizerError: a file is missing, broken, or of a kind that is not supported.
+        TokenizerError: if a file is missing, broken, or of a kind that is not supported.
     """
     load = _from_directory if path.is_dir() else _from_gguf
     return load(path, generation_defaults)
@@ -154,7 +152,7 @@ def _from_gguf(path: Path, generation_defaults: bool) -> ModelTokenizer:
         special_tokens=_gguf_special_tokens(metadata, tokenizer),
         sampling_defaults=defaults,
     )
-    # llama.cpp tokenises chats as it does raw text, and takes away what is there twice.
+    # llama.cpp tokenises chats like raw text, and removes a BOS token that is there twice.
     return replace(model_tokenizer, chat_adds_bos=model_tokenizer.add_bos)
 
 
@@ -178,7 +176,7 @@ def _from_directory(path: Path, generation_defaults: bool) -> ModelTokenizer:
         tokenizer = Tokenizer.from_str(json_bytes.decode())
     except Exception as error:  # the Rust library raises plain Exception
         raise TokenizerError(f"{source}: not a tokenizer ({error}); fetch it again") from error
-    # Files of models for embeddings ask for both, which would change prompts unseen.
+    # Files of embedding models ask for both, which would change prompts silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
@@ -197,8 +195,10 @@ def _from_directory(path: Path, generation_defaults: bool) -> ModelTokenizer:
 
 
 def _tokenizer_config(path: Path) -> Json:
-    """Return tokenizer_config.json; where that lists no added tokens, special_tokens_map.json
-    counts more, as in transformers."""
+    """Return tokenizer_config.json.
+
+    Where that lists no added tokens, special_tokens_map.json overrides it, as in transformers.
+    """
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
         return config
@@ -222,8 +222,8 @@ def _text(value: object) -> str:
 def _chat_templates(path: Path, config: Json) -> tuple[str, str]:
     """Return the template of conversations without tools and that of those with tools.
 
-    They are in files of their own or in the configuration, one or several by their names; empty
-    where there is none, or none of its own.
+    They are in files of their own or in the configuration, where they have names if there are
+    several. Empty: there is none of that kind.
     """
     templates = _template_files(path) or _configured_templates(path, config)
     if templates and "default" not in templates:
@@ -271,13 +271,12 @@ def _odd_template(path: Path) -> TokenizerError:
 
 
 def _eos_ids(path: Path, tokenizer: Tokenizer, eos_token: str) -> tuple[int, ...]:
-    """Return the end tokens: those of generation_config.json, of config.json and the tokenizer's
-    own, all of them."""
+    """Return all end tokens of generation_config.json, of config.json and of the tokenizer."""
     token_ids = list[int]()
     for name in ("generation_config.json", "config.json"):
         values = _read_json(path / name)
         token_ids += _token_ids(path / name, values.get("eos_token_id"))
-        # Models for more than text have what is for text in a section.
+        # Multimodal models have a section for text.
         section = values.get("text_config")
         if isinstance(section, dict):
             token_ids += _token_ids(path / name, section.get("eos_token_id"))
@@ -328,7 +327,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Json:
-    """Read a JSON object; empty when the file is absent, for these files are optional."""
+    """Read a JSON object; return an empty one if the file, which is optional, is absent."""
     if not path.is_file():
         return {}
     try:

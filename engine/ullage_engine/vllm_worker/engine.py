@@ -13,24 +13,18 @@ from msgspec import structs
 
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.protocol.figures import Figures
-from ullage_engine.protocol.messages import (
-    Embedding,
-    EngineRequest,
-    Rejected,
-    ReleaseState,
-    RequestFailed,
-    SchedulerStats,
-    TokenOutput,
-)
+from ullage_engine.protocol.messages import Rejected, RequestFailed
 from ullage_engine.protocol.request_events import RequestEvents
-from ullage_engine.scheduler.admission import (
+from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutput
+from ullage_engine.protocol.worker_state import ReleaseState, SchedulerStats
+from ullage_engine.scheduler.common_prefix import shared_tokens
+from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
+from ullage_engine.scheduler.refusals import (
     refuse_duplicates,
     refuse_never_fits,
     refuse_now,
     soonest_releases,
 )
-from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
-from ullage_engine.scheduler.sequence import shared_tokens
 from ullage_engine.vllm_worker.adapters import Adapters
 from ullage_engine.vllm_worker.interface import AdapterError, Core, CoreOutput, InvalidRequestError
 from ullage_engine.vllm_worker.reservations import Reservations

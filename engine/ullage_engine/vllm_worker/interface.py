@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs
+from ullage_engine.protocol.requests import EngineRequest, TokenLogprobs
 
 
 class InvalidRequestError(Exception):

@@ -29,7 +29,7 @@ from ullage_engine.model_loader.proof import (
     digest_weights,
 )
 from ullage_engine.protocol.errors import ProofError
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker.interface import CoreOutput
 
 _PROMPTS = (32, 16)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from ullage_engine.protocol.messages import EngineRequest, RequestFailed
+from ullage_engine.protocol.messages import RequestFailed
+from ullage_engine.protocol.requests import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from ullage_engine.protocol.errors import (
     WeightsError,
     WorkerStartError,
 )
-from ullage_engine.protocol.messages import Loading, RankPlace, Ready, WorkerState
+from ullage_engine.protocol.messages import Loading, Ready
+from ullage_engine.protocol.worker_state import RankPlace, WorkerState
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_engine.vllm_worker import arguments
 from ullage_engine.vllm_worker.adapters import fetch_adapters

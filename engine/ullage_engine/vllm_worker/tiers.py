@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ullage_engine.protocol.messages import (
-    EngineRequest,
     FromKv,
     KvBlock,
     KvFound,
@@ -25,6 +24,7 @@ from ullage_engine.protocol.messages import (
     KvWanted,
     KvWritten,
 )
+from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.scheduler.offers import ANSWER_S, BlockOffers
 from ullage_kv.keys import extend_keys
 

@@ -11,10 +11,10 @@ One step, from the worker's loop to the tensor operations and back:
       EngineCore.step, PipelinedEngine.step worker/engine.py
         Scheduler.schedule                    scheduler/scheduler.py
           _start_waiting                        reservations granted, KV swapped in
-          _plan_chunks                          which tokens of which sequence
+          BatchPlanner.plan                     scheduler/planner.py: which tokens of which sequence
             _allocate                             blocks, preempting where none is left
               PrefixCache.allocate                  kv_cache/prefix_cache.py
-          SwapManager.drain                     scheduler/state.py: the plan's block copies
+          SwapManager.drain                     scheduler/swap.py: the plan's block copies
         Grammars.constrain                    worker/grammar.py: masks of allowed tokens
         ModelRunner.move                      runner/model_runner.py: block copies, host and device
         ModelRunner.execute                   runner/model_runner.py
@@ -35,7 +35,7 @@ One step, from the worker's loop to the tensor operations and back:
           Decoder.logits                        layers/decoder.py: norm and head of sampled rows
           sample                                runner/sampler.py: penalties, masks, filters, noise
         Scheduler.commit                      scheduler/scheduler.py: tokens appended, blocks cached
-        BeamSearches.filter_outputs           scheduler/beam_search.py
+        BeamSearches.filter_outputs           scheduler/beam_groups.py
       Link.send(StepDone)                   worker/loop.py: tokens to the server
       _report                               the worker's state, at most ten times a second
 """
@@ -50,8 +50,9 @@ import torch
 
 from ullage_engine.memory.out_of_memory import is_device_lost, is_out_of_memory
 from ullage_engine.protocol.errors import MemoryShortError
-from ullage_engine.protocol.messages import EngineRequest, Rejected, RequestFailed, TokenOutput
+from ullage_engine.protocol.messages import Rejected, RequestFailed
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.protocol.requests import EngineRequest, TokenOutput
 from ullage_engine.protocol.step_plan import (
     NO_TOKEN,
     NOTHING_ALLOWED,
@@ -60,10 +61,10 @@ from ullage_engine.protocol.step_plan import (
     SampledToken,
     StepPlan,
 )
-from ullage_engine.scheduler.beam_search import BeamSearches
+from ullage_engine.scheduler.batch_plan import Transfers
+from ullage_engine.scheduler.beam_groups import BeamSearches
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler
-from ullage_engine.scheduler.sequence import Transfers
 from ullage_engine.scheduler.tiers import TierTransfers
 from ullage_engine.worker.grammar import (
     GrammarError,

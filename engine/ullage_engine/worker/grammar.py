@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ullage_common.process.memory import trim_heap
 from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.protocol.grammar import COMPILE_STACK_BYTES, LIMITS
-from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer
 

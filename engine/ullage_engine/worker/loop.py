@@ -51,8 +51,6 @@ from ullage_engine.protocol.messages import (
     AddAdapter,
     Admitted,
     Cancel,
-    Embedding,
-    EngineRequest,
     Fault,
     FromKv,
     KvFound,
@@ -72,12 +70,12 @@ from ullage_engine.protocol.messages import (
     StepDone,
     StopProfile,
     Submit,
-    TokenOutput,
     ToServer,
     ToWorker,
-    WorkerState,
 )
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenOutput
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.worker.profiler import Profile
 
 log = logging.getLogger("ullage.engine.worker")

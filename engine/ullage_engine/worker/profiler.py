@@ -17,9 +17,10 @@ import psutil
 
 from ullage_common.process.memory import free_bytes, trim_heap
 from ullage_engine.kernels.ranges import ranges
-from ullage_engine.protocol.messages import ProfileDone, StartProfile, WorkerState
+from ullage_engine.protocol.messages import ProfileDone, StartProfile
 from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.protocol.timeline import Timeline
+from ullage_engine.protocol.worker_state import WorkerState
 
 log = logging.getLogger("ullage.engine.worker.profiler")
 

@@ -48,7 +48,7 @@ from ullage_engine.quantize.calibration import Int4Calibration
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.runner.proof import take_proof
 from ullage_engine.runner.step_graphs import CudaCapture, NewCapture
-from ullage_engine.scheduler.sequence import PromptCost, SchedulerLimits
+from ullage_engine.scheduler.batch_plan import PromptCost, SchedulerLimits
 from ullage_engine.worker.device import (
     HostTier,
     MemoryMeter,

@@ -35,8 +35,9 @@ from ullage_engine.protocol.errors import (
     GroupLostError,
     RankFailedError,
 )
-from ullage_engine.protocol.messages import Loading, ReservationState
+from ullage_engine.protocol.messages import Loading
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
+from ullage_engine.protocol.worker_state import ReservationState
 from ullage_engine.worker.histories import SentHistories
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from ullage_engine.protocol.errors import (
     WeightsError,
     WorkerStartError,
 )
-from ullage_engine.protocol.messages import RankPlace, Ready, WorkerState
+from ullage_engine.protocol.messages import Ready
+from ullage_engine.protocol.worker_state import RankPlace, WorkerState
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer

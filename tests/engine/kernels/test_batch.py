@@ -22,7 +22,7 @@ from ullage_engine.kernels.batch import (
 )
 from ullage_engine.kernels.staging import Staging
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
 BLOCK = 16

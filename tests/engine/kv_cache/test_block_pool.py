@@ -50,6 +50,6 @@ def test_a_block_in_the_middle_is_taken_when_it_follows() -> None:
 def test_asking_for_too_much_takes_nothing() -> None:
     pool = BlockPool(4, 16)
     table = pool.allocate(2)
-    with pytest.raises(PoolExhaustedError, match="3 KV blocks asked, 2 free"):
+    with pytest.raises(PoolExhaustedError, match="3 KV blocks requested, 2 free"):
         pool.allocate(3)
     pool.check_integrity([table])

@@ -10,7 +10,6 @@ from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.kv_tiers.cost import PROBE_S, ComputeSpeed
 from ullage_engine.protocol.messages import (
     WINDOW_PART,
-    EngineRequest,
     KvBlock,
     KvFound,
     KvGranted,
@@ -18,8 +17,8 @@ from ullage_engine.protocol.messages import (
     KvRead,
     KvWanted,
     KvWritten,
-    SamplingParams,
 )
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer, block_keys, part_key
 from ullage_kv.tier import done
 

@@ -21,7 +21,7 @@ from ullage_engine.layers.decoder import Decoder, Weights
 from ullage_engine.layers.moe import expert_linears
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 
 Load = Callable[..., LoadedModel]

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile, request_blocks
 from ullage_engine.kv_cache.block_pool import BlockPool
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.step_plan import SampledToken, state_slots
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits

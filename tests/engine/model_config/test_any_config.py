@@ -24,7 +24,7 @@ from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.registry import FAMILIES, read_model_config
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.protocol.errors import WeightsError
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_engine.parallel.pipeline import MIN_BATCH_TOKENS, in_plan_order, micro_batches
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan
 
 

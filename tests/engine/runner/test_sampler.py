@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ullage_engine.native.library import Team, instruction_set
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, NOTHING_ALLOWED, Chunk
 from ullage_engine.runner import sampler
 from ullage_engine.runner.draw import Row, likeliest, uniform

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.kernels.staging import upload
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import NO_TOKEN, NOTHING_ALLOWED, Chunk, SampledToken
 from ullage_engine.runner import logits_edits
 from ullage_engine.runner.batched_sampler import CANDIDATES, SORT_ROWS, enqueue, plan_sampling

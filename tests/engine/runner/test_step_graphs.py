@@ -14,7 +14,7 @@ import torch
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner import step_graphs
 from ullage_engine.runner.model_runner import ModelRunner

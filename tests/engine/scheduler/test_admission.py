@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ullage_common.request_cost import MemoryProfile, request_blocks
 from ullage_engine.kv_cache.block_pool import BlockPool
-from ullage_engine.protocol.messages import EngineRequest, Rejected
+from ullage_engine.protocol.messages import Rejected
+from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
 

@@ -36,8 +36,8 @@ def check_usage(scheduler: Scheduler) -> None:
     held = 0.0
     for each in scheduler._sequences:
         held += each.num_reserved + sum(1 / cache.ref_count(block) for block in each.held_blocks)
-        places = [*enumerate(each.block_ids)]
-        places += enumerate(each.window_block_ids, each.first_window_block)
+        places = [*enumerate(each.blocks.ids)]
+        places += enumerate(each.windows.ids, each.windows.first)
         for index, block in places:
             tokens = each.num_computed - index * size
             if not cache.is_cached(block):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from ullage_testing.scheduler_bench import Bench
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.protocol.messages import TokenOutput
-from ullage_engine.scheduler.sequence import MIN_DECODES, PromptCost, postponed_decodes
+from ullage_engine.protocol.requests import TokenOutput
+from ullage_engine.scheduler.batch_plan import MIN_DECODES, PromptCost, postponed_decodes
 
 STOP = 7
 

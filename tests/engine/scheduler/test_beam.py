@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.protocol.messages import TokenLogprobs
+from ullage_engine.protocol.requests import TokenLogprobs
 from ullage_engine.scheduler.beam_search import BeamRules, Candidate, Hypothesis, Search, advance
 
 STOP = 0

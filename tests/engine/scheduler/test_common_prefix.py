@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_engine.scheduler.sequence import common_prefix
+from ullage_engine.scheduler.common_prefix import common_prefix
 
 TOKENS = st.lists(st.integers(0, 2), max_size=200)
 

@@ -2,9 +2,11 @@
 
 import pytest
 
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
-from ullage_engine.scheduler.sequence import ConvState, Sequence, SequenceTable, make_chunk
-from ullage_engine.scheduler.state import ConvStatePool
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
+from ullage_engine.scheduler.batch_plan import make_chunk
+from ullage_engine.scheduler.conv_states import ConvStatePool
+from ullage_engine.scheduler.sequence import ConvState, Rank, Sequence
+from ullage_engine.scheduler.sequence_table import SequenceTable
 
 REPLAY = 8
 COMPUTED = 100
@@ -19,7 +21,7 @@ def make_sequence(name: str, num_computed: int = COMPUTED, serial: int = 0) -> S
         max_tokens=9,
         sampling=SamplingParams(),
     )
-    sequence = Sequence(request, 0, serial, 0, 200, 8, tokens, num_computed)
+    sequence = Sequence(request, Rank(0, 0, serial), 200, 8, tokens, num_computed)
     sequence.is_running = True
     return sequence
 
@@ -57,7 +59,7 @@ def test_a_state_is_used_where_it_is_exact_and_saves_work(
     state: ConvState | None, start: int
 ) -> None:
     sequence = make_sequence("a")
-    sequence.state = state
+    sequence.conv.state = state
     assert make_states(sequence).next_position(sequence) == start
 
 
@@ -66,8 +68,8 @@ def test_a_state_remembers_where_it_began_from_zero() -> None:
     states = make_states(sequence)
     for count, reached in ((3, 95), (5, 100), (10, 110)):
         compute(states, sequence, count)
-        assert sequence.state is not None
-        assert (sequence.state.num_tokens, sequence.state.since) == (reached, 92)
+        assert sequence.conv.state is not None
+        assert (sequence.conv.state.num_tokens, sequence.conv.state.since) == (reached, 92)
     # At an earlier position it would not be exact.
     sequence.num_computed = 99
     assert states.next_position(sequence) == 91
@@ -81,7 +83,7 @@ def test_only_states_of_shared_tokens_are_shared(shared: int, is_shared: bool) -
     compute(states, parent, REPLAY + 5)
     states.share(parent, child)
     states.check_integrity()
-    assert (child.state is not None) == is_shared
+    assert (child.conv.state is not None) == is_shared
     states.release(parent)
     states.check_integrity()
 
@@ -95,13 +97,13 @@ def test_sequences_that_wait_give_up_their_states_the_least_important_first() ->
         compute(states, sequence, REPLAY)
         sequence.is_running = False
     compute(states, running, REPLAY)
-    assert early.state and late.state
+    assert early.conv.state and late.conv.state
     compute(states, running, 1)
-    assert early.state and late.state
+    assert early.conv.state and late.conv.state
     states.assign_slots(running)
     early.is_running = True
     states.assign_slots(early)
-    assert early.state and late.state is None
+    assert early.conv.state and late.conv.state is None
     states.check_integrity()
 
 
@@ -110,4 +112,4 @@ def test_without_convolutions_there_are_no_slots() -> None:
     states = ConvStatePool(0, 4, SequenceTable())
     assert states.next_position(sequence) == COMPUTED
     assert states.assign_slots(sequence) == (None, 0)
-    assert sequence.next_slot is None
+    assert sequence.conv.next_slot is None

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kv_cache.prefix_cache import PrefixCache
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.reservations import BlockReservations
 from ullage_engine.scheduler.scheduler import KvPolicy
-from ullage_engine.scheduler.sequence import Sequence
-from ullage_engine.scheduler.state import SwapManager, is_swap_cheaper
+from ullage_engine.scheduler.sequence import Rank, Sequence
+from ullage_engine.scheduler.swap import SwapManager, is_swap_cheaper
 
 MakeRig = Callable[..., Any]
 SLOW = 1.0
@@ -176,10 +176,10 @@ def test_who_is_preempted_between_start_and_step_keeps_its_slots() -> None:
         max_tokens=9,
         sampling=SamplingParams(),
     )
-    sequence = Sequence(request, 0, 0, 0, 128, 8, list(request.token_ids))
+    sequence = Sequence(request, Rank(0, 0, 0), 128, 8, list(request.token_ids))
     reservations.defer(sequence)
     reservations.grant_deferred([sequence])
-    sequence.block_ids = reservations.take(sequence, 3, ()) or []
+    sequence.blocks.ids = reservations.take(sequence, 3, ()) or []
     sequence.num_computed = 40
     sequence.is_running = True
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_who_is_preempted_between_start_and_step_keeps_its_slots() -> None:
     moves = mover.drain([])
     assert (len(moves.swap_out), len(moves.swap_in)) == (3, 3)
     assert [slot for slot, _ in moves.swap_in] == [slot for _, slot in moves.swap_out]
-    assert [block for _, block in moves.swap_in] == sequence.block_ids
+    assert [block for _, block in moves.swap_in] == sequence.blocks.ids
     assert mover.num_swaps == 1
 
 

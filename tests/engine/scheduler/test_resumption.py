@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from ullage_engine.protocol.messages import Rejected, TokenOutput
+from ullage_engine.protocol.messages import Rejected
+from ullage_engine.protocol.requests import TokenOutput
 
 
 def test_an_estimate_too_short_preempts_the_newest_and_all_finish(bench: Any) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from ullage_testing.fake_device import choose_repetitively
 
-from ullage_engine.protocol.messages import BeamParams, SamplingParams
+from ullage_engine.protocol.requests import BeamParams, SamplingParams
 from ullage_engine.protocol.step_plan import SampledToken
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.speculation import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import DegradeLevel, DegradeSection, EngineConfig
-from ullage_engine.protocol.messages import BeamParams, EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import BeamParams, EngineRequest, SamplingParams
 from ullage_engine.server.request import changes, lowered
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]

@@ -12,7 +12,8 @@ from ullage_common.config.engine import FileTierSection, RemoteTierSection, Tier
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.kv_tiers import tiers as kv_tiers
 from ullage_engine.kv_tiers.tiers import KvTiers
-from ullage_engine.protocol.messages import KvDamaged, Ready, WorkerState
+from ullage_engine.protocol.messages import KvDamaged, Ready
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_kv import FileTier, FileTierError
 from ullage_kv.arena import Arena
 

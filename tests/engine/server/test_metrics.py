@@ -20,7 +20,8 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import DegradeLevel, DegradeSection, EngineConfig
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.figures import Figures
-from ullage_engine.protocol.messages import Ready, WorkerState
+from ullage_engine.protocol.messages import Ready
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.metrics import EngineMetrics
 from ullage_kv import TierStats

@@ -11,7 +11,7 @@ from ullage_testing import jumping_clock
 
 from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.flow_control import Pace
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.server.journal import JournalEntry
 from ullage_engine.server.request import SamplePlan, ValidatedRequest
 from ullage_engine.server.responses import SampleGroup

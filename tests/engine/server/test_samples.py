@@ -18,10 +18,10 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.engine import EngineConfig
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.messages import (
+from ullage_engine.protocol.messages import StepDone
+from ullage_engine.protocol.requests import (
     EngineRequest,
     SamplingParams,
-    StepDone,
     TokenLogprobs,
     TokenOutput,
 )

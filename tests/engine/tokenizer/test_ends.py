@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ullage.inference.v1 import inference_pb2 as pb
-from ullage_engine.tokenizer.gguf import END_TOKENS, UnsupportedTokenizer, build_tokenizer
+from ullage_engine.tokenizer.gguf import UnsupportedTokenizer, build_tokenizer
+from ullage_engine.tokenizer.gguf_special_tokens import END_TOKENS
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer, TokenizerError, load_tokenizer
 from ullage_router.tokenizer import load_model
 

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
-from ullage_engine.tokenizer.gguf import (
-    GgufError,
-    UnsupportedTokenizer,
-    build_tokenizer,
-    read_metadata,
-)
+from ullage_engine.tokenizer.gguf import UnsupportedTokenizer, build_tokenizer
+from ullage_engine.tokenizer.gguf_file import GgufError, read_metadata
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 
 

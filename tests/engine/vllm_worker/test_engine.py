@@ -11,11 +11,11 @@ from msgspec import structs
 from ullage_testing.fake_vllm import FakeVllm, next_token
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile, request_blocks, sample_blocks
-from ullage_engine.protocol.messages import (
+from ullage_engine.protocol.messages import Rejected
+from ullage_engine.protocol.requests import (
     BeamParams,
     Embedding,
     EngineRequest,
-    Rejected,
     SamplingParams,
     TokenOutput,
 )

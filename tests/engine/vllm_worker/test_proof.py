@@ -20,7 +20,7 @@ from ullage_common.config.engine import (
 )
 from ullage_engine.model_loader.proof import confirm, tolerance
 from ullage_engine.protocol.errors import ProofError
-from ullage_engine.protocol.messages import TokenLogprobs
+from ullage_engine.protocol.requests import TokenLogprobs
 from ullage_engine.vllm_worker.arguments import Node, engine_args
 from ullage_engine.vllm_worker.interface import CoreOutput
 from ullage_engine.vllm_worker.proof import (

@@ -11,14 +11,8 @@ from msgspec import structs
 
 from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
-from ullage_engine.protocol.messages import (
-    EngineRequest,
-    FromKv,
-    KvFound,
-    KvGranted,
-    KvWanted,
-    SamplingParams,
-)
+from ullage_engine.protocol.messages import FromKv, KvFound, KvGranted, KvWanted
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
 from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer
 from ullage_kv.tier import done

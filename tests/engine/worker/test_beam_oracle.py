@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.protocol.messages import (
+from ullage_engine.protocol.requests import (
     BeamParams,
     EngineRequest,
     SamplingParams,

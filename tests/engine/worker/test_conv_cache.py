@@ -14,7 +14,7 @@ import torch
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.step_plan import SampledToken, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator

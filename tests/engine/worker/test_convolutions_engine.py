@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_engine.protocol.messages import BeamParams, EngineRequest
+from ullage_engine.protocol.requests import BeamParams, EngineRequest
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy

@@ -11,9 +11,9 @@ import torch
 
 from ullage_common.config.engine import BatchingSection, EngineConfig, ModelSection, ServerSection
 from ullage_engine.native.library import instruction_set
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.step_plan import SampledToken, StepPlan
-from ullage_engine.scheduler.sequence import PromptCost
+from ullage_engine.scheduler.batch_plan import PromptCost
 from ullage_engine.worker import startup
 from ullage_engine.worker.rank import RankStartup
 

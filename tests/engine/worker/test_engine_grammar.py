@@ -10,7 +10,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.protocol.messages import EngineRequest, Rejected, SamplingParams, TokenOutput
+from ullage_engine.protocol.messages import Rejected
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.protocol.step_plan import Moves, SampledToken, StepPlan
 from ullage_engine.runner.sampler import sample
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator

@@ -9,7 +9,7 @@ import torch
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.protocol.errors import MemoryShortError
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.protocol.step_plan import (
     NO_TOKEN,
     NOTHING_ALLOWED,
@@ -467,7 +467,7 @@ def test_only_repeated_damage_costs_the_others_their_cache() -> None:
 def test_a_step_without_work_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = make_engine(lambda plan: False)
     submit(engine, "a", 8)
-    monkeypatch.setattr(engine.scheduler, "_plan_chunks", lambda *_, **__: [])
+    monkeypatch.setattr(engine.scheduler._planner, "plan", lambda *_, **__: [])
     assert [engine.step() for _ in range(3)] == [[], [], []]
     assert engine.scheduler.stats().num_steps == 0
     monkeypatch.undo()

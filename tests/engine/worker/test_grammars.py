@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.protocol.grammar import compile_error
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.sampler import sample
 from ullage_engine.server.grammar import grammar_text

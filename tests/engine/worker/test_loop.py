@@ -11,16 +11,10 @@ import pytest
 from ullage_common.config.engine import BatchingSection, DegradeSection
 from ullage_engine.memory.pressure import PressureController
 from ullage_engine.protocol.errors import MemoryShortError
-from ullage_engine.protocol.messages import (
-    EngineRequest,
-    SamplingParams,
-    Shutdown,
-    StateReport,
-    Submit,
-    ToWorker,
-    WorkerState,
-)
+from ullage_engine.protocol.messages import Shutdown, StateReport, Submit, ToWorker
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.vllm_worker.engine import OutOfMemoryFault
 from ullage_engine.worker.loop import DRAIN_S, Link, StartedEngine, Worker
 

@@ -22,7 +22,7 @@ from ullage_engine.memory.ledger import Ledger, LedgerError
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.native.library import instruction_set
 from ullage_engine.protocol.errors import WorkerStartError
-from ullage_engine.scheduler.sequence import PromptCost
+from ullage_engine.scheduler.batch_plan import PromptCost
 from ullage_engine.worker.rank import RankStartup, chunk_tokens, fitting_blocks, measured_cost
 
 SIZES = {"vocab_size": 208, "hidden_size": 96, "head_dim": 32, "intermediate_size": 160}

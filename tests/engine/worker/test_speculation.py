@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits

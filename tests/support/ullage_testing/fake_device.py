@@ -18,14 +18,8 @@ from ullage_engine.kernels.batch import (
 )
 from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
 from ullage_engine.kv_tiers.cost import ComputeSpeed
-from ullage_engine.protocol.messages import (
-    EngineRequest,
-    KvFound,
-    KvGranted,
-    Rejected,
-    SamplingParams,
-    TokenOutput,
-)
+from ullage_engine.protocol.messages import KvFound, KvGranted, Rejected
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.protocol.step_plan import Chunk, Moves, SampledToken, StepPlan, state_slots
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import KvPolicy, Scheduler, SchedulerLimits

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.vllm_worker.interface import (
     AdapterError,
     CoreOutput,

@@ -24,18 +24,13 @@ from ullage_engine.protocol.messages import (
     AddAdapter,
     Admitted,
     Cancel,
-    Embedding,
-    EngineRequest,
     Fault,
     LimitBatch,
     Loading,
-    RankPlace,
     Ready,
     Rejected,
-    ReleaseState,
     RemoveAdapter,
     RequestFailed,
-    ReservationState,
     Shutdown,
     StartFailed,
     StartProfile,
@@ -43,13 +38,17 @@ from ullage_engine.protocol.messages import (
     StepDone,
     StopProfile,
     Submit,
-    TokenLogprobs,
-    TokenOutput,
     ToServer,
     ToWorker,
-    WorkerState,
 )
 from ullage_engine.protocol.request_events import RequestEvents
+from ullage_engine.protocol.requests import Embedding, EngineRequest, TokenLogprobs, TokenOutput
+from ullage_engine.protocol.worker_state import (
+    RankPlace,
+    ReleaseState,
+    ReservationState,
+    WorkerState,
+)
 from ullage_engine.worker.profiler import Profile
 
 

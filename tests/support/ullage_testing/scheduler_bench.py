@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from ullage_common.request_cost import CacheGroup, MemoryProfile
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams, TokenOutput
 from ullage_engine.protocol.step_plan import SampledToken, StepPlan
+from ullage_engine.scheduler.batch_plan import PromptCost
 from ullage_engine.scheduler.estimates import OutputLengthEstimator, ThroughputEstimator
 from ullage_engine.scheduler.scheduler import Scheduler, SchedulerLimits
-from ullage_engine.scheduler.sequence import PromptCost
 
 
 class Bench:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.model_config.dtypes import KvDtype, resolve_dtype
 from ullage_engine.model_loader.loader import LoadedModel
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 

@@ -15,7 +15,6 @@ import psutil
 
 from ullage_engine.protocol.frames import BlockingLink
 from ullage_engine.protocol.messages import (
-    EngineRequest,
     Loading,
     ProfileDone,
     Ready,
@@ -26,11 +25,11 @@ from ullage_engine.protocol.messages import (
     StateReport,
     StepDone,
     Submit,
-    TokenLogprobs,
     ToServer,
     ToWorker,
-    WorkerState,
 )
+from ullage_engine.protocol.requests import EngineRequest, TokenLogprobs
+from ullage_engine.protocol.worker_state import WorkerState
 
 DEADLINE_S = 240.0
 """For a sign of life: vLLM imports a family for the first time in a process of its own."""

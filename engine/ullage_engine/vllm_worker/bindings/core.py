@@ -35,7 +35,8 @@ from ullage_common.config.engine import EngineConfig
 from ullage_engine.memory.out_of_memory import is_out_of_memory
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.protocol.errors import GroupLostError, WorkerStartError
-from ullage_engine.protocol.messages import EngineRequest, RankPlace
+from ullage_engine.protocol.requests import EngineRequest
+from ullage_engine.protocol.worker_state import RankPlace
 from ullage_engine.vllm_worker.bindings.blocks import (
     GroupKind,
     VllmBlocks,

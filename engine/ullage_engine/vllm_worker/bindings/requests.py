@@ -10,7 +10,7 @@ from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from ullage_engine.protocol.messages import EngineRequest, TokenLogprobs
+from ullage_engine.protocol.requests import EngineRequest, TokenLogprobs
 from ullage_engine.vllm_worker.interface import CoreOutput
 from ullage_engine.vllm_worker.ranks import RESUMED
 

@@ -21,7 +21,7 @@ from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.model_config.model_config import ExpertsSpec, LayerSpec, ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.model_loader.tensor_plan import plan_tensors
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 

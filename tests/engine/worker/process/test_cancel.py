@@ -5,7 +5,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from ullage_engine.protocol.messages import Cancel, EngineRequest, StepDone
+from ullage_engine.protocol.messages import Cancel, StepDone
+from ullage_engine.protocol.requests import EngineRequest
 
 MakeRequest = Callable[..., EngineRequest]
 

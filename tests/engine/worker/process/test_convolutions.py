@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ullage_engine.native.library import instruction_set
-from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.requests import EngineRequest
 
 MAX_SEQUENCES = 8
 CONV_LAYERS = 4

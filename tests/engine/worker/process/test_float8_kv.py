@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ullage_engine.native.library import instruction_set
-from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.requests import EngineRequest
 
 BLOCK_BYTES = 16 * 23_040 // 2
 NUM_BLOCKS = 64

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.model_loader.source import resolve_source
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.server.grammar import grammar_text
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer, load_tokenizer
 

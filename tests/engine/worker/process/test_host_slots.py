@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ullage_engine.model_config.dtypes import resolve_dtype
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 
 MIB = 1 << 20
 ITEMSIZE = resolve_dtype("auto", torch.device("cpu")).itemsize  # of what this processor computes in

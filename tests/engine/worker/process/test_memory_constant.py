@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 
 MakeRequest = Callable[..., EngineRequest]
 MIB = 1 << 20

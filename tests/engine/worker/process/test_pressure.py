@@ -4,7 +4,8 @@ back."""
 from collections.abc import Callable
 from typing import Any
 
-from ullage_engine.protocol.messages import Cancel, EngineRequest, LimitBatch
+from ullage_engine.protocol.messages import Cancel, LimitBatch
+from ullage_engine.protocol.requests import EngineRequest
 
 BLOCK_BYTES = 16 * 23_040
 PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47]

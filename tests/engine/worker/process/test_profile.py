@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ullage_engine.protocol.messages import EngineRequest, StartProfile
+from ullage_engine.protocol.messages import StartProfile
+from ullage_engine.protocol.requests import EngineRequest
 
 MakeRequest = Callable[..., EngineRequest]
 

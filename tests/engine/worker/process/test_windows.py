@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ullage_engine.protocol.messages import EngineRequest
+from ullage_engine.protocol.requests import EngineRequest
 
 LAYER_BYTES = 2 * 2 * 16 * 4
 """Keys and values of a token in one layer: 2 KV heads of 16 float32 numbers."""

@@ -13,7 +13,8 @@ import pytest
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import ConfigError, read_file
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
-from ullage_engine.protocol.messages import Cancel, EngineRequest, Fault, StartFailed
+from ullage_engine.protocol.messages import Cancel, Fault, StartFailed
+from ullage_engine.protocol.requests import EngineRequest
 from ullage_engine.worker.startup import start
 
 StartWorker = Callable[..., Any]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.logits_edits import PenaltyCounts
 from ullage_engine.runner.sampler import sample

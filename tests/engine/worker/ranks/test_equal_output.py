@@ -18,7 +18,7 @@ from ullage_common.config.engine import ModelSection
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.model_config.dtypes import KvDtype
 from ullage_engine.model_loader.loader import load_weights
-from ullage_engine.protocol.messages import SamplingParams
+from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.server.worker_process import worker_env

@@ -12,7 +12,7 @@ from torch import distributed
 
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
-from ullage_engine.protocol.messages import EngineRequest, SamplingParams
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
 from ullage_engine.protocol.step_plan import SampledToken, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 from ullage_engine.worker.engine import EngineCore

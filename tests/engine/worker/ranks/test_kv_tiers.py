@@ -15,13 +15,9 @@ import yaml
 from ullage_common.config.engine import EngineConfig
 from ullage_common.process.config_file import read_file
 from ullage_engine.kv_tiers.broker import BlockFormat, KvBroker, TierHits
-from ullage_engine.protocol.messages import (
-    EngineRequest,
-    KvFound,
-    KvGranted,
-    SamplingParams,
-    WorkerState,
-)
+from ullage_engine.protocol.messages import KvFound, KvGranted
+from ullage_engine.protocol.requests import EngineRequest, SamplingParams
+from ullage_engine.protocol.worker_state import WorkerState
 from ullage_engine.worker.rank import HostTier
 from ullage_engine.worker.startup import Started, start
 from ullage_kv import Arena, Store

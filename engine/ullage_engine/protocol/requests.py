@@ -1,0 +1,141 @@
+"""Requests as every room of the engine sees them, and their outputs."""
+
+from typing import Literal
+
+import msgspec
+
+from ullage_common.request_cost import charged_output
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of sampling, already validated by the server."""
+
+    temperature: float = 1.0
+    """Divisor of the logits; 0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Number of likeliest tokens that are kept; 0 keeps all."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """Always set: noise is a function of (seed, position), so a resumed request repeats itself."""
+    logit_bias: dict[int, float] = {}
+    """Biases added to the logits of these tokens, after penalties."""
+    top_logprobs: int | None = None
+    """Alternatives reported for each token; None reports no log-probabilities at all."""
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether earlier tokens change the logits of the next."""
+        additive = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return additive or self.repetition_penalty != 1.0
+
+
+class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of a beam search over one prompt."""
+
+    width: int
+    """Hypotheses kept."""
+    length_penalty: float = 1.0
+    """Exponent of the length that divides a hypothesis' log-probability."""
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as the worker gets it, for the first time or again after a restart."""
+
+    request_id: str
+    client_id: str = ""
+    """The client's name of the request, for logs; the same for all of its samples."""
+    traceparent: str = ""
+    """Parent of the worker's spans for it; empty: it is not traced."""
+    token_ids: list[int]
+    """Prompt, followed by the output already sent when the request is resumed."""
+    num_prompt_tokens: int
+    """Number of `token_ids` that are prompt; penalties and positions count from here."""
+    max_tokens: int
+    """Output limit, counting output that is already part of `token_ids`."""
+    sampling: SamplingParams
+    stop_token_ids: list[int] = []
+    """Tokens that end the output. End-of-sequence tokens that the client ignores are not listed."""
+    priority: int = 0
+    session_id: str = ""
+    """Turns of one conversation, whose KV is kept between them; empty: none."""
+    cache_salt: str = ""
+    """Requests share cached KV only with requests of the same salt."""
+    min_tokens: int = 0
+    """Tokens of output before which no stop token is chosen."""
+    grammar: str = ""
+    """Grammar that the output must match, in llguidance's form; empty: any text."""
+    beam: BeamParams | None = None
+    """Parameters of a beam search that replaces sampling."""
+    adapter: str = ""
+    """Name of its LoRA adapter; empty: none."""
+    embed: bool = False
+    """Whether the answer is the prompt's embedding instead of output: `max_tokens` is 0."""
+    accepted_at: float = 0.0
+    """Time at which the server accepted it, by `time.monotonic`; 0 where it has output already."""
+    num_stored_blocks: int = 0
+    """Leading blocks of `token_ids` whose KV tiers outside the device have, or are likely to."""
+
+    @property
+    def session_key(self) -> str:
+        """The session's name among those of all salts; empty: no session."""
+        return f"{self.cache_salt}\0{self.session_id}" if self.session_id else ""
+
+    def is_complete(self, longest: int, resumed: bool) -> bool:
+        """Whether a request that was admitted before has nothing left to produce.
+
+        Args:
+            longest: tokens that its sequence may have.
+            resumed: whether a former worker had admitted it.
+        """
+        num_produced = len(self.token_ids) - self.num_prompt_tokens
+        if self.embed or not (resumed or num_produced > 0):
+            return False
+        return num_produced >= self.max_tokens or len(self.token_ids) >= longest
+
+    def charged_tokens(self, expected_output: int, limit: int) -> int:
+        """Return the tokens to reserve KV for: the prompt and the expected output.
+
+        The output counts at least one token more than produced so far, and at most `max_tokens`.
+
+        Args:
+            expected_output: usual output length, tokens.
+            limit: longest sequence that this engine can hold, tokens; the result is never above it.
+        """
+        produced = len(self.token_ids) - self.num_prompt_tokens
+        output = charged_output(self.max_tokens, expected_output, produced)
+        return min(limit, self.num_prompt_tokens + output)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of the chosen token and the likeliest alternatives, likeliest first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The output of one step for one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish: Literal["", "stop", "length"]
+    """Reason why the request ended; empty: more to come."""
+    logprobs: list[TokenLogprobs] | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV the prefix cache had when the request first started."""
+
+
+class Embedding(msgspec.Struct, frozen=True, array_like=True):
+    """The embedding of one request, which ends it."""
+
+    request_id: str
+    vector: bytes
+    """float32 numbers, little-endian."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV the prefix cache had."""

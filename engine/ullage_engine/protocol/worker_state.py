@@ -1,0 +1,143 @@
+"""A worker's report of itself: its ranks, its memory, its load and its counts."""
+
+import msgspec
+
+from ullage_engine.protocol.figures import Figures
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the device map: the layers and heads of one rank."""
+
+    rank: int
+    stage: int
+    tensor_rank: int
+    device: str
+    first_layer: int
+    num_layers: int
+    num_attention_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+    def __str__(self) -> str:
+        last = self.first_layer + self.num_layers - 1
+        return (
+            f"rank {self.rank}  stage {self.stage}  tensor rank {self.tensor_rank}  "
+            f"{self.device}  layers {self.first_layer}-{last} "
+            f"({self.num_attention_layers} attend)  heads {self.num_heads}/{self.num_kv_heads}"
+        )
+
+
+class ReservationState(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the ledger, bytes."""
+
+    name: str
+    reserved_bytes: int
+    allocated_bytes: int
+    on_host: bool = False
+    """Whether it is pinned host memory, which does not count to the device's budget."""
+
+
+class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that a running request is predicted to give back."""
+
+    after_s: float
+    num_bytes: int
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheduler's memory at one moment, and its counts since the worker started."""
+
+    kv_pool_bytes: int
+    kv_free_bytes: int
+    """KV bytes of free blocks."""
+    kv_reclaimable_bytes: int
+    """KV bytes kept for reuse and evicted as soon as they are needed."""
+    kv_committed_bytes: int
+    """KV bytes that are reserved and not yet allocated, or withheld from new requests."""
+    kv_used_bytes: int = 0
+    """Bytes of tokens in the allocated blocks; the rest of these blocks is waste."""
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    """Steps with work that were committed since the worker started."""
+    expected_output_tokens: int
+    """Output length that blocks are reserved for when a request is admitted."""
+    prefill_backlog_tokens: int
+    """Prompt tokens admitted and not computed."""
+    num_preemptions: int
+    """Preemptions since the worker started."""
+    num_swaps: int = 0
+    """Preemptions by swapping since the worker started."""
+    swap_out_bytes: int = 0
+    """KV copied to host memory since the worker started."""
+    swap_in_bytes: int = 0
+    """KV copied back since the worker started."""
+    prefix_lookup_tokens: int = 0
+    """Tokens looked up in the prefix cache when requests first started."""
+    prefix_hit_tokens: int = 0
+    """Looked-up tokens whose KV was cached."""
+    prefix_merged_tokens: int = 0
+    """Tokens whose KV was computed twice and is now stored once."""
+    num_draft_tokens: int = 0
+    """Draft tokens of speculation checked since the worker started."""
+    num_accepted_tokens: int = 0
+    """Draft tokens that were right."""
+    num_sessions: int = 0
+    session_bytes: int = 0
+    """KV bytes that sessions keep between their requests."""
+    num_adapter_loads: int = 0
+    """LoRA adapters loaded since the worker started."""
+    num_adapter_unloads: int = 0
+    """Loaded adapters that gave their slot to another one."""
+    figures: Figures = msgspec.field(default_factory=Figures)
+    """Times and sizes of steps, and how long requests waited, since the worker started."""
+
+    @property
+    def headroom_bytes(self) -> int:
+        """KV that a new request may take: free + reclaimable - committed."""
+        available = self.kv_free_bytes + self.kv_reclaimable_bytes - self.kv_committed_bytes
+        return max(0, available)
+
+    @property
+    def kv_held_bytes(self) -> int:
+        """KV in block tables: neither free nor kept by caches alone."""
+        return max(0, self.kv_pool_bytes - self.kv_free_bytes - self.kv_reclaimable_bytes)
+
+    @property
+    def kv_waste_ratio(self) -> float:
+        """Share of the KV in block tables that holds no tokens, 0 to 1."""
+        held = self.kv_held_bytes
+        return max(0.0, 1.0 - self.kv_used_bytes / held) if held else 0.0
+
+
+class WorkerState(SchedulerStats, frozen=True, kw_only=True):
+    """The worker's memory and load at one moment; see ullage.headroom.v1.Headroom."""
+
+    total_bytes: int
+    threshold: float
+    decode_tokens_per_second: float
+    prefill_tokens_per_second: float
+    step_seconds: list[float] = []
+    """Seconds of a step that decodes 1 sequence, 2 to 3, 4 to 7 and so on; empty until measured."""
+    pressure_level: int = 0
+    """Current degrade level, from 1, the mildest; 0 is none."""
+    batch_share: float = 1.0
+    """Share of `batching.max_sequences` that may run at once, 0 to 1."""
+    batch_limit: float = 1.0
+    """Last upper bound that the server set for `batch_share`; 1 is none."""
+    num_oom_events: int
+    """Steps that ran out of memory since the worker started."""
+    num_nonfinite_logits: int = 0
+    """Requests that failed since the worker started because their logits were NaN or infinite."""
+    num_overlapped_steps: int = 0
+    """Steps that began while later pipeline stages computed an earlier one, since the start."""
+    releases: list[ReleaseState]
+    ledger: list[ReservationState]
+    rss_bytes: int
+    """Resident bytes of the worker's ranks; on CUDA rank 0's own bytes of its device."""
+    swap_seconds: float = 0.0
+    """Seconds of copying to host memory and back since the worker started, on rank 0."""
+    swap_bytes_per_second: float = 0.0
+    """Bandwidth to host memory measured at start, over all ranks; 0 without host memory for KV."""
+    kv_withheld_bytes: int = 0
+    """KV bytes that new requests may not take, because other processes took device memory."""

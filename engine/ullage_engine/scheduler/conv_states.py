@@ -1,0 +1,123 @@
+"""Slots of convolution states.
+
+A state is a value: a step reads it in one slot and writes its successor to another. So a failed
+step can be computed again, and sequences that branch share a state. A running sequence needs at
+most two slots, and there are two for each sequence that may run. Waiting sequences keep their state
+until its slot is needed.
+
+The prefix cache and the host store KV and no states. A state is rebuilt by computing tokens again
+from the zero state, while attention reads their stored KV. It is exact after `replay_tokens` of
+them, or from the sequence's own beginning, where zero is right. A replay may take several steps.
+"""
+
+from ullage_engine.kv_cache.block_pool import BlockPool
+from ullage_engine.protocol.step_plan import Chunk, state_slots
+from ullage_engine.scheduler.sequence import ConvState, Sequence
+from ullage_engine.scheduler.sequence_table import SequenceTable
+
+
+class ConvStatePool:
+    """Assigns state slots to all sequences; without `replay_tokens` there are none."""
+
+    def __init__(self, replay_tokens: int, max_sequences: int, sequences: SequenceTable) -> None:
+        self.replay_tokens = replay_tokens
+        num_slots = state_slots(max_sequences) if replay_tokens else 0
+        self._slots = BlockPool(num_slots, block_tokens=1)
+        self._sequences = sequences
+
+    def next_position(self, sequence: Sequence) -> int:
+        """Return the position of the first token to compute.
+
+        It lies before `num_computed` where the state is missing and tokens are replayed to rebuild
+        it.
+        """
+        if not self.replay_tokens:
+            return sequence.num_computed
+        state = sequence.conv.state
+        if state and self._is_usable(state, sequence.num_computed):
+            return state.num_tokens
+        return max(0, sequence.num_computed - self.replay_tokens)
+
+    def assign_slots(self, sequence: Sequence) -> tuple[int | None, int]:
+        """Assign the slots of a planned chunk.
+
+        Returns:
+            The slot of the state that it reads, None for zero, and the slot of the next state.
+        """
+        if not self.replay_tokens:
+            return None, 0
+
+        conv = sequence.conv
+        if conv.next_slot is None:
+            self._free_a_slot()
+            [conv.next_slot] = self._slots.allocate(1)
+
+        is_usable = conv.state is not None and self._is_usable(conv.state, sequence.num_computed)
+        return conv.state.slot if conv.state and is_usable else None, conv.next_slot
+
+    def commit(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Make the state that a computed chunk has written the sequence's own."""
+        slot = sequence.conv.next_slot
+        if slot is None:
+            return
+
+        previous = sequence.conv.state
+        is_continued = previous is not None and chunk.state_slot is not None
+        since = previous.since if previous and is_continued else chunk.start
+        sequence.conv.next_slot = None
+        self._drop(sequence)
+        sequence.conv.state = ConvState(slot, chunk.end, since)
+
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Give a child that shares the parent's first `num_computed` tokens its state, too.
+
+        A state that covers later tokens is not shared.
+        """
+        state = parent.conv.state
+        if state and state.num_tokens <= child.num_computed:
+            self._slots.share([state.slot])
+            child.conv.state = state
+
+    def release_next(self, sequence: Sequence) -> None:
+        """Free the slot that the sequence would have written next."""
+        if sequence.conv.next_slot is not None:
+            self._slots.free([sequence.conv.next_slot])
+            sequence.conv.next_slot = None
+
+    def release(self, sequence: Sequence) -> None:
+        """Free all slots of a sequence that ends."""
+        self.release_next(sequence)
+        self._drop(sequence)
+
+    def check_integrity(self) -> None:
+        """Assert that every slot is free or held, and that no state is read and written at once."""
+        conv_slots = [each.conv for each in self._sequences]
+        states = [each.state.slot for each in conv_slots if each.state]
+        written = [each.next_slot for each in conv_slots if each.next_slot is not None]
+        self._slots.check_integrity([states, written])
+
+        waiting = [each for each in self._sequences if not each.is_running]
+        assert all(each.conv.next_slot is None for each in waiting), "a waiting sequence has one"
+        assert len(set(written)) == len(written), "two sequences write to one slot"
+        assert not set(written) & set(states), "a state is overwritten"
+
+    def _is_usable(self, state: ConvState, num_computed: int) -> bool:
+        """Whether continuing the state is exact at `num_computed` and saves work.
+
+        That is, no more tokens are computed than by a replay from zero.
+        """
+        zero = max(0, num_computed - self.replay_tokens)
+        return state.since <= zero <= state.num_tokens <= num_computed
+
+    def _free_a_slot(self) -> None:
+        """Drop states of waiting sequences, the least important first, until a slot is free."""
+        for sequence in reversed(list(self._sequences)):
+            if self._slots.num_free:
+                return
+            if not sequence.is_running:
+                self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.conv.state:
+            self._slots.free([sequence.conv.state.slot])
+            sequence.conv.state = None

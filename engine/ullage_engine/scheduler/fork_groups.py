@@ -1,0 +1,70 @@
+"""Samples of one prompt: one of them computes the shared tokens for all."""
+
+from ullage_engine.scheduler.sequence import Sequence
+
+
+class ForkGroups:
+    """Samples of one prompt: a parent computes the tokens all share, its children fork from it.
+
+    A child waits until its parent has computed the shared tokens. When the parent is removed
+    before that, the most important child takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._children: dict[Sequence, list[Sequence]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._children)
+
+    def form(self, parent: Sequence, children: list[Sequence], num_shared_tokens: int) -> None:
+        """Make `children` wait until the parent has computed its first `num_shared_tokens`."""
+        parent.fork.has_children = bool(children)
+        for child in children:
+            child.fork.parent = parent
+            child.fork.num_shared_tokens = num_shared_tokens
+        if children:
+            self._children[parent] = children
+
+    def children(self, parent: Sequence) -> list[Sequence]:
+        """Return the sequences that wait for the parent, the most important first."""
+        return list(self._children.get(parent, ()))
+
+    def take_ready(self, parent: Sequence) -> list[Sequence]:
+        """Release the children that can fork from the parent now.
+
+        Afterwards they are independent of the parent.
+        """
+        ready = self._children.get(parent)
+        if not ready or parent.num_computed < ready[0].fork.num_shared_tokens:
+            return []
+
+        del self._children[parent]
+        parent.fork.has_children = False
+        for child in ready:
+            child.fork.parent = None
+        return ready
+
+    def remove(self, sequence: Sequence) -> list[Sequence]:
+        """Remove a sequence.
+
+        Returns:
+            The children that lose it. The first of them is the new parent of the others.
+        """
+        if sequence.fork.parent:
+            self._detach(sequence, sequence.fork.parent)
+
+        orphans = self._children.pop(sequence, [])
+        if orphans:
+            new_parent, *others = orphans
+            new_parent.fork.parent = None
+            self.form(new_parent, others, new_parent.fork.num_shared_tokens)
+        return orphans
+
+    def _detach(self, child: Sequence, parent: Sequence) -> None:
+        remaining = [each for each in self._children[parent] if each is not child]
+        child.fork.parent = None
+        parent.fork.has_children = bool(remaining)
+        if remaining:
+            self._children[parent] = remaining
+        else:
+            del self._children[parent]

@@ -1,0 +1,163 @@
+"""What the scheduler reports: counts of its work, and of the memory that is held.
+
+Some figures need a walk over all sequences. A `WalkLimiter` bounds the time that walks take.
+"""
+
+import bisect
+import math
+from collections.abc import Callable, Iterable
+
+from ullage_common.request_cost import MemoryProfile
+from ullage_engine.protocol.figures import Figures
+from ullage_engine.protocol.worker_state import SchedulerStats
+from ullage_engine.scheduler.sequence import Sequence
+from ullage_engine.scheduler.state import SchedulerState
+
+_FREELY_WALKED = 64
+"""Number of sequences that each report may look at, one by one."""
+_WALKED_PER_S = 1000
+"""Sequences looked at for reports in a second where there are more: about 1 % of the time."""
+
+
+class WalkLimiter:
+    """Decides when a figure that no counter gives may be computed from all sequences again."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` in seconds."""
+        self._clock = clock
+        self._walked_at = -math.inf
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last walk."""
+        return self._clock() - self._walked_at
+
+    def is_due(self, num_sequences: int) -> bool:
+        """Whether to look at so many sequences now, which then counts as a walk."""
+        now = self._clock()
+        interval_s = 0.0 if num_sequences <= _FREELY_WALKED else num_sequences / _WALKED_PER_S
+        if now - self._walked_at < interval_s:
+            return False
+        self._walked_at = now
+        return True
+
+
+class SchedulerStatistics:
+    """Counts the scheduler's work, and reports it together with the memory that is held."""
+
+    def __init__(self, profile: MemoryProfile, state: SchedulerState) -> None:
+        self.figures = Figures()
+        self.num_steps = 0
+        """Steps with work that were committed."""
+        self.num_preemptions = 0
+        self.prefix_lookup_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.prefix_merged_tokens = 0
+
+        self._profile = profile
+        self._state = state
+        self._walks = WalkLimiter(state.clock)
+        self._num_tail_tokens = 0
+        """Tokens in blocks outside the prefix cache, when they were last counted."""
+
+    def collect(self) -> SchedulerStats:
+        """Collect the statistics.
+
+        With many sequences `kv_used_bytes` may be a moment old. The other figures are current.
+        """
+        cache = self._state.cache
+        sequences = self._state.sequences
+        swap = self._state.swap
+        speculation = self._state.speculation
+        block_bytes = self._profile.block_bytes
+        size = cache.block_tokens
+
+        if self._walks.is_due(len(sequences)):
+            self._num_tail_tokens = stored_tokens(
+                sequences, size, cache.is_cached, cache.is_private
+            )
+        num_used_tokens = cache.num_cached_used * size + self._num_tail_tokens
+        num_committed = cache.num_available - self._state.reservations.num_available
+
+        return SchedulerStats(
+            kv_pool_bytes=self._profile.kv_pool_bytes,
+            kv_free_bytes=cache.num_free * block_bytes,
+            kv_reclaimable_bytes=cache.num_reclaimable * block_bytes,
+            kv_committed_bytes=num_committed * block_bytes,
+            kv_used_bytes=num_used_tokens * block_bytes // size,
+            num_running=sequences.num_running,
+            num_waiting=sequences.num_waiting,
+            num_steps=self.num_steps,
+            expected_output_tokens=self._state.output_lengths.estimate,
+            prefill_backlog_tokens=sequences.num_backlog_tokens,
+            num_preemptions=self.num_preemptions,
+            num_swaps=swap.num_swaps,
+            swap_out_bytes=swap.num_blocks_out * block_bytes,
+            swap_in_bytes=swap.num_blocks_in * block_bytes,
+            prefix_lookup_tokens=self.prefix_lookup_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            prefix_merged_tokens=self.prefix_merged_tokens,
+            num_draft_tokens=speculation.num_draft_tokens if speculation else 0,
+            num_accepted_tokens=speculation.num_accepted_tokens if speculation else 0,
+            num_sessions=len(cache.sessions),
+            session_bytes=cache.num_session_blocks * block_bytes,
+            figures=self.figures.copy(),
+        )
+
+
+def stored_tokens(
+    sequences: Iterable[Sequence],
+    block_tokens: int,
+    is_cached: Callable[[int], bool],
+    is_private: Callable[[int], bool],
+) -> int:
+    """Count tokens in blocks outside the prefix cache, those of a shared block once.
+
+    Args:
+        sequences: the sequences whose blocks are counted.
+        block_tokens: tokens of a block.
+        is_cached: whether the prefix cache has the block.
+        is_private: whether one sequence holds the block, and not the cache. That sequence then
+            holds all blocks behind it alone, too, so a binary search finds where they begin.
+    """
+    num_tokens = 0
+    shared: dict[int, int] = {}
+
+    for sequence in sequences:
+        table = sequence.blocks.ids
+        first = sequence.num_cached_blocks
+        private = bisect.bisect_left(
+            range(len(table)), True, lo=first, key=lambda index: is_private(table[index])
+        )
+        for index in range(first, private):
+            tokens = max(0, min(block_tokens, sequence.num_computed - index * block_tokens))
+            if not is_cached(table[index]):
+                shared[table[index]] = max(tokens, shared.get(table[index], 0))
+        num_tokens += max(0, sequence.num_computed - private * block_tokens)
+
+        for index, block in enumerate(sequence.windows.ids, sequence.windows.first):
+            if not is_cached(block):
+                tokens = max(0, min(block_tokens, sequence.num_computed - index * block_tokens))
+                shared[block] = max(tokens, shared.get(block, 0))
+
+    return num_tokens + sum(shared.values())
+
+
+def holder_shares(block_ids: list[int], ref_count: Callable[[int], int]) -> float:
+    """Count a sequence's blocks, each divided by the number of sequences that hold it.
+
+    A sequence that holds a block holds all before it, so reference counts never rise along a table.
+    Binary searches find the few runs of equal counts.
+    """
+    shares = 0.0
+    start = 0
+    while start < len(block_ids):
+        count = ref_count(block_ids[start])
+        end = len(block_ids)
+        if count > 1:
+            end = bisect.bisect_left(
+                range(end), True, lo=start, key=lambda index: ref_count(block_ids[index]) < count
+            )
+        shares += (end - start) / count
+        start = end
+    return shares
