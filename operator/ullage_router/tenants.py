@@ -28,7 +28,6 @@ from ullage_common.wire.errors import ServiceError
 from ullage_common.wire.limits import MAX_PRIORITY
 from ullage_router import errors
 from ullage_router.policy.quota import MINUTE_S, ROUNDING, Bucket, Quota, Shortage
-from ullage_router.shared_quota import QuotaFolder, SharedQuota
 from ullage_router.telemetry.metrics import TenantMetrics
 from ullage_router.telemetry.record import RequestRecord
 
@@ -135,29 +134,20 @@ class Account:
 
     name: str
     rules: TenantRules
-    own_quota: Quota
-    """The quota where no other process shares it, otherwise as it was at the beginning."""
-    shared: SharedQuota | None = None
+    quota: Quota
+    """What is left."""
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     limited: Counter[str] = field(default_factory=Counter)
     """Refusals by the limit that was reached."""
 
-    @property
-    def quota(self) -> Quota:
-        """What is left, with the requests of all processes that share it."""
-        return self.shared.state if self.shared else self.own_quota
-
     def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
         """Make one step of the quota; return what it is short of, and change nothing then."""
-        if self.shared:
-            result = self.shared.apply(step)
-            return result if isinstance(result, Shortage) else None
-        result = step(self.own_quota)
+        result = step(self.quota)
         if isinstance(result, Shortage):
             return result
-        self.own_quota = result
+        self.quota = result
         return None
 
     def as_json(self, now: float) -> dict[str, object]:
@@ -263,7 +253,7 @@ class TenantSession:
     @property
     def max_concurrency(self) -> int | None:
         """How many requests the tenant may have at a time; None: any number."""
-        return self._account.own_quota.concurrency
+        return self._account.quota.concurrency
 
     def check_many(self, count: int, tokens: int) -> None:
         """Checks that so many requests may be sent at once; nothing is taken.
@@ -275,7 +265,7 @@ class TenantSession:
             ServiceError: INVALID_ARGUMENT when a limit is lower than that, or RESOURCE_EXHAUSTED
                 when fewer requests are left now.
         """
-        own = self._account.own_quota
+        own = self._account.quota
         if own.requests and count > own.requests.capacity:
             allowed = own.requests.capacity
             raise errors.inputs_above_quota(count, count, "requests_per_minute", allowed)
@@ -335,7 +325,7 @@ class TenantSession:
             ServiceError: INVALID_ARGUMENT when the prompt exceeds the limit itself, or
                 RESOURCE_EXHAUSTED.
         """
-        bucket = self._account.own_quota.tokens
+        bucket = self._account.quota.tokens
         if not self._active or bucket is None or self._charged or self._was_paid:
             return
         if prompt_tokens > bucket.capacity:
@@ -474,17 +464,10 @@ class Tenants:
     Args:
         section: None where all clients may do everything.
         metrics: counts by tenant; those not listed are one.
-        shared: where quotas are that other processes share; None: there are none.
     """
 
-    def __init__(
-        self,
-        section: TenantsSection | None,
-        metrics: TenantMetrics | None,
-        shared: QuotaFolder | None = None,
-    ) -> None:
+    def __init__(self, section: TenantsSection | None, metrics: TenantMetrics | None) -> None:
         self._section = section
-        self._shared_quotas = shared
         self._metrics = metrics
         self._rules = {t.name: t for t in section.tenants} if section else {}
         self._accounts: dict[str, Account] = {}
@@ -586,10 +569,7 @@ class Tenants:
         if name not in self._accounts:
             assert self._section
             rules = self._rules.get(name, self._section.defaults)
-            account = open_account(name, rules, self._section.share, time.monotonic())
-            if self._shared_quotas and account.own_quota != Quota():
-                account.shared = self._shared_quotas.open(name, account.own_quota)
-            self._accounts[name] = account
+            self._accounts[name] = open_account(name, rules, self._section.share, time.monotonic())
         return self._accounts[name]
 
     async def _reload(self) -> None:
@@ -610,6 +590,4 @@ class Tenants:
         for name, account in list(self._accounts.items()):
             is_known = name in self._loaded.keys or name == ANONYMOUS or name in self._rules
             if not is_known and not account.quota.active:
-                if account.shared:
-                    account.shared.close()
                 del self._accounts[name]

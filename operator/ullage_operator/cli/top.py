@@ -306,8 +306,6 @@ def headline(frame: Frame) -> Text:
         f"   {frame.requests_per_s:.1f} requests/s   {frame.tokens_per_s:.1f} tokens/s   "
         f"{frame.inflight} in flight   headroom {size(headroom)} of {size(pool)}"
     )
-    if frame.processes > 1:
-        text.append(f"   {frame.processes} router processes", "dim")
     return text
 
 

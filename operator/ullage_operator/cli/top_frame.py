@@ -18,10 +18,10 @@ class Sample(msgspec.Struct, frozen=True):
     at: float
     """Seconds on the monotonic clock."""
     stats: Document
-    """/stats, of the process that was asked."""
+    """The page /stats."""
     totals: Mapping[tuple[str, ...], float]
-    """/metrics without the prefix of their names, added up over the router's processes: by name,
-    and values of the labels in the order of their names."""
+    """The page /metrics without the prefix of its names: by name, and values of the labels in the
+    order of their names."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -54,7 +54,6 @@ class DecisionRow(msgspec.Struct, frozen=True):
 
     action: str
     reason: str
-    """Empty where several processes have only the action in common."""
     total: int
     per_s: float
 
@@ -83,8 +82,6 @@ class Frame(msgspec.Struct, frozen=True):
 
     model: str
     ready: bool
-    processes: int
-    """Number of the router's processes; engines and the latest requests are those of one."""
     requests_per_s: float
     tokens_per_s: float
     """Speed of all running sequences of all engines."""
@@ -96,7 +93,7 @@ class Frame(msgspec.Struct, frozen=True):
     queue_max_requests: int
     queue_bytes: int
     queue_oldest_s: float
-    """The longest wait in the process that was asked, seconds."""
+    """The longest wait of those in the queue, seconds."""
     retry_after_s: tuple[int, int] | None
     """Least and most that refusals among the latest requests said; None where there are none."""
     engines: tuple[EngineRow, ...]
@@ -114,8 +111,7 @@ def read_metrics(text: str) -> dict[tuple[str, ...], float]:
             continue
         for sample in family.samples:
             if sample.name.startswith(PREFIX):
-                labels = {k: v for k, v in sample.labels.items() if k != "process"}
-                values = (labels[name] for name in sorted(labels))
+                values = (sample.labels[name] for name in sorted(sample.labels))
                 totals[(sample.name.removeprefix(PREFIX), *values)] += sample.value
     return dict(totals)
 
@@ -124,7 +120,6 @@ def make_frame(before: Sample | None, now: Sample) -> Frame:
     """Return what is to be shown; rates are 0 without a sample before."""
     stats = now.stats
     queue = now.stats["queue"]
-    processes = stats.get("processes", 1)
     engines = tuple(sorted(map(_engine, stats["engines"]), key=lambda row: (row.pool, row.id)))
     latest = tuple(_latest(record) for record in stats["latest"][:MAX_LATEST])
     waits = [row.retry_after_s for row in latest if row.retry_after_s is not None]
@@ -132,14 +127,13 @@ def make_frame(before: Sample | None, now: Sample) -> Frame:
     return Frame(
         model=stats["model"],
         ready=stats["ready"],
-        processes=processes,
         requests_per_s=_rate(before, now, "requests_total"),
         tokens_per_s=round(sum(engine.tokens_per_s for engine in engines), 2),
         answered_tokens_per_s=_rate(before, now, "output_tokens_total"),
         refused_per_s=round(sum(row.per_s for row in decisions if row.action == "reject"), 2),
         inflight=int(_total(now, "inflight_requests")),
         queue_requests=int(_total(now, "queue_requests")),
-        queue_max_requests=queue["max_requests"] * processes,
+        queue_max_requests=queue["max_requests"],
         queue_bytes=int(_total(now, "queue_bytes")),
         queue_oldest_s=queue.get("oldest_s", 0.0),
         retry_after_s=(min(waits), max(waits)) if waits else None,
@@ -191,18 +185,10 @@ def _decisions(before: Sample | None, now: Sample) -> tuple[DecisionRow, ...]:
 
 
 def _counts(sample: Sample) -> dict[tuple[str, str], int]:
-    """Return decisions by action and reason. Of several processes only what their metrics say can
-    be added up: the action, and of refusals the reason."""
+    """Return the numbers of decisions by action and reason."""
     counts: Counter[tuple[str, str]] = Counter()
-    if sample.stats.get("processes", 1) == 1:
-        for each in sample.stats["decisions"]:
-            counts[each["action"], each["reason"]] += each["count"]
-        return dict(counts)
-    for (name, *labels), value in sample.totals.items():
-        if name == "decisions_total" and labels[0] != "reject":
-            counts[labels[0], ""] += int(value)
-        if name == "refusals_total":
-            counts["reject", labels[0]] += int(value)
+    for each in sample.stats["decisions"]:
+        counts[each["action"], each["reason"]] += each["count"]
     return dict(counts)
 
 

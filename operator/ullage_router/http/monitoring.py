@@ -1,24 +1,18 @@
 """The pages on the metrics port, for Prometheus and for the operator.
 
-/metrics         Prometheus' text, of all processes of this router
-/stats           the state of the process that is asked, as JSON
-/measures        a list with each process's `PoolReport`s by pool, as JSON
+/metrics         Prometheus' text
+/stats           the router's state, as JSON
+/measures        a list of one item, the `PoolReport`s by pool, as JSON
 /measures/wait   the same, once a pool that sleeps is needed, or after `WAIT_S`
 /console         the console, where it is on (`console/console.py`)
 
-Every process answers on a Unix socket of its own with its own metrics. A process that is asked over
-the network asks all others and puts their answers together; the label `process` of each sample says
-whose it is, so that Prometheus can add them up and gauges keep their meaning.
+/measures is a list because a router of 0.1.0 could have several processes, each with an item of its
+own, and an operator reads routers of both versions during an upgrade.
 """
 
-import asyncio
-import contextlib
 import logging
-import socket
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from pathlib import Path
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
@@ -28,10 +22,11 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.errors import http_status, internal, method_not_allowed
 from ullage_router.http.messages import Endpoint, Reply, Request, Routes
 from ullage_router.http.openai.errors import envelope, error_headers
-from ullage_router.http.server import HTTPServer
 from ullage_router.server.load_report import LoadReporter
 
 WAIT_S = 10.0
+ANSWER_TIMEOUT_S = 2.0
+"""Seconds that pages which are being sent have at the router's end."""
 JSON = "application/json"
 
 log = logging.getLogger(__name__)
@@ -91,8 +86,8 @@ def _endpoint(request: Request, methods: Mapping[str, Endpoint]) -> Endpoint:
     raise method_not_allowed(request.path, ", ".join(methods))
 
 
-def own_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, Page]:
-    """Return the pages of this process."""
+def make_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, Page]:
+    """Return the pages that need no key, by path."""
 
     async def metrics() -> tuple[str, bytes]:
         return CONTENT_TYPE_LATEST, exposition(registry)
@@ -105,143 +100,3 @@ def own_pages(registry: CollectorRegistry, measures: LoadReporter) -> dict[str, 
         return await report()
 
     return {"/metrics": metrics, "/measures": report, "/measures/wait": wait}
-
-
-ANSWER_TIMEOUT_S = 2.0
-ASK_AGAIN_S = 0.5
-_HEAD_END = b"\r\n\r\n"
-
-
-class Siblings:
-    """The processes that share this one's ports.
-
-    Args:
-        pages: of this process.
-        stats: of this process; see `Pages`.
-        folder: where each has its socket.
-        index: of this process.
-        count: of all.
-        routes: of the console, for the network.
-        own_routes: of the console, for the other processes.
-    """
-
-    def __init__(
-        self,
-        pages: Mapping[str, Page],
-        stats: Callable[[str | None], bytes],
-        folder: Path,
-        index: int,
-        count: int,
-        routes: Routes | None = None,
-        own_routes: Routes | None = None,
-    ) -> None:
-        self._pages = pages
-        self._folder = folder
-        self._index = index
-        self._count = count
-        self._own = HTTPServer(Pages(pages, stats, own_routes))
-        self.pages = Pages(
-            {
-                "/metrics": self._metrics,
-                "/measures": self._measures,
-                "/measures/wait": self._wait,
-            },
-            stats,
-            routes,
-        )
-        """Pages of all processes together."""
-        self._shared: HTTPServer | None = None
-
-    async def start(self, metrics_listener: socket.socket, shared: HTTPServer) -> None:
-        """Serve the other processes from now on, and the network on the port of the metrics.
-
-        Args:
-            shared: serves `pages`.
-        """
-        self._shared = shared
-        path = socket_path(self._folder, self._index)
-        path.unlink(missing_ok=True)  # of a process that died in this place
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(path))
-        await self._own.start(listener)
-        await shared.start(metrics_listener)
-
-    async def stop(self) -> None:
-        if self._shared:
-            await self._shared.stop(ANSWER_TIMEOUT_S)
-        await self._own.stop(ANSWER_TIMEOUT_S)
-
-    async def _metrics(self) -> tuple[str, bytes]:
-        texts = {i: text.decode() for i, text in (await self._all("/metrics")).items()}
-        return CONTENT_TYPE_LATEST, merged(texts).encode()
-
-    async def _measures(self) -> tuple[str, bytes]:
-        """The reports of all processes that answer; those of one that does not are missing."""
-        documents = (await self._all("/measures")).values()
-        reports = [report for text in documents for report in msgspec.json.decode(text)]
-        return JSON, msgspec.json.encode(reports)
-
-    async def _wait(self) -> tuple[str, bytes]:
-        """Return the reports as soon as any process says that a pool is wanted."""
-        end = time.monotonic() + WAIT_S
-        while True:
-            kind, body = await self._measures()
-            reports = msgspec.json.decode(body)
-            is_needed = any(pool["wanted"] for report in reports for pool in report.values())
-            if is_needed or time.monotonic() >= end:
-                return kind, body
-            await asyncio.sleep(ASK_AGAIN_S)
-
-    async def _all(self, page: str) -> dict[int, bytes]:
-        """Return the page of each process that answers, by index."""
-        others = [i for i in range(self._count) if i != self._index]
-        answers = await asyncio.gather(*(_ask(socket_path(self._folder, i), page) for i in others))
-        _, own = await self._pages[page]()
-        by_index = {i: text for i, text in zip(others, answers, strict=True) if text is not None}
-        return {self._index: own, **by_index}
-
-
-def merged(texts: Mapping[int, str]) -> str:
-    """Prometheus' text of several processes as one, each sample with the label `process`."""
-    families: dict[str, list[str]] = {}
-    for index in sorted(texts):
-        family: list[str] = []
-        for line in texts[index].splitlines():
-            if line.startswith("# HELP "):
-                is_new = line not in families
-                family = families.setdefault(line, [])
-            elif line.startswith("#"):
-                if is_new:
-                    family.append(line)
-            elif line:
-                family.append(_labelled(line, index))
-    lines = [line for head, family in families.items() for line in (head, *family)]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _labelled(sample: str, index: int) -> str:
-    name, brace, rest = sample.partition("{")
-    if brace:
-        return f'{name}{{process="{index}",{rest}'
-    name, _, value = sample.partition(" ")
-    return f'{name}{{process="{index}"}} {value}'
-
-
-async def _ask(path: Path, page: str) -> bytes | None:
-    """None when that process does not answer: it is starting, or gone."""
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(str(path))
-            try:
-                writer.write(f"GET {page} HTTP/1.0\r\n\r\n".encode())
-                answer = await reader.read(-1)
-            finally:
-                writer.close()
-            head, _, body = answer.partition(_HEAD_END)
-            return body if b" 200 " in head else None
-    return None
-
-
-def socket_path(folder: Path, index: int) -> Path:
-    """Return where a process has its socket."""
-    return folder / f"{index}.sock"

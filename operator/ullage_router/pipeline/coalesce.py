@@ -34,8 +34,6 @@ MAX_LOG_BYTES = 1 << 20
 usual answer."""
 MAX_UNREAD_BYTES = 64 << 10
 """Bytes that the engine may be ahead of the fastest reader."""
-LOOK_AGAIN_S = 1.0
-"""Seconds between two looks whether other processes still read an answer that nobody here does."""
 
 
 def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
@@ -124,14 +122,11 @@ class SharedGeneration:
 
     is_finished
         the whole answer was generated
-    is_read_elsewhere
-        says whether the generation goes on without readers here
     """
 
     def __init__(self, call: Call, window_s: float, *, keeps_all: bool = False) -> None:
         self._keeps_all = keeps_all
         self.is_finished = False
-        self.is_read_elsewhere: Callable[[], bool] = lambda: False
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
         self.call = copy.copy(call)
@@ -153,7 +148,6 @@ class SharedGeneration:
         self._changed = asyncio.Event()
         self._may_go_on = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._next_look: asyncio.TimerHandle | None = None
 
     @property
     def is_joinable(self) -> bool:
@@ -183,20 +177,10 @@ class SharedGeneration:
         return reader
 
     def leave(self, reader: "_Reader") -> None:
-        """Remove a reader; the generation ends with its last one, here and elsewhere."""
+        """Remove a reader; the generation ends with its last one."""
         self._readers.discard(reader)
         self._may_go_on.set()
-        self._end_unread()
-
-    def _end_unread(self) -> None:
-        if self._next_look:
-            self._next_look.cancel()
-        if self._readers or self._task is None or self._task.done():
-            return
-        if self.is_read_elsewhere():
-            loop = asyncio.get_running_loop()
-            self._next_look = loop.call_later(LOOK_AGAIN_S, self._end_unread)
-        else:
+        if not self._readers and self._task:
             self._task.cancel()
 
     async def wait_for_change(self) -> None:

@@ -1,8 +1,8 @@
 """Reports what the operator scales pools by: the memory that they have and lack, and how late their
 requests are.
 
-Each report is one process's; its reader adds up those of all processes and routers. Numbers that
-engines report to every router alike are marked: of these the largest counts.
+Each report is one router's; its reader adds up those of all routers. Numbers that engines report to
+every router alike are marked: of these the largest counts.
 """
 
 import time

@@ -5,10 +5,9 @@ import functools
 import logging
 import socket
 import time
-from pathlib import Path
 
 from ullage.headroom.v1 import headroom_pb2
-from ullage_common.config.router import IdempotencySection, RouterConfig
+from ullage_common.config.router import RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.process.tracing import start_tracing
 from ullage_common.wire.fingerprint import num_kinds
@@ -28,7 +27,6 @@ from ullage_router.pipeline.generate import EngineStages
 from ullage_router.pipeline.idempotency import IdempotencyKeys
 from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
 from ullage_router.pipeline.replace import Replacer
-from ullage_router.pipeline.shared_answers import AnswerFolder
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.prompts.prompts import PromptBuilder
@@ -36,8 +34,7 @@ from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.rollout import Rollout, TrialCollector
 from ullage_router.server.load_report import LoadReporter
-from ullage_router.server.processes import ProcessSlot, RouterTLS
-from ullage_router.shared_quota import QuotaFolder
+from ullage_router.server.tls import RouterTLS
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest
 from ullage_router.telemetry.record import RequestRecord, Stats
 from ullage_router.tenants import ANONYMOUS, Tenants
@@ -52,14 +49,10 @@ class RouterService:
 
     observers
         called with the record of every request that is over
-
-    Args:
-        place: among the processes that share quotas and answers; None where there are no others.
     """
 
-    def __init__(self, config: RouterConfig, place: ProcessSlot | None = None) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self._process = _process_json(config, place)
         routing = config.routing
         self.stats = Stats()
         self.metrics = Metrics(self._named_tenants())
@@ -91,8 +84,7 @@ class RouterService:
             config.rollout_file, self.engines, self._prompts, config.model, self._on_stop
         )
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
-        quotas = QuotaFolder(Path(place.folder) / "quotas", place.index) if place else None
-        self.tenants = Tenants(config.tenants, self._tenant_metrics(), quotas)
+        self.tenants = Tenants(config.tenants, self._tenant_metrics())
         self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
         self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
         self.load_reporter = LoadReporter(config, self.engines, self.queue, self.scale_to_zero)
@@ -107,7 +99,8 @@ class RouterService:
             self.tls.add(self.cascade.certificates)
         self.coalescer = Coalescer(routing.coalesce) if routing.coalesce.enabled else None
         self.replacer = Replacer() if routing.replace.enabled else None
-        self.idempotency = _idempotency(routing.idempotency, place)
+        idempotency = routing.idempotency
+        self.idempotency = IdempotencyKeys(idempotency) if idempotency.enabled else None
         self.signer = TicketSigner(config.tickets) if config.tickets else None
         self.issuer = TicketIssuer(
             config,
@@ -121,7 +114,8 @@ class RouterService:
         self.observers = [self.stats.on_end, self.load_reporter.on_end, self.metrics.on_end]
         self._is_leaving = self._has_served = False
         self.stages, last = self._stages()
-        self.tracer = start_tracing(config.tracing, "ullage-router", _identity(place))
+        identity = {"service.instance.id": socket.gethostname()}
+        self.tracer = start_tracing(config.tracing, "ullage-router", identity)
         self.pipeline = RequestPipeline(chain(self.stages, last), self._on_end, self.tracer)
         self._watch()
 
@@ -264,7 +258,6 @@ class RouterService:
             "cascade": self.cascade.snapshot() if self.cascade else [],
             **self.tenants.snapshot(),
             **self.tls.snapshot(),
-            **self._process,
         }
 
     def _on_stop(self, is_stopped: bool) -> None:
@@ -366,26 +359,6 @@ class RouterService:
 def _breaker_json(breaker: Breaker) -> dict[str, object]:
     state = breaker.state(time.monotonic())
     return {"state": state, "failures": breaker.failures, "openings": breaker.openings}
-
-
-def _process_json(config: RouterConfig, place: ProcessSlot | None) -> dict[str, object]:
-    return {"process": place.index, "processes": config.processes} if place else {}
-
-
-def _identity(place: ProcessSlot | None) -> dict[str, str]:
-    """Return what tells this process from others in traces."""
-    pod = socket.gethostname()
-    return {"service.instance.id": f"{pod}/{place.index}" if place else pod}
-
-
-def _idempotency(section: IdempotencySection, place: ProcessSlot | None) -> IdempotencyKeys | None:
-    if not section.enabled:
-        return None
-    if place is None:
-        return IdempotencyKeys(section)
-    path = Path(place.folder) / "answers"
-    folder = AnswerFolder(path, place.index, section.ttl, section.max_bytes)
-    return IdempotencyKeys(section, folder=folder)
 
 
 def _engine_json(engine: Engine) -> dict[str, object]:

@@ -16,11 +16,11 @@ import pytest
 import uvloop
 from ullage_testing.loop_watch import watched_loop
 
+from ullage_common.process.addresses import listen
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http.connection import STARTED_PER_TURN, Connection, ConnectionState
 from ullage_router.http.messages import BodyRoom, Limits, Reply, Request
 from ullage_router.http.server import HTTPServer
-from ullage_router.server.processes import listen
 
 WAIT_S = 20.0
 SMALL = Limits(

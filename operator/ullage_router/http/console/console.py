@@ -2,13 +2,10 @@
 
 /console               the page; console.css and console.js are below it
 /console/events        what happens, as server-sent events:
-    state                  /stats of a process without its records, at once and every second
+    state                  /stats without its records, at once and every second
     decisions              records of requests that ended since, oldest first; at first the latest
 /console/overload      sends many requests at once, of a service on one's own machine
 /v1/chat/completions   for the page's chat, where the port has no other
-
-Where several processes share the ports, the one that is asked also hands on the events of the
-others, which it reads from their sockets: each event says whose it is, and the page adds them up.
 """
 
 import asyncio
@@ -18,7 +15,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from http import HTTPStatus
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -35,8 +31,6 @@ from ullage_router.http.messages import (
     Routes,
     asgi,
 )
-from ullage_router.http.monitoring import socket_path
-from ullage_router.server.processes import ProcessSlot
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
 
@@ -50,9 +44,7 @@ FLUSH_EVERY_S = 0.2
 MAX_PENDING = 256
 """Records that wait for one reader; of more the oldest are skipped, and the reader is told."""
 MAX_READERS = 16
-"""Readers of one process."""
-RECONNECT_S = 1.0
-MAX_EVENT_BYTES = 4 << 20
+"""Readers of the console's events at a time."""
 SENTENCE = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. "
 
 _TYPES = {"html": b"text/html", "css": b"text/css", "js": b"text/javascript"}
@@ -100,22 +92,14 @@ class RecordBuffer:
 
 
 class Console:
-    """Serves the page and its events, and sends an overload.
+    """Serves the page and its events, and sends an overload."""
 
-    Args:
-        place: of this process among those that share the ports; None when it is the only one.
-    """
-
-    def __init__(
-        self, service: RouterService, section: ConsoleSection, place: ProcessSlot | None
-    ) -> None:
+    def __init__(self, service: RouterService, section: ConsoleSection) -> None:
         self._service = service
         self._is_local = section.local
         tls = service.config.tls.router
         self._has_chat = not (tls and tls.client_ca_dir)
         """Whether the port of the metrics, which asks for no certificate, may take requests."""
-        indices = [i for i in range(service.config.processes) if place and i != place.index]
-        self._siblings = [socket_path(Path(place.folder), i) for i in indices if place]
         self._readers: set[RecordBuffer] = set()
         self._closing = asyncio.Event()
         self._app: Endpoint | None = None
@@ -132,17 +116,13 @@ class Console:
             CONSOLE: _page("console.html"),
             f"{CONSOLE}/console.css": _page("console.css"),
             f"{CONSOLE}/console.js": _page("console.js"),
-            EVENTS: {"GET": self._send_all_events},
+            EVENTS: {"GET": self._send_events},
         }
         if self._has_chat:
             routes[CHAT] = {"POST": self._chat}
         if self._is_local:
             routes[OVERLOAD] = {"POST": self._begin_overload}
         return routes
-
-    def own_routes(self) -> Routes:
-        """Return the paths for the other processes."""
-        return {EVENTS: {"GET": self._send_own_events}}
 
     def close(self) -> None:
         """End what was begun: open events would keep the server from stopping."""
@@ -158,31 +138,18 @@ class Console:
         assert self._app
         await self._app(request, reply)
 
-    async def _send_all_events(self, request: Request, reply: Reply) -> None:
-        self._service.tenants.check_stats(request.headers.get("authorization"))
-        await self._send_events(reply, self._siblings)
+    async def _send_events(self, request: Request, reply: Reply) -> None:
+        """Send events until the reader goes or the router stops.
 
-    async def _send_own_events(self, request: Request, reply: Reply) -> None:
-        await self._send_events(reply, ())
-
-    async def _send_events(self, reply: Reply, siblings: Sequence[Path]) -> None:
-        """Send events until the reader goes or this process stops.
-
-        A reader that takes nothing is cut off by the server.
+        The server cuts off a reader that takes nothing.
         """
+        self._service.tenants.check_stats(request.headers.get("authorization"))
         if len(self._readers) >= MAX_READERS:
             raise console_busy(f"{MAX_READERS} readers watch this router already; close one")
-        async with contextlib.aclosing(self._events()) as own:
-            reply.start(HTTPStatus.OK, _EVENT_HEADERS)
-            await reply.piece(await anext(own))  # with the head, before others send
-            relays = [asyncio.create_task(self._relay(path, reply)) for path in siblings]
-            try:
-                async for data in own:
-                    await reply.piece(data)
-            finally:
-                for relay in relays:
-                    relay.cancel()
-                await asyncio.gather(*relays, return_exceptions=True)
+        reply.start(HTTPStatus.OK, _EVENT_HEADERS)
+        async with contextlib.aclosing(self._events()) as events:
+            async for data in events:
+                await reply.piece(data)
         await reply.end()
 
     async def _events(self) -> AsyncGenerator[bytes]:
@@ -209,23 +176,14 @@ class Console:
             "console": {"local": self._is_local, "chat": self._has_chat}
         }
 
-    async def _relay(self, path: Path, reply: Reply) -> None:
-        """Send the events of another process, also of the one that starts in its place."""
-        while True:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                async with contextlib.aclosing(_events_of(path)) as events:
-                    async for data in events:
-                        await reply.piece(data)
-            await self._pause(RECONNECT_S)
-
     async def _pause(self, seconds: float) -> None:
-        """Return after so long, or at once when this process stops."""
+        """Return after so long, or at once when the router stops."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
     async def _begin_overload(self, request: Request, reply: Reply) -> None:
-        """Send many long requests to this process; answer at once with the prefix of their ids."""
+        """Send many long requests to this router; answer at once with the prefix of their ids."""
         try:
             asked = msgspec.json.decode((await request.read_json()).take(), type=Overload)
         except msgspec.DecodeError as error:
@@ -285,24 +243,6 @@ async def _discard(message: Message) -> None:
 
 def _event(name: bytes, data: dict[str, object]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name, _encode(data))
-
-
-async def _events_of(path: Path) -> AsyncGenerator[bytes]:
-    """Yield the events of another process.
-
-    Raises:
-        OSError, IncompleteReadError: it is starting, or gone.
-    """
-    reader, writer = await asyncio.open_unix_connection(str(path), limit=MAX_EVENT_BYTES)
-    try:
-        writer.write(f"GET {EVENTS} HTTP/1.0\r\n\r\n".encode())
-        head = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in head.partition(b"\r\n")[0]:
-            raise ConnectionRefusedError(path)
-        while True:
-            yield await reader.readuntil(b"\n\n")
-    finally:
-        writer.close()
 
 
 def _page(name: str) -> dict[str, Endpoint]:
