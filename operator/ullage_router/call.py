@@ -16,7 +16,7 @@ from ullage_common.wire.validation import is_growing
 from ullage_router.policy.decision import UNDECIDED, Decision, Side
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.telemetry.record import RequestRecord
-from ullage_router.tenants import TenantSession, anonymous_session
+from ullage_router.tenants.session import TenantSession, anonymous_session
 
 Event = inference_pb2.GenerateResponse
 NO_PROGRESS = Progress(inference_pb2.GenerateRequest())

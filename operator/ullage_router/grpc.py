@@ -21,7 +21,8 @@ from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.telemetry.record import RESUMED_INEXACT, RequestRecord, trace_context
-from ullage_router.tenants import Tenants, TenantSession
+from ullage_router.tenants.registry import Tenants
+from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.picker import TicketIssuer
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from ullage_router.policy.cascade import estimated_tokens
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
 from ullage_router.telemetry.spans import begin_span, end_span
-from ullage_router.tenants import TenantSession
+from ullage_router.tenants.session import TenantSession
 
 _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 

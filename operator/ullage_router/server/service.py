@@ -37,7 +37,8 @@ from ullage_router.server.load_report import LoadReporter
 from ullage_router.server.tls import RouterTLS
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest
 from ullage_router.telemetry.record import RequestRecord, Stats
-from ullage_router.tenants import ANONYMOUS, Tenants
+from ullage_router.tenants.account import ANONYMOUS
+from ullage_router.tenants.registry import Tenants
 from ullage_router.tickets.picker import TicketIssuer
 from ullage_router.tickets.signing import TicketSigner
 

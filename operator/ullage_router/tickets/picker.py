@@ -50,7 +50,7 @@ from ullage_router.policy.decision import (
     TimeLimits,
 )
 from ullage_router.policy.forecast import is_on_time
-from ullage_router.tenants import TenantSession
+from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 from ullage_router.tickets.signing import PaidTickets, TicketSigner, new_ids
 from ullage_router.tickets.unpaid import Unpaid, caller_of

@@ -21,7 +21,8 @@ from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.policy.decision import Decision
 from ullage_router.policy.quota import Quota
 from ullage_router.telemetry.record import RequestRecord
-from ullage_router.tenants import UNLIMITED, Account, TenantSession
+from ullage_router.tenants.account import UNLIMITED, Account
+from ullage_router.tenants.session import TenantSession
 
 if TYPE_CHECKING:
     Service = Any
