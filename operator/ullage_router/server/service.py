@@ -32,7 +32,8 @@ from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
-from ullage_router.rollout import Rollout, TrialCollector
+from ullage_router.rollout.outcomes import TrialCollector
+from ullage_router.rollout.stages import Rollout
 from ullage_router.server.load_report import LoadReporter
 from ullage_router.server.tls import RouterTLS
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest

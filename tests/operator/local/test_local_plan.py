@@ -24,7 +24,7 @@ from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import parse
 from ullage_operator.local.plan import LocalPlan, plan_local
 from ullage_operator.local.runtime import make_folders, write_files
-from ullage_router.rollout import RolloutFile
+from ullage_router.rollout.canary import RolloutFile
 
 Make = Callable[..., dict[str, Any]]
 LARGE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
