@@ -20,7 +20,8 @@ from ullage_router.errors import draining, retry_after_s
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.pipeline.replace import HEADER
-from ullage_router.telemetry.record import RESUMED_INEXACT, RequestRecord, trace_context
+from ullage_router.telemetry.record import RESUMED_INEXACT, RequestRecord
+from ullage_router.telemetry.trace_context import trace_context
 from ullage_router.tenants.registry import Tenants
 from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.picker import TicketIssuer

@@ -39,7 +39,8 @@ from ullage_router.http.openai.schemas import Common
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.replace import HEADER
 from ullage_router.server.service import RouterService
-from ullage_router.telemetry.record import RequestRecord, trace_context
+from ullage_router.telemetry.record import RequestRecord
+from ullage_router.telemetry.trace_context import trace_context
 
 log = logging.getLogger(__name__)
 
