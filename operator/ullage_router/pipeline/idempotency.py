@@ -1,8 +1,8 @@
 """Requests of a tenant with the same `Idempotency-Key` get one answer, which is generated once.
 
-A request joins the one under way, or gets the finished answer again, from its beginning, while that
-is kept. The same key with another body is an error. A request that failed, or that all clients left
-before its end, is forgotten: the next request with the key runs again.
+A request joins the running one, or gets the finished answer from its beginning while that is kept.
+The same key with another body is an error. A request that failed, or that all clients left before
+its end, is forgotten: the next request with the key runs again.
 
 Answers are kept in the memory of this router. Other replicas do not know them, so a key that comes
 to another replica is generated there once more.
@@ -38,14 +38,14 @@ class _Entry:
     size: int = 0
     """Bytes of the finished answer."""
     expires: float = 0.0
-    """When the finished answer is forgotten, on the clock."""
+    """Time at which the finished answer is forgotten, on the clock."""
 
 
 class IdempotencyKeys:
-    """The answers under way with a key, and finished ones for a time.
+    """Running answers by key, and finished ones for a time.
 
     Args:
-        section: how long finished answers are kept, and how many bytes of them.
+        section: bounds the time and the bytes of finished answers.
         clock: monotonic seconds.
 
     repeated
@@ -61,20 +61,20 @@ class IdempotencyKeys:
         self._clock = clock
         self._running: dict[_Name, _Entry] = {}
         self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
-        """The first one expires first."""
+        """Finished answers, the first to expire first."""
         self._size = 0
         self.repeated = 0
 
     @property
     def size(self) -> int:
-        """Bytes of all finished answers that are kept."""
+        """Return the bytes of all finished answers that are kept."""
         return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
         """Return the answer to the first request with the key, or begin it.
 
         Raises:
-            ServiceError: the key is too long or was sent with another request; or as `proceed`.
+            ServiceError: the key is too long, or another request had it; or as `proceed`.
         """
         if not call.idempotency_key:
             return await proceed(call)
@@ -99,6 +99,7 @@ class IdempotencyKeys:
                 raise _reused(call.idempotency_key)
             self.repeated += 1
             return entry.generation
+
         own = _Entry(digest, SharedGeneration(call, 0.0, keeps_all=True))
         self._running[name] = own
         own.generation.run(proceed, lambda: self._on_end(name, own))
@@ -112,19 +113,20 @@ class IdempotencyKeys:
         generation = entry.generation
         if not (generation.is_finished and generation.is_joinable):
             return
+
         entry.size = generation.size
         entry.expires = self._clock() + self._section.ttl
         self._finished[name] = entry
         self._size += entry.size
         while self._size > self._section.max_bytes:
-            self._forget_oldest()
+            self._drop_oldest()
 
     def _expire(self) -> None:
         now = self._clock()
         while self._finished and next(iter(self._finished.values())).expires <= now:
-            self._forget_oldest()
+            self._drop_oldest()
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         _, entry = self._finished.popitem(last=False)
         self._size -= entry.size
 
