@@ -41,7 +41,7 @@ from ullage_router.server.service import RouterService
 READY_INTERVAL_S = 0.2
 DRAIN_MARGIN_S = 2.0
 LEAVE_S = 2.0
-"""Time for clients to take their connections elsewhere."""
+"""Seconds for clients to move their connections to another router."""
 
 EPILOG = """examples:
   ullage-router --config router.yaml
@@ -101,14 +101,14 @@ class Router:
         self.metrics_port = 0
 
     async def start(self) -> None:
-        """Start to serve both protocols; return when they are served.
+        """Start both protocols, and return when the router serves them.
 
         Raises:
-            ConfigError: keys or certificates cannot be read; no port was taken.
+            ConfigError: keys or certificates cannot be read. No port was taken.
             CannotListen: a port cannot be used.
         """
         config = self._config
-        return_large_blocks()  # bodies, and what is made of them
+        return_large_blocks()  # of bodies and prompts
         await self.service.read_secrets()
         listener = _listen("http", config.http.host, config.http.port)
         self.http_port = listener.getsockname()[1]
@@ -122,23 +122,26 @@ class Router:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         name = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
         await self._health.attach(self._grpc, [name])
+
         tls = self.service.tls.server
         credentials = tls.server_credentials() if tls else None
         self.grpc_port = _bind("grpc", self._grpc, config.grpc, credentials)
+
         await self._serve_probes()
         await self._serve_metrics()
         await self.service.start()
         await self._grpc.start()
         await self._http.start(listener, tls.server_context() if tls else None)
         self._readiness = asyncio.create_task(self._keep_readiness(), name="readiness")
+
         ports = {"http_port": self.http_port, "grpc_port": self.grpc_port}
         log.info("listening", extra={**ports, "metrics_port": self.metrics_port})
 
     async def stop(self) -> None:
-        """Send clients elsewhere, lets requests end and closes everything.
+        """Send clients to other routers, let requests end, and close everything.
 
-        Clients with open connections do not know yet: their requests are still served, and the
-        answers tell them to connect anew, to another router.
+        Clients with open connections do not know yet that the router ends. Their requests are still
+        served, and the answers close the connections, so that clients connect to another router.
         """
         if self._readiness:
             self._readiness.cancel()
@@ -147,6 +150,7 @@ class Router:
             self._console.close()
         await self._health.set_ready(False)
         await self._http.leave(LEAVE_S)
+
         self.service.scale_to_zero.queue.close()
         log.info("draining", extra={"inflight": self.service.pipeline.inflight})
         grace_s = _longest_request_s(self._config) + DRAIN_MARGIN_S
@@ -175,7 +179,7 @@ class Router:
         await self._monitoring.start(listener)
 
     async def _serve_probes(self) -> None:
-        """Serve health without TLS, which the kubelet's probes do not speak."""
+        """Serve health without TLS, since the kubelet's probes do not speak TLS."""
         if section := self._config.probes:
             self._probes = new_probe_server()
             self._health.attach_alone(self._probes)
@@ -252,15 +256,18 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def raise_open_files() -> None:
-    """Allows as many connections as the system does; shells and containers often allow 1024."""
+    """Raise the limit of open files to the system's own; shells and containers often set 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # where "unlimited" is more than may be asked
+    with contextlib.suppress(OSError, ValueError):  # some systems refuse "unlimited"
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the router; return the exit status: 0 after a clean stop, 2 when the configuration cannot
-    be used."""
+    """Run the router.
+
+    Returns:
+        The exit status: 0 after a clean stop, 2 when the configuration cannot be used.
+    """
     options = _arguments(argv)
     try:
         config = read_file(options.config, RouterConfig)

@@ -1,4 +1,4 @@
-"""Puts the router's parts together and shows what they hold."""
+"""The router's parts, put together, and their state."""
 
 import asyncio
 import functools
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class RouterService:
-    """All parts of the router but its two protocols.
+    """All parts of the router except its two protocols.
 
     observers
         called with the record of every request that is over
@@ -70,6 +70,7 @@ class RouterService:
             trusts_special_tokens=config.prompts.special_tokens == "trusted",
         )
         self.balancer = LoadBalancer(routing.placement, self.engines)
+
         self.intake = IntakeThread()
         self._threads = TokenizerThreads()
         self.summarizer = self._summarizer()
@@ -82,11 +83,13 @@ class RouterService:
             config.cascade is not None,
             drops_turns="shrinkContext" in routing.ladder,
         )
+
         self.rollout = Rollout(
             config.rollout_file, self.engines, self._prompts, config.model, self._on_stop
         )
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
         self.tenants = Tenants(config.tenants, self._tenant_metrics())
+
         self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
         self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
         self.load_reporter = LoadReporter(config, self.engines, self.queue, self.scale_to_zero)
@@ -99,10 +102,12 @@ class RouterService:
         )
         if self.cascade:
             self.tls.add(self.cascade.certificates)
+
         self.coalescer = Coalescer(routing.coalesce) if routing.coalesce.enabled else None
         self.replacer = Replacer() if routing.replace.enabled else None
         idempotency = routing.idempotency
         self.idempotency = IdempotencyKeys(idempotency) if idempotency.enabled else None
+
         self.signer = TicketSigner(config.tickets) if config.tickets else None
         self.issuer = TicketIssuer(
             config,
@@ -113,19 +118,22 @@ class RouterService:
             self.signer,
             self.scale_to_zero.request_wake,
         )
+
         self.observers = [self.stats.on_end, self.load_reporter.on_end, self.metrics.on_end]
-        self._is_leaving = self._has_served = False
+        self._is_leaving = False
+        self._has_served = False
+
         self.stages, last = self._stages()
+
         identity = {"service.instance.id": socket.gethostname()}
         self.tracer = start_tracing(config.tracing, "ullage-router", identity)
         self.pipeline = RequestPipeline(chain(self.stages, last), self._on_end, self.tracer)
         self._watch()
 
     def _stages(self) -> tuple[list[Stage], Handler]:
-        """Return the chain's stages in their order, without those of features that are off, and its
-        end.
+        """Return the stages of features that are on, in their order, and the last handler.
 
-        The order is explained in `pipeline/pipeline.py`.
+        `pipeline/pipeline.py` explains the order.
         """
         config = self.config
         common = CommonStages(self.config, self.engines, self._prompts)
@@ -170,7 +178,11 @@ class RouterService:
         return HistorySummarizer(compress, self._threads, self.metrics.on_summary)
 
     async def read_secrets(self) -> None:
-        """Read certificates and keys; raises ConfigError when they cannot be used."""
+        """Read certificates and keys.
+
+        Raises:
+            ConfigError: certificates or keys cannot be used.
+        """
         await self.tls.start()
         await self.tenants.start()
         if self.cascade:
@@ -196,26 +208,27 @@ class RouterService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine takes or took requests, or can be woken, or the service is stopped,
-        and this router does not end.
+        """Return whether this router can answer requests and does not end.
 
-        One that lost its engines stays: requests wait for those that come back, go on to other
-        steps of a cascade, or get an error with Retry-After. Without a ready router nobody answers.
+        A router can answer once an engine took requests, if a pool can be woken, or if the service
+        is stopped. A router that has lost its engines stays ready: requests wait for engines, go on
+        to other steps of a cascade, or get an error with Retry-After. Without a ready router they
+        would get no answer at all.
         """
         answers = self._has_served or self.rollout.canary.is_stopped
         return (answers or bool(self.scale_to_zero.scaled_to_zero)) and not self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the router ends soon, so that no new client should come."""
+        """Return whether the router ends soon, so that no new client should come."""
         return self._is_leaving or self.pipeline.is_draining
 
     def leave(self) -> None:
-        """Make the router not ready, while requests that come all the same are served."""
+        """Make the router not ready; requests that still come are served."""
         self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:
-        """Return what /stats shows beside the latest requests."""
+        """Return the content of /stats without the latest requests."""
         queue = self.config.routing.queue
         waits = self.queue.waits().values()
         now = time.monotonic()
@@ -273,7 +286,7 @@ class RouterService:
         self.scale_to_zero.queue.on_engines_change()
 
     def _reconnect(self) -> None:
-        """Engines are spoken to with the new certificate from now on."""
+        """Connect to engines with the new certificate."""
         self.engines.reconnect(self.config.limits.total_timeout)
 
     def _tenant_metrics(self) -> TenantMetrics | None:
@@ -282,7 +295,7 @@ class RouterService:
         return TenantMetrics(self.metrics.registry, self._named_tenants())
 
     def _named_tenants(self) -> tuple[str, ...]:
-        """Tenants that have labels of their own in metrics."""
+        """Return the tenants with labels of their own in metrics."""
         section = self.config.tenants
         return (ANONYMOUS, *(tenant.name for tenant in section.tenants)) if section else ("",)
 

@@ -11,17 +11,16 @@ from ullage_common.wire.tls import Certificates
 
 
 class RouterTLS:
-    """The router's own certificates and those towards engines, where they are configured, and the
-    state of all that the router uses.
+    """The certificates that are configured, and the state of all that the router uses.
 
     Args:
-        on_engines_change: called when channels to engines must be opened anew.
+        on_engines_change: called when channels to engines must be opened again.
     """
 
     def __init__(self, section: TLSSection, on_engines_change: Callable[[], None]) -> None:
         self._server_name = section.engines.server_name if section.engines else ""
         self.accepts_plaintext = bool(section.engines and section.engines.accept_plaintext)
-        """Whether engines may speak plaintext beside TLS."""
+        """Whether engines may speak plaintext instead of TLS."""
         self.server: Certificates | None = None
         self.engines: Certificates | None = None
         self._others: dict[str, Certificates] = {}
@@ -33,11 +32,15 @@ class RouterTLS:
             self.engines = Certificates(folder, folder, on_engines_change)
 
     def add(self, certificates: Mapping[str, Certificates]) -> None:
-        """Show the state of others, by name, which their owner starts and closes."""
+        """Add certificates, by name, to the state; their owner starts and closes them."""
         self._others.update(certificates)
 
     async def start(self) -> None:
-        """Raise ConfigError when a certificate cannot be used."""
+        """Read the certificates and follow their changes.
+
+        Raises:
+            ConfigError: a certificate cannot be used.
+        """
         for certificates in self._own().values():
             await certificates.start()
 
@@ -47,7 +50,7 @@ class RouterTLS:
 
     @property
     def dialer(self) -> Callable[[str], grpc.aio.Channel] | None:
-        """Opens channels to engines; None where they are in plaintext."""
+        """Return the function that opens channels to engines; None for plaintext."""
         return self._dial if self.engines else None
 
     def _dial(self, address: str) -> grpc.aio.Channel:
@@ -56,16 +59,17 @@ class RouterTLS:
 
     @property
     def num_problems(self) -> int:
+        """Return how many certificates have expired or cannot be read."""
         return sum(bool(c.state()["problem"]) for c in self._all().values())
 
     @property
     def expiry(self) -> float:
-        """Unix time at which the first certificate ends; 0 where there is none."""
+        """Return the Unix time at which the first certificate expires; 0 without certificates."""
         ends = [c.material.expires.timestamp() for c in self._all().values()]
         return min(ends, default=0.0)
 
     def snapshot(self) -> dict[str, object]:
-        """The part of /stats; empty without TLS."""
+        """Return the part of /stats; empty without TLS."""
         states = {name: certificates.state() for name, certificates in self._all().items()}
         return {"tls": states} if states else {}
 
