@@ -18,7 +18,7 @@ RESUMED_INEXACT = "x-ullage-resumed-inexact"
 """Header, metadata key and comment of an answer that an engine with another fingerprint resumed."""
 
 
-class CachedTokens(NamedTuple):
+class TierHit(NamedTuple):
     """Prompt tokens of a request whose KV one tier of its engine had."""
 
     tier: str
@@ -30,14 +30,14 @@ class CachedTokens(NamedTuple):
 
 def cached_tokens(
     counted: inference_pb2.Accepted | inference_pb2.Usage,
-) -> tuple[CachedTokens, ...]:
+) -> tuple[TierHit, ...]:
     """Return the tiers that had KV of the prompt, with their tokens."""
     if counted.cached_by_tier:
         return tuple(
-            CachedTokens(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
+            TierHit(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
         )
     num_tokens = counted.cached_tokens
-    return (CachedTokens(DEVICE, num_tokens, 0.0),) if num_tokens else ()
+    return (TierHit(DEVICE, num_tokens, 0.0),) if num_tokens else ()
 
 
 class Moment(NamedTuple):
@@ -80,7 +80,7 @@ class RequestRecord:
     held_s: float = 0.0
     """Seconds for which the request was held until its pool was awake."""
     ttft_s: float | None = None
-    cached: tuple[CachedTokens, ...] = ()
+    cached: tuple[TierHit, ...] = ()
     """Prompt tokens whose KV the engine had when the answer began."""
     output_tokens: int = 0
     finish: str = ""

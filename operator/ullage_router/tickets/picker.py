@@ -54,7 +54,7 @@ from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 from ullage_router.tickets.signing import PaidTickets, TicketSigner, new_ids
 from ullage_router.tickets.unpaid import Unpaid, caller_of
-from ullage_router.tokenizer import Model
+from ullage_router.tokenizer.model import Model
 
 WAIT_RETRY_S = 1
 MAX_SHARES = 16
