@@ -166,7 +166,7 @@ class Router:
         """Return the body of /stats.
 
         Raises:
-            ServiceError: it is protected and the key is nobody's.
+            ServiceError: UNAUTHENTICATED, where /stats is protected and the key is unknown.
         """
         self.service.tenants.check_stats(authorization)
         latest = self.service.stats.latest()
@@ -206,8 +206,10 @@ async def serve(config: RouterConfig) -> None:
 
 
 def _longest_request_s(config: RouterConfig) -> float:
-    """Return the seconds until an accepted request has ended: held for a pool that sleeps, then
-    answered."""
+    """Return the seconds within which every accepted request has ended.
+
+    A request may be held for a sleeping pool before it is answered.
+    """
     held_s = config.routing.wake.timeout if any(pool.sleeps for pool in config.pools) else 0.0
     return held_s + config.limits.total_timeout
 

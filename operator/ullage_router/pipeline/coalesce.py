@@ -28,7 +28,7 @@ from ullage_router.call import (
 )
 
 JOIN_S = 1.0
-"""Seconds for which others may join a generation before its first token, whatever the window."""
+"""Seconds for which others may join a generation before its first token, with any window."""
 MAX_LOG_BYTES = 1 << 20
 """Bytes of an answer that are kept for requests that join or read slowly: several times the longest
 usual answer."""
@@ -156,8 +156,9 @@ class SharedGeneration:
 
     @property
     def is_joinable(self) -> bool:
-        """Return whether a request may join: it would get the whole answer, about as soon as from a
-        generation of its own.
+        """Return whether a request may join.
+
+        It would get the whole answer, about as soon as from a generation of its own.
         """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
@@ -326,8 +327,9 @@ class _Reader:
         return event
 
     def _error(self) -> BaseException:
-        """Return a copy of the error, since an exception that several tasks raise collects the
-        frames of all of them.
+        """Return a copy of the error for this reader.
+
+        An exception that several tasks raise would collect the frames of all of them.
         """
         error = self._generation.error
         if not isinstance(error, ServiceError):

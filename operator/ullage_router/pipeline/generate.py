@@ -269,7 +269,7 @@ class EngineStages:
         try:
             reservation = await self._admission.admit(call)
         except ServiceError:
-            # No refusal is final here, whatever its reason: the request could be served before.
+            # No refusal is final here: the request could be served before.
             return None
 
         engine = reservation.engine

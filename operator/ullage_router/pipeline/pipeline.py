@@ -224,8 +224,7 @@ class CommonStages:
         self._prompts = prompts
 
     async def open(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Check the request, count it against its tenant's quota, and bound the time until its
-        first token.
+        """Check the request, count it in its tenant's quota, and bound the time to its first token.
 
         Raises:
             ServiceError: the request is wrong, over quota, or out of time.

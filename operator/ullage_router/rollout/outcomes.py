@@ -157,9 +157,9 @@ class Outcomes:
             yield side, "declined", "", tally.declined
             yield side, "restarts", "", self.falls(side)
             ends = [*map(str, BOUNDS_S), "+Inf"]
-            for what, times in (("ttft", tally.ttft), ("e2e", tally.e2e)):
+            for name, times in (("ttft", tally.ttft), ("e2e", tally.e2e)):
                 for end, count in zip(ends, times.counts, strict=True):
-                    yield side, what, end, count
+                    yield side, name, end, count
 
 
 class TrialCollector(Collector):
@@ -172,8 +172,8 @@ class TrialCollector(Collector):
         if not self._outcomes.trial:
             return
         family = TRIAL.family()
-        for side, what, end, count in self._outcomes.samples():
-            family.add_metric([self._outcomes.trial, side.value, what, end], count)
+        for side, name, end, count in self._outcomes.samples():
+            family.add_metric([self._outcomes.trial, side.value, name, end], count)
         yield family
 
     def describe(self) -> list[GaugeMetricFamily]:

@@ -1,4 +1,4 @@
 """Log records, metrics and traces of requests.
 
-This room records what happened and decides nothing.
+This room records and decides nothing.
 """

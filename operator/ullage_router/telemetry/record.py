@@ -66,7 +66,7 @@ class RequestRecord:
     tenant: str = ""
     """Empty where no tenants are configured, or the key is unknown."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """x-ratelimit-* headers: what remains of the tenant's quota."""
+    """The x-ratelimit-* headers: the rest of the tenant's quota."""
     decision: Decision = UNDECIDED
     status: int = 0
     """HTTP status that the client got, or would have got; 499 when it had gone."""

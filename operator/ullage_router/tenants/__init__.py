@@ -1,4 +1,4 @@
-"""Tenants: who sends a request, what a tenant may do, and how much it has used since the start.
+"""Tenants: the sender of a request, a tenant's rights and quota, and its use since the start.
 
 Without `tenants` in the configuration all requests belong to one unlimited tenant without a name.
 This room knows neither prompts nor engines.

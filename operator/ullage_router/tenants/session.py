@@ -1,4 +1,4 @@
-"""A tenant's session: what one request, or several equal ones, may do and take of the quota."""
+"""A tenant's session: the rights of one or several equal requests, and their part of the quota."""
 
 import hashlib
 import math
@@ -119,7 +119,7 @@ class TenantSession:
         *,
         is_handed_on: bool = False,
     ) -> None:
-        """Check what the tenant may do, count the request and give it its priority.
+        """Check the tenant's rights, count the request and set its priority.
 
         Args:
             served: model of a request that names none.
@@ -181,8 +181,9 @@ class TenantSession:
             self._metrics.on_end(self.name, status, prompt, output, count)
 
     def give_back(self, count: int) -> None:
-        """Take open requests, or all of them for 0, out of the requests of this minute: they are
-        refused, and the client sends them again in another way.
+        """Take open requests, or all of them for 0, out of the requests of this minute.
+
+        They are refused, and the client sends them again in another way.
         """
         self._billing.give_back(count)
 

@@ -106,8 +106,8 @@ class SegmentEncoder:
     def count(self, text: str, most: int) -> int:
         """Return a lower bound of the tokens of a part of a text, or a number above `most`.
 
-        Special tokens count as such. Tokens at the edges are left out, since neighbours may join
-        them. No token id is kept.
+        Each special token counts as one. Tokens at the edges are left out, since neighbours may
+        join them. No token id is kept.
 
         Raises:
             UncutText: no text with this part can be tokenised in pieces.
