@@ -57,7 +57,7 @@ from ullage_operator import metric_names as operator_names
 from ullage_router import metric_names as router_names
 from ullage_router.policy.decision import Decision
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics
-from ullage_router.telemetry.record import CachedTokens, RequestRecord
+from ullage_router.telemetry.record import RequestRecord, TierHit
 
 MANIFEST = Path(__file__).resolve().parents[1] / "examples" / "smollm2.yaml"
 MOST_SCRAPE_MS = 10.0
@@ -109,7 +109,7 @@ def busy_router() -> Router:
                 record.ttft_s = 0.1
                 record.output_tokens = 50
                 record.ended = record.arrived + 2
-                record.cached = (CachedTokens("device", 64, 0.0),)
+                record.cached = (TierHit("device", 64, 0.0),)
                 router.record = record
                 router.on_end()
     router.record = RequestRecord("r", tenant=TENANTS[0], status=200)

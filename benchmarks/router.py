@@ -143,15 +143,12 @@ class Machine:
         self._stack.callback(server.stop, None)
         return f"http://127.0.0.1:{port}"
 
-    def router(
-        self, name: str, engine_ports: Sequence[int], processes: int = 1, **more: Any
-    ) -> Target:
+    def router(self, name: str, engine_ports: Sequence[int], **more: Any) -> Target:
         """Start ours; `more` are further parts of its configuration."""
         [port] = free_ports(1)
         host = {"host": "127.0.0.1", "port": 0}
         config = {
             "model": "fake",
-            "processes": processes,
             "http": host | {"port": port},
             "grpc": host,
             "metrics": host,
@@ -162,8 +159,7 @@ class Machine:
         path.write_text(json.dumps(config))
         command = [sys.executable, "-m", "ullage_router.main", "--config", str(path)]
         target = Target(name, port, self.start(name, command))
-        for _ in range(5 * processes):  # so that each of several is likely to have been asked
-            wait_ready(port, "/readyz")
+        wait_ready(port, "/readyz")
         return target
 
     def peer(self, name: str, command: Sequence[str]) -> Target:
@@ -305,7 +301,6 @@ def measure_before(machine: Machine, num_engines: int, options: argparse.Namespa
     targets = [
         Target("none", http_ports[0], http_engine),
         machine.router("ullage", grpc_ports),
-        machine.router("ullage x2", grpc_ports, processes=2),
     ]
     if options.traced:
         url = machine.collector()

@@ -28,8 +28,7 @@ of its processes to a file that you name:
 
 ## Scraping
 
-Without the Prometheus operator, name these addresses yourself. A router of several processes
-answers for all of them, and the label `process` says whose a sample is.
+Without the Prometheus operator, name these addresses yourself:
 
 ```yaml
 # prometheus.yml

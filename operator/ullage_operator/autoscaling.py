@@ -298,14 +298,14 @@ def _explained(
 
 
 RouterReport = Mapping[str, PoolReport]
-"""Reports of one router process, by pool."""
+"""A router's reports by pool."""
 
 
 def parse_reports(body: bytes) -> list[RouterReport]:
-    """The reports of all processes of a router.
+    """Return the reports of a router: one, or several of a router of 0.1.0 with several processes.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the body is something else.
     """
     reports: list[RouterReport] = msgspec.json.decode(body, type=list[dict[str, PoolReport]])
     return reports

@@ -1,4 +1,4 @@
-"""One request on its way through the router, and its answer, as handlers of the chain see them."""
+"""A request on its way through the router, and its answer, as the stages of the chain see them."""
 
 import asyncio
 import contextlib
@@ -16,21 +16,21 @@ from ullage_common.wire.validation import is_growing
 from ullage_router.policy.decision import UNDECIDED, Decision, Side
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.telemetry.record import RequestRecord
-from ullage_router.tenants import TenantSession, anonymous_session
+from ullage_router.tenants.session import TenantSession, anonymous_session
 
 Event = inference_pb2.GenerateResponse
 NO_PROGRESS = Progress(inference_pb2.GenerateRequest())
 
 
 class PausableDeadline:
-    """The times by which an answer must have begun and ended; paused while the request is held.
+    """The times by which an answer must have begun and ended, paused while the request is held.
 
     Args:
-        at: when the last token must have come, on the monotonic clock.
-        first_token_at: when the first token must have come, on the same clock.
+        at: time by which the last token must have come, on the monotonic clock.
+        first_token_at: time by which the first token must have come, on the same clock.
 
     held_s
-        seconds that it stood still so far
+        seconds for which the deadline was paused so far
     """
 
     def __init__(self, at: float, first_token_at: float) -> None:
@@ -41,12 +41,12 @@ class PausableDeadline:
 
     @property
     def at(self) -> float:
-        """The deadline of the last token, on the monotonic clock."""
+        """Return the deadline of the last token, on the monotonic clock."""
         return self._at + self.held_s
 
     @property
     def first_token_at(self) -> float:
-        """The deadline of the first token, on the monotonic clock."""
+        """Return the deadline of the first token, on the monotonic clock."""
         return self._first_token_at + self.held_s
 
     @property
@@ -59,7 +59,7 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def pauses(self, timeout: asyncio.Timeout) -> Iterator[None]:
-        """Pauses the timeout together with the deadline within the block."""
+        """Within the block, pause the timeout whenever the deadline is paused."""
         self._timeouts.append(timeout)
         try:
             yield
@@ -68,12 +68,13 @@ class PausableDeadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Postpones the deadline and its timeouts by as long as the block takes."""
+        """Postpone the deadline and its timeouts by the duration of the block."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         ends = [timeout.when() for timeout in self._timeouts]
         for timeout in self._timeouts:
             timeout.reschedule(None)
+
         try:
             yield
         finally:
@@ -84,12 +85,12 @@ class PausableDeadline:
 
 
 def _nothing() -> None:
-    """Do nothing, where there is no body that takes room."""
+    """Do nothing: the request has no body that takes room."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request with its context; handlers of the chain add their results."""
+    """A request with its context, to which the stages of the chain add their results."""
 
     request: inference_pb2.GenerateRequest
     record: RequestRecord
@@ -97,55 +98,54 @@ class Call:
     timeout_s: float
     """Seconds from arrival to the last token."""
     stall_s: float = math.inf
-    """Longest time in seconds without a token, from arrival to the first one or between two;
-    unbounded for answers that are known only at their end, embeddings apart."""
+    """Longest time in seconds without a token, from arrival to the first token or between two.
+    Answers that are known only at their end have no such bound, except embeddings."""
     metadata: tuple[tuple[str, str], ...] = ()
     """Metadata that is passed on to the engine: the trace."""
     tenant: TenantSession = field(default_factory=anonymous_session)
-    """The tenant's session, with what the request takes of its quota."""
+    """The tenant's session, which holds the request's part of the quota."""
     authorization: str | None = None
     """The client's credentials, for routers of other services."""
     is_streamed: bool = True
-    """Whether the client reads tokens as they come; otherwise only the whole answer counts."""
+    """Whether the client reads tokens as they come, and not only the whole answer."""
     hands_on: bool = False
-    """Whether another step of a cascade is asked where this one refuses, and not the client."""
+    """Whether a refusal goes to the next step of a cascade, and not to the client."""
     path: tuple[str, ...] = ()
     """Names of the cascades that handed the request on to this router."""
     release_body: Callable[[], None] = _nothing
     """Gives back the room for the request's body; called once its prompt is rendered."""
     end_turn: Callable[[], None] = _nothing
-    """Lets other long bodies come; called before the request waits for others than this router."""
+    """Lets other long bodies come; called before the request waits outside of this router."""
     prompt_cache_key: str = ""
-    """OpenAI's name for requests with a common beginning: they go to one engine, as those of a
-    session do, which holds no memory for them. A session comes first."""
+    """OpenAI's key of requests with a common beginning. They go to one engine, which holds no
+    memory for them. A session has precedence."""
     replace_key: str = ""
-    """The key with which a later call of the tenant replaces this one; empty when none can."""
+    """The key with which a later call of the tenant replaces this one; empty for none."""
     idempotency_key: str = ""
-    """The key with which a call of the tenant gets the same answer again; empty when none does."""
+    """The key with which a later call of the tenant gets the same answer; empty for none."""
     decision: Decision = UNDECIDED
     """The latest decision about the request."""
     side: Side = Side.STABLE
-    """The side of a rollout that the request was drawn for."""
+    """The rollout's side that was drawn for the request."""
     is_trial: bool = False
-    """Whether only a canary that can run it at once may have the request; stable engines have it
-    otherwise."""
+    """Whether the request runs only on a canary with room for it now. Otherwise stable engines
+    serve it."""
     refused_by: dict[str, int] = field(default_factory=dict)
-    """Keys of engines that refused or failed the request, each with its number of reports by
-    then."""
+    """Engines that refused or failed the request: their keys, with the number of their reports at
+    that time."""
     is_growing: bool = field(init=False)
-    """Whether the answers arrive while they grow; otherwise all is known only at the end."""
+    """Whether tokens arrive one after another, and not all of them at the end."""
     progress: Progress = NO_PROGRESS
-    """What was received of the answer; where engines are chosen it gets one of its own."""
+    """The received part of the answer; `EngineStages` sets one for each request."""
     ended_by: ServiceError | None = None
-    """Error of another request, as which this one counts when it is cancelled; None: its client has
-    gone."""
+    """Error of another request that caused a cancellation; None where the client left."""
     span: Span | None = None
-    """The span of the request; None where nothing is traced."""
+    """The span of the request; None where tracing is off."""
     deadline: PausableDeadline = field(init=False)
     adapter: str = ""
     """The adapter that the request names as its model; empty: the model without one."""
     prompt: Prompt = field(init=False)
-    """The prompt; set where it is rendered."""
+    """The prompt; the stage `render` sets it."""
 
     def __post_init__(self) -> None:
         self.is_growing = is_growing(self.request)
@@ -156,7 +156,7 @@ class Call:
 
     @property
     def token_timeout_s(self) -> float:
-        """Seconds within which the first token must come, and every other after the one before."""
+        """Return the longest time in seconds to the first token, and between two tokens."""
         return min(self.timeout_s, self.stall_s)
 
 
@@ -165,18 +165,18 @@ class EngineStream(Protocol):
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
-        """The engine's acceptance."""
+        """Return the engine's acceptance."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the last event was read."""
+        """Return whether the last event was read."""
 
     @property
     def has_stalled(self) -> bool:
-        """Whether it is over because no token came for too long."""
+        """Return whether the answer is over because no token came for too long."""
 
     async def read(self) -> Event:
-        """The next event; the last is Finished.
+        """Return the next event; the last is Finished.
 
         Raises:
             ServiceError: the engine failed.
@@ -191,11 +191,11 @@ class ResponseStream(Protocol):
 
     @property
     def accepted(self) -> inference_pb2.Accepted:
-        """The engine's acceptance with the complete decision."""
+        """Return the engine's acceptance with the complete decision."""
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens that were read so far; after the last event the engine's own count."""
+        """Return the tokens that were read so far; after the last event, the engine's own count."""
 
     def events(self) -> AsyncIterator[Event]:
         """Yield Delta and, of several samples, SampleFinished any number of times, then Finished.
@@ -209,12 +209,12 @@ class ResponseStream(Protocol):
 
 
 Handler = Callable[[Call], Awaitable[ResponseStream]]
-"""Starts an answer, which has its first token; raises ServiceError when the request is refused or
-fails before."""
+"""Starts an answer and returns it with its first token. Raises ServiceError when the request is
+refused, or fails before its first token."""
 
 
 class Stage(Protocol):
-    """One link of the chain: it does its part and calls the next handler, or answers by itself."""
+    """One link of the chain, which calls the next handler or answers by itself."""
 
     def __call__(self, call: Call, proceed: Handler) -> Awaitable[ResponseStream]:
         """Start an answer.
@@ -230,7 +230,7 @@ def asked_tokens(request: inference_pb2.GenerateRequest) -> int | None:
 
 
 def num_samples(samples: inference_pb2.Samples) -> int:
-    """Return the number of answers that the engine generates, of which fewer may be returned."""
+    """Return the number of answers that the engine generates; it may return fewer."""
     return max(1, samples.n, samples.best_of, samples.beam.width)
 
 

@@ -20,8 +20,10 @@ from ullage_router.errors import draining, retry_after_s
 from ullage_router.pipeline import idempotency
 from ullage_router.pipeline.pipeline import RequestPipeline
 from ullage_router.pipeline.replace import HEADER
-from ullage_router.telemetry.record import RESUMED_INEXACT, RequestRecord, trace_context
-from ullage_router.tenants import Tenants, TenantSession
+from ullage_router.telemetry.record import RESUMED_INEXACT, RequestRecord
+from ullage_router.telemetry.trace_context import trace_context
+from ullage_router.tenants.registry import Tenants
+from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.issuer import TicketIssuer
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name

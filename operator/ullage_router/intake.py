@@ -1,8 +1,8 @@
-"""A thread for the work of requests that nobody has admitted yet, in which tenants take turns.
+"""A thread for long requests that are not admitted yet; tenants take turns in it.
 
-A body is read, checked and made a conversation here where that takes longer than others may wait
-for the event loop. Python code hands the interpreter's lock on; parsers do not, so the texts that
-they are given are bounded before (`ullage_common.wire.json_size`).
+A long body is parsed, checked and turned into a conversation here, since that would block the event
+loop for too long. Python code releases the interpreter's lock and parsers do not, so the size of
+texts for parsers is bounded before (`ullage_common.wire.json_size`).
 """
 
 import asyncio
@@ -13,17 +13,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 INLINE_BYTES = 16 << 10
-"""Bytes that are handled at once: parsing and checking them takes about a millisecond."""
+"""Size up to which a body is handled on the event loop, in about a millisecond."""
 
 T = TypeVar("T")
 _Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
 
 class IntakeThread:
-    """Runs functions one after another; a tenant with much work delays its own alone.
+    """Runs functions one after another; a tenant with much work delays only its own.
 
-    More threads would be no faster, since all of them need the interpreter's lock, and two that
-    hand it to each other keep the event loop waiting for both.
+    More threads would be no faster, since all of them need the interpreter's lock. Two threads that
+    pass it to each other also keep the event loop waiting for both.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,24 @@ class IntakeThread:
         self._is_running = False
 
     async def run(self, num_bytes: int, tenant: str, work: Callable[[], T]) -> T:
-        """Run `work` and return its result; it runs here and now if the bytes are few."""
+        """Run `work` and return its result; small work runs at once, on the event loop.
+
+        Args:
+            num_bytes: size of the body that the work handles.
+            tenant: whose turn the work takes.
+            work: the function to run.
+        """
         if num_bytes <= INLINE_BYTES:
             return work()
+
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((work, done))
         self._start_next()
         try:
             return await done
         finally:
-            # An error's traceback holds this frame, which would hold the error: this cycle would
-            # keep the body until the garbage collector runs, which is rare.
+            # An error's traceback holds this frame, and the frame would hold the error. The cycle
+            # would keep the body until the garbage collector runs, which is rare.
             del done, work
 
     def close(self) -> None:
@@ -58,6 +65,7 @@ class IntakeThread:
                 self._waiting[tenant] = queue  # behind all others
             if done.cancelled():
                 continue
+
             self._is_running = True
             running = asyncio.get_running_loop().run_in_executor(self._pool, work)
             running.add_done_callback(partial(self._on_end, done))

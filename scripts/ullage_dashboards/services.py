@@ -467,8 +467,8 @@ PROCESS = Row(
     [
         Panel(
             "CPU of routers",
-            "Processor time a second. A router of one process uses one core at the most: add "
-            "replicas or processes before it does.",
+            "Processor time a second. A router uses one core at the most: add replicas before "
+            "it does.",
             "none",
             [
                 Query(

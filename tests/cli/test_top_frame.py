@@ -58,28 +58,24 @@ STATS: dict[str, Any] = {
 METRICS = """\
 # HELP ullage_router_requests_total Requests
 # TYPE ullage_router_requests_total counter
-ullage_router_requests_total{process="0",code="200"} 10.0
-ullage_router_requests_total{process="1",code="200"} 20.0
-ullage_router_requests_total{process="1",code="429"} 5.0
+ullage_router_requests_total{code="200"} 30.0
+ullage_router_requests_total{code="429"} 5.0
 # TYPE ullage_router_output_tokens_total counter
-ullage_router_output_tokens_total{process="0"} 400.0
+ullage_router_output_tokens_total 400.0
 # TYPE ullage_router_decisions_total counter
-ullage_router_decisions_total{process="0",action="accept",route="single"} 10.0
-ullage_router_decisions_total{process="1",action="accept",route="large"} 20.0
-ullage_router_decisions_total{process="1",action="reject",route="single"} 5.0
-# TYPE ullage_router_refusals_total counter
-ullage_router_refusals_total{process="1",reason="QUEUE_FULL"} 5.0
+ullage_router_decisions_total{route="single",action="accept"} 10.0
+ullage_router_decisions_total{route="large",action="accept"} 20.0
+ullage_router_decisions_total{route="single",action="reject"} 5.0
 # TYPE ullage_router_queue_requests gauge
-ullage_router_queue_requests{process="0"} 3.0
-ullage_router_queue_requests{process="1"} 4.0
+ullage_router_queue_requests 7.0
 # TYPE ullage_router_inflight_requests gauge
-ullage_router_inflight_requests{process="0"} 9.0
+ullage_router_inflight_requests 9.0
 # TYPE process_open_fds gauge
 process_open_fds 9.0
 """
 
 
-def test_totals_are_those_of_all_processes() -> None:
+def test_totals_are_named_by_their_labels_in_order() -> None:
     totals = read_metrics(METRICS)
     assert totals["requests_total", "200"] == 30
     assert totals["decisions_total", "accept", "large"] == 20
@@ -107,14 +103,6 @@ def test_rates_are_growth_over_the_time_between_two_samples() -> None:
     assert (first.requests_per_s, first.refused_per_s, first.decisions[0].per_s) == (0, 0, 0)
     anew = make_frame(Sample(12.0, later, read_metrics(text)), Sample(13.0, STATS, {}))
     assert (anew.requests_per_s, anew.refused_per_s) == (0, 0), "the router began anew"
-
-
-def test_decisions_of_several_processes_are_what_their_metrics_have() -> None:
-    stats = {**STATS, "processes": 2, "process": 1}
-    frame = make_frame(None, Sample(1.0, stats, read_metrics(METRICS)))
-    rows = [(row.action, row.reason, row.total) for row in frame.decisions]
-    assert rows == [("accept", "", 30), ("reject", "QUEUE_FULL", 5)]
-    assert frame.queue_max_requests == 32
 
 
 def test_parts_of_a_pool_add_up_and_one_that_is_small_is_seen() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from ullage_testing.ports import free_port
 
-from ullage_common.process.addresses import hold, joined, listen, split
+from ullage_common.process.addresses import joined, listen, split
 from ullage_common.process.logs import serve_metrics
 
 BOTH = {"127.0.0.1", "::1"}
@@ -64,14 +64,6 @@ def test_a_process_listens_where_it_is_told_and_else_everywhere(
 ) -> None:
     with listen(host, 0) as listener:
         assert reached(listener.getsockname()[1]) == expected
-
-
-def test_processes_that_share_a_port_share_it_of_both_families() -> None:
-    with hold(None, 0) as holder:
-        port = holder.getsockname()[1]
-        assert reached(port) == set()  # it takes no connection
-        with listen(None, port, is_shared=True), listen(None, port, is_shared=True):
-            assert reached(port) == BOTH
 
 
 def test_a_kernel_without_ipv6_is_listened_to_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:

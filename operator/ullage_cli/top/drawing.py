@@ -68,8 +68,6 @@ def _headline(frame: Frame) -> Text:
         f"   {frame.requests_per_s:.1f} requests/s   {frame.tokens_per_s:.1f} tokens/s   "
         f"{frame.inflight} in flight   headroom {_size(headroom)} of {_size(pool)}"
     )
-    if frame.processes > 1:
-        text.append(f"   {frame.processes} router processes", "dim")
     return text
 
 

@@ -25,10 +25,10 @@ class Sample(msgspec.Struct, frozen=True):
     at: float
     """Seconds on the monotonic clock."""
     stats: Document
-    """Page /stats of the process that answered."""
+    """The page /stats."""
     totals: Mapping[tuple[str, ...], float]
-    """Counters and gauges of /metrics, summed over the router's processes. A key is the metric's
-    name without PREFIX, then the values of the labels, in the order of the labels' names."""
+    """Counters and gauges of the page /metrics. A key is the metric's name without PREFIX, then the
+    values of the labels, in the order of the labels' names."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -61,7 +61,6 @@ class DecisionRow(msgspec.Struct, frozen=True):
 
     action: str
     reason: str
-    """Empty for several router processes: their metrics have a reason for refusals only."""
     total: int
     per_s: float
 
@@ -90,8 +89,6 @@ class Frame(msgspec.Struct, frozen=True):
 
     model: str
     ready: bool
-    processes: int
-    """Number of the router's processes; `engines` and `latest` are those of one of them."""
     requests_per_s: float
     tokens_per_s: float
     """Decode speed of all running sequences on all engines."""
@@ -103,7 +100,7 @@ class Frame(msgspec.Struct, frozen=True):
     queue_max_requests: int
     queue_bytes: int
     queue_oldest_s: float
-    """Longest wait in the queue of the process that answered, seconds."""
+    """Longest wait in the queue, seconds."""
     retry_after_s: tuple[int, int] | None
     """Smallest and largest Retry-After of the latest requests, seconds; None without refusals."""
     engines: tuple[EngineRow, ...]
@@ -122,8 +119,7 @@ def read_metrics(text: str) -> dict[tuple[str, ...], float]:
         for sample in family.samples:
             if not sample.name.startswith(PREFIX):
                 continue
-            labels = {k: v for k, v in sample.labels.items() if k != "process"}
-            values = (labels[name] for name in sorted(labels))
+            values = (sample.labels[name] for name in sorted(sample.labels))
             totals[(sample.name.removeprefix(PREFIX), *values)] += sample.value
 
     return dict(totals)
@@ -133,7 +129,6 @@ def make_frame(before: Sample | None, now: Sample) -> Frame:
     """Return the figures of a moment; all rates are 0 without an earlier sample."""
     stats = now.stats
     queue = stats["queue"]
-    processes = stats.get("processes", 1)
 
     engines = tuple(sorted(map(_engine, stats["engines"]), key=lambda row: (row.pool, row.id)))
     latest = tuple(_latest(record) for record in stats["latest"][:MAX_LATEST])
@@ -143,14 +138,13 @@ def make_frame(before: Sample | None, now: Sample) -> Frame:
     return Frame(
         model=stats["model"],
         ready=stats["ready"],
-        processes=processes,
         requests_per_s=_rate(before, now, "requests_total"),
         tokens_per_s=round(sum(engine.tokens_per_s for engine in engines), 2),
         answered_tokens_per_s=_rate(before, now, "output_tokens_total"),
         refused_per_s=round(sum(row.per_s for row in decisions if row.action == "reject"), 2),
         inflight=int(_total(now, "inflight_requests")),
         queue_requests=int(_total(now, "queue_requests")),
-        queue_max_requests=queue["max_requests"] * processes,
+        queue_max_requests=queue["max_requests"],
         queue_bytes=int(_total(now, "queue_bytes")),
         queue_oldest_s=queue.get("oldest_s", 0.0),
         retry_after_s=(min(waits), max(waits)) if waits else None,
@@ -202,22 +196,11 @@ def _decisions(before: Sample | None, now: Sample) -> tuple[DecisionRow, ...]:
 
 
 def _counts(sample: Sample) -> dict[tuple[str, str], int]:
-    """Return the number of decisions by action and reason.
-
-    /stats counts the decisions of one process. For several processes the metrics are summed, which
-    have the action of all decisions, and a reason for refusals only.
-    """
+    """Return the number of decisions by action and reason."""
     counts: Counter[tuple[str, str]] = Counter()
-    if sample.stats.get("processes", 1) == 1:
-        for each in sample.stats["decisions"]:
-            counts[each["action"], each["reason"]] += each["count"]
-        return dict(counts)
+    for each in sample.stats["decisions"]:
+        counts[each["action"], each["reason"]] += each["count"]
 
-    for (name, *labels), value in sample.totals.items():
-        if name == "decisions_total" and labels[0] != "reject":
-            counts[labels[0], ""] += int(value)
-        if name == "refusals_total":
-            counts["reject", labels[0]] += int(value)
     return dict(counts)
 
 

@@ -63,6 +63,8 @@ class Rename:
     new: str
     """Path from the section that has the field; empty: there is no such field any more."""
     convert: Callable[[Any], Any] = _same
+    reason: str = "it has no effect any more"
+    """The reason why there is no such field any more."""
 
 
 _SHARES = {
@@ -136,6 +138,11 @@ RENAMES: tuple[Rename, ...] = (
     Rename("degrade.levels", "pressureLevels"),
     Rename("prompts.compress.method", "method", _method),
     Rename("prompts.compress.timeout", ""),
+    Rename(
+        "router.processes",
+        "",
+        reason="a router pod has one process, so raise router.replicas instead",
+    ),
 )
 """Every field of 0.1.0 with another name or form."""
 
@@ -153,7 +160,7 @@ def remedy(path: str, value: Any) -> str:
     if rename is None:
         return ""
     if not rename.new:
-        return "it has no effect any more; leave it out"
+        return f"{rename.reason}; leave it out"
     written = rename.convert(value)
     if rename.convert is _percent and isinstance(written, float) and math.isfinite(written):
         return f"write {rename.new}: {_whole(written)} instead, {_difference(written)}"
@@ -193,7 +200,7 @@ def _round(section: dict[str, Any], name: str, rename: Rename) -> str:
     """Round a share to a whole percent; return what changes by it or by the rename."""
     value = section[name]
     if not rename.new:
-        return f"{value!r} is left out; it has no effect any more"
+        return f"{value!r} is left out; {rename.reason}"
     if rename.convert is _method and _method(value) != value:
         return f"{value!r} is {rename.new}: {_method(value)} now: extracts, without the model"
     if rename.convert is not _percent or not isinstance(percent := _percent(value), float):

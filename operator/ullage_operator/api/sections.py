@@ -524,7 +524,6 @@ class RouterAutoscaling(Strict, frozen=True, kw_only=True):
 class RouterSpec(PodSection, frozen=True, kw_only=True):
     replicas: int
     """Router pods; the present number where a HorizontalPodAutoscaler scales them."""
-    processes: int
     public_stats: bool = False
     cors: CORSSection | None = None
     service: RouterServiceSpec = RouterServiceSpec()

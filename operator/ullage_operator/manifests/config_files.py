@@ -171,7 +171,6 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
         ),
         slo=SLOSection(ttft_p95=spec.slo.ttft_p95, e2e_p95=spec.slo.e2e_p95),
         streaming=spec.streaming,
-        processes=spec.router.processes,
         tenants=tenants_config(spec.tenants, spec.router.most_replicas) if spec.tenants else None,
         cascade=cascade_config(service, spec.cascade) if spec.cascade else None,
         tickets=tickets,

@@ -35,7 +35,7 @@ CACHE_LIMIT = 4
 a name, a repository may have its weights twice, and its main branch may move on."""
 _KV_MARGIN_BYTES = 64 * _MIB
 _WORKER_MILLICPU = 250
-_ROUTER_PROCESS: Amounts = {
+_ROUTER: Amounts = {
     "requests": {"cpu": "250m", "memory": "256Mi"},
     "limits": {"memory": "1Gi"},
 }
@@ -146,13 +146,8 @@ def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def router_resources(service: Service) -> Amounts:
-    """The router's own resources over defaults, which grow with its processes."""
-    processes = service.spec.router.processes
-    defaults = {
-        kind: {name: _times(quantity, processes) for name, quantity in by_name.items()}
-        for kind, by_name in _ROUTER_PROCESS.items()
-    }
-    return _over(service.spec.router.resources, defaults)
+    """Return the router's own resources over the defaults."""
+    return _over(service.spec.router.resources, _ROUTER)
 
 
 def model_bytes(model: ModelSection) -> int:
@@ -220,11 +215,6 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
     kv = pool.memory.host_kv + _host_tier_bytes(service, pool, vllm=vllm)
     total = _SERVER_BYTES + _WORKER_BYTES * num_workers + weights + kv
     return math.ceil(total / _ROUNDING_BYTES) * _ROUNDING_BYTES
-
-
-def _times(quantity: str, count: int) -> str:
-    number, unit = re.fullmatch(r"(\d+)(\D*)", quantity).groups()  # type: ignore[union-attr]
-    return canonical(f"{int(number) * count}{unit}")
 
 
 def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:

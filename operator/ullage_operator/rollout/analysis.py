@@ -253,20 +253,20 @@ def sample_name(revision: str, step: int) -> str:
 
 
 def parse_samples(text: str) -> list[CanarySample]:
-    """The trials of a router, one of each of its processes; none where there is no canary."""
+    """Return the trials of a router; none where there is no canary."""
     own = "\n".join(line for line in text.splitlines() if line.startswith(_PREFIXES))
-    counts: dict[tuple[str, str], dict[str, dict[tuple[str, str], float]]] = {}
+    counts: dict[str, dict[str, dict[tuple[str, str], float]]] = {}
     for family in text_string_to_metric_families(f"{own}\n"):
         for sample in family.samples:
             labels = sample.labels
-            whose = counts.setdefault((labels.get("process", ""), labels["trial"]), {})
-            variant = whose.setdefault(labels["side"], defaultdict(float))
+            trial = counts.setdefault(labels["trial"], {})
+            variant = trial.setdefault(labels["side"], defaultdict(float))
             variant[labels["what"], labels["le"]] += sample.value
     return [
         CanarySample(
             name, _variant(variants.get("canary", {})), _variant(variants.get("stable", {}))
         )
-        for (_, name), variants in counts.items()
+        for name, variants in counts.items()
     ]
 
 

@@ -52,7 +52,7 @@ from ullage_router.policy.deferral import NOBODY, DeferralBook, Deferrals, Defer
 from ullage_router.prompts.prompts import Prompt
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
-from ullage_router.tokenizer import PromptError
+from ullage_router.tokenizer.model import PromptError
 
 log = logging.getLogger(__name__)
 

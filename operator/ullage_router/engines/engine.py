@@ -25,7 +25,7 @@ from ullage_router.errors import is_engine_fault, no_stream, silent_engine
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.policy.credit import Credit, CreditBook, Held
 from ullage_router.policy.decision import WELL, EngineState, EngineView, Release, Side, route_of
-from ullage_router.tokenizer import Model
+from ullage_router.tokenizer.model import Model
 
 ReportKind = Literal["next", "gap", "old", "restart"]
 

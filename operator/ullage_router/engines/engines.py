@@ -26,7 +26,7 @@ from ullage_router.engines.roster import Roster, engine_key
 from ullage_router.errors import no_engine, unknown_model
 from ullage_router.policy.circuit_breaker import held_back
 from ullage_router.policy.decision import EngineState, EngineView, Side
-from ullage_router.tokenizer import Model, fingerprint, load_model
+from ullage_router.tokenizer.model import Model, fingerprint, load_model
 
 RESOLVE_INTERVAL_S = 3.0
 LEAST_RESOLVE_INTERVAL_S = 0.2

@@ -14,7 +14,7 @@ from ullage_router.policy.decision import EngineState, Side
 
 if TYPE_CHECKING:
     from ullage_router.engines.engine import Engine
-    from ullage_router.tokenizer import Model
+    from ullage_router.tokenizer.model import Model
 
 MAX_DRAWN = 4
 """Number of engines that are drawn for a decision; of so few engines all are."""

@@ -24,8 +24,8 @@ from ullage_router.http.openai.endpoint import CHAT, COMPLETION, GenerateEndpoin
 from ullage_router.http.openai.errors import envelope, error_headers
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
-from ullage_router.tenants import TenantSession
-from ullage_router.tokenizer import Model
+from ullage_router.tenants.session import TenantSession
+from ullage_router.tokenizer.model import Model
 
 Page = Callable[[Request], object]
 

@@ -25,8 +25,7 @@ class HTTPLimits:
     """Bytes of long bodies that become prompts at a time."""
     max_connections: int = 20_000
     max_age_s: float = 600.0
-    """Age at which a connection ends with its reply, so that the client comes to another process.
-    """
+    """Age at which a connection ends with its reply, so that clients spread over routers."""
     head_timeout_s: float = 10.0
     """Seconds from a request's first byte to the end of its headers."""
     body_timeout_s: float = 30.0

@@ -1,8 +1,8 @@
 """Identical deterministic requests in flight share one generation.
 
-The first one starts at once; others join it in its first moments and are sent what it sent so far.
-The generation runs in a task of its own, so it ends when the last of its requests has left and not
-when the first does. Each request reads at its own pace from the generation's log of events.
+The first request starts the generation at once. Others join in its first moments and get its events
+from the beginning. The generation runs in a task of its own, so it ends with the last of its
+requests and not with the first. Each request reads the generation's log of events at its own pace.
 """
 
 import asyncio
@@ -28,29 +28,28 @@ from ullage_router.call import (
 )
 
 JOIN_S = 1.0
-"""Seconds for which others may join a generation before its first token, whatever the window."""
+"""Seconds for which others may join a generation before its first token, with any window."""
 MAX_LOG_BYTES = 1 << 20
-"""Bytes of an answer that are kept for requests that join or read slowly; several times the longest
+"""Bytes of an answer that are kept for requests that join or read slowly: several times the longest
 usual answer."""
 MAX_UNREAD_BYTES = 64 << 10
 """Bytes that the engine may be ahead of the fastest reader."""
-LOOK_AGAIN_S = 1.0
-"""Seconds between two looks whether other processes still read an answer that nobody here does."""
 
 
 def is_deterministic(request: inference_pb2.GenerateRequest) -> bool:
-    """Whether the same request gives the same text again: greedy, seeded or a beam search."""
+    """Return whether a repeated request gives the same text: greedy, seeded or a beam search."""
     sampling = request.sampling
     is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
     return is_greedy or sampling.HasField("seed") or request.samples.HasField("beam")
 
 
 def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
-    """Return a key that is equal for requests that may share: every field but the id counts, also
-    future ones.
+    """Return a key that is equal for requests that may share a generation.
+
+    Every field of the request but its id counts, including fields of future versions.
 
     Args:
-        asker: what sets those apart who may not share.
+        asker: differs for clients that may not share.
     """
     anonymous = inference_pb2.GenerateRequest()
     anonymous.CopyFrom(request)
@@ -61,7 +60,7 @@ def key_of(request: inference_pb2.GenerateRequest, asker: str) -> bytes:
 
 
 class Coalescer:
-    """The generations that others may join; this router's, as many as are in flight at most.
+    """The generations of this router that requests may join: at most one for each in flight.
 
     joined
         requests that shared the generation of another
@@ -79,10 +78,10 @@ class Coalescer:
         """Return the answer to the call, its own or a shared one.
 
         Args:
-            proceed: generates; its answer is closed when nobody wants it any more.
+            proceed: generates. Its answer is closed when all requests have left.
 
         Raises:
-            ServiceError: as `proceed`, for all who share it.
+            ServiceError: as `proceed`, for all requests that share the answer.
         """
         if not is_deterministic(call.request):
             return await proceed(call)
@@ -97,19 +96,20 @@ class Coalescer:
     def _find(self, call: Call, proceed: Handler) -> "SharedGeneration":
         tenant = "" if self._section.across_tenants else call.tenant.name
         rules = call.tenant.rules
-        # A whole answer is neither paced nor held up by a slow reader, as a stream is.
+        # Streams and whole answers do not share: a stream is paced and held up by slow readers.
         asker = f"{tenant} {rules.max_tokens} {rules.tokens_per_second} {call.is_streamed}"
         key = key_of(call.request, asker)
         shared = self._open.get(key)
         if shared and shared.is_joinable and call.deadline.at <= shared.call.deadline.at:
             self.joined += 1
             return shared
+
         own = SharedGeneration(call, self._section.window)
         self._open[key] = own
-        own.run(proceed, lambda: self._forget(key, own))
+        own.run(proceed, lambda: self._remove(key, own))
         return own
 
-    def _forget(self, key: bytes, ended: "SharedGeneration") -> None:
+    def _remove(self, key: bytes, ended: "SharedGeneration") -> None:
         if self._open.get(key) is ended:
             del self._open[key]
 
@@ -118,26 +118,24 @@ class SharedGeneration:
     """One generation, its log and its readers.
 
     Args:
-        call: the first to ask for it.
-        window_s: how long others may join it once it has sent something.
-        keeps_all: others may join as long as anybody reads it, and when it is finished.
+        call: the first request.
+        window_s: how long others may join after the first event, in seconds.
+        keeps_all: whether others may join while anybody reads, and after the end.
 
     is_finished
-        the whole answer was generated
-    is_read_elsewhere
-        says whether the generation goes on without readers here
+        whether the whole answer was generated
     """
 
     def __init__(self, call: Call, window_s: float, *, keeps_all: bool = False) -> None:
         self._keeps_all = keeps_all
         self.is_finished = False
-        self.is_read_elsewhere: Callable[[], bool] = lambda: False
         self._window_s = window_s
         self._longest_s = max(JOIN_S, window_s)
         self.call = copy.copy(call)
         self.call.refused_by = {}
         if not keeps_all:
-            # So it outlasts all who join with the same limit; each of them watches its own.
+            # The generation outlasts all requests that join with the same limit. Each of them
+            # keeps its own deadline.
             self.call.deadline = PausableDeadline(
                 call.deadline.at + self._longest_s, call.deadline.first_token_at + self._longest_s
             )
@@ -147,18 +145,21 @@ class SharedGeneration:
         self._started = time.monotonic()
         self._readers: set[_Reader] = set()
         self._log: deque[Event] = deque()
-        self._dropped = 0  # events before those of the log
+        self._dropped = 0
+        """Number of events that the log has lost at its beginning."""
         self._log_bytes = 0
-        self._written = 0  # bytes of all events so far
+        self._written = 0
+        """Bytes of all events so far."""
         self._changed = asyncio.Event()
         self._may_go_on = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._next_look: asyncio.TimerHandle | None = None
 
     @property
     def is_joinable(self) -> bool:
-        """Whether a newcomer would get all of the answer, about as soon as from a generation of its
-        own."""
+        """Return whether a request may join.
+
+        It would get the whole answer, about as soon as from a generation of its own.
+        """
         limit_s = self._longest_s if self.accepted is None else self._window_s
         is_whole = not self._dropped and self.error is None
         if self._keeps_all:
@@ -167,7 +168,7 @@ class SharedGeneration:
 
     @property
     def size(self) -> int:
-        """Bytes of the answer that are kept."""
+        """Return the bytes of the answer that are kept."""
         return self._log_bytes
 
     @property
@@ -175,44 +176,37 @@ class SharedGeneration:
         return time.monotonic() - self._started
 
     def run(self, start: Handler, on_end: Callable[[], None]) -> None:
+        """Start the generation in a task of its own."""
         self._task = asyncio.create_task(self._run(start, on_end), name="generation")
 
     def join(self, call: Call) -> "_Reader":
+        """Add a reader of the answer."""
         reader = _Reader(self, call)
         self._readers.add(reader)
         return reader
 
     def leave(self, reader: "_Reader") -> None:
-        """Remove a reader; the generation ends with its last one, here and elsewhere."""
+        """Remove a reader; the generation ends with its last one."""
         self._readers.discard(reader)
         self._may_go_on.set()
-        self._end_unread()
-
-    def _end_unread(self) -> None:
-        if self._next_look:
-            self._next_look.cancel()
-        if self._readers or self._task is None or self._task.done():
-            return
-        if self.is_read_elsewhere():
-            loop = asyncio.get_running_loop()
-            self._next_look = loop.call_later(LOOK_AGAIN_S, self._end_unread)
-        else:
+        if not self._readers and self._task:
             self._task.cancel()
 
     async def wait_for_change(self) -> None:
-        """Wait until an event came, the generation ended, or a reader's time is over."""
+        """Wait until an event has come, the generation has ended, or a reader's time is over."""
         await self._changed.wait()
 
     def notify(self) -> None:
+        """Wake all readers that wait for a change."""
         changed = self._changed
         self._changed = asyncio.Event()
         changed.set()
 
     def read(self, place: int) -> Event | None:
-        """Return the event of this number, counted from 0; None when there is none yet.
+        """Return an event by its number from 0; None where it has not come yet.
 
         Raises:
-            ServiceError: it was dropped, since the reader was too slow.
+            ServiceError: the event was dropped, since the reader was too slow.
         """
         if place < self._dropped:
             raise _too_slow()
@@ -220,7 +214,7 @@ class SharedGeneration:
         return self._log[index] if index < len(self._log) else None
 
     def on_read(self) -> None:
-        """Let the engine continue after a reader did, and drops events that nobody can need."""
+        """Let the engine continue after a read, and drop events that no reader can need."""
         self._may_go_on.set()
         if self._age_s > self._longest_s and not self._keeps_all:
             while self._dropped < min(reader.place for reader in self._readers):
@@ -234,7 +228,7 @@ class SharedGeneration:
                 self.is_finished = True
             finally:
                 answer.close()
-        except Exception as error:  # whatever it is, all readers must get it
+        except Exception as error:  # all readers must get any error
             self.error = error
         finally:
             on_end()
@@ -291,11 +285,12 @@ class _Reader:
         """Wait for the first token.
 
         Raises:
-            ServiceError: there will be none.
+            ServiceError: the generation failed.
         """
         generation = self._generation
         while generation.accepted is None and generation.error is None:
             await generation.wait_for_change()
+
         self._adopt_decision()
         if generation.accepted is None:
             raise self._error()
@@ -325,14 +320,17 @@ class _Reader:
             if self._call.deadline.remaining_s <= 0:
                 return timed_out(self.accepted, self.output_tokens)
             await self._generation.wait_for_change()
+
         self.place += 1
         self.bytes_read += event.ByteSize()
         self._generation.on_read()
         return event
 
     def _error(self) -> BaseException:
-        """Return a copy of the error: an exception that several tasks raise collects all their
-        frames."""
+        """Return a copy of the error for this reader.
+
+        An exception that several tasks raise would collect the frames of all of them.
+        """
         error = self._generation.error
         if not isinstance(error, ServiceError):
             return RuntimeError(f"the shared generation failed: {error!r}")
@@ -345,7 +343,7 @@ class _Reader:
         )
 
     def _adopt_decision(self) -> None:
-        """Copy the decision about the generation, which holds for all who share it."""
+        """Copy the decision about the generation, which holds for all requests that share it."""
         generation = self._generation
         call = self._call
         leader = "" if generation.leader is call else generation.leader.record.request_id

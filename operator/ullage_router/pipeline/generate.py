@@ -1,11 +1,12 @@
-"""The end of the chain: a request on an engine, and on another one where that fails it.
+"""The end of the chain: a request runs on an engine, and on another one where the first fails.
 
-An engine that fails before the first token is replaced by another as long as that may help. One
-that is lost after it costs the client a pause: another engine goes on with what was received, or
-the stream waits until one is there, as long as it may be without a token. Credit follows the
-engines; quota, limits and metrics count the request once. When no token comes in time after the
-first, because an engine stalls or none can go on, or the time of the whole is over, the answer ends
-there with the reason TIMEOUT.
+Where an engine fails before the first token, the request is tried on another engine while that may
+help. Where an engine is lost later, the client sees a pause: another engine goes on with the tokens
+received so far, or the stream waits for an engine for as long as it may be without a token. Each
+engine holds credit for its part, while quota, limits and metrics count the request once.
+
+An answer ends with the reason TIMEOUT when its next token does not come in time, or when the time
+of the whole answer is over.
 """
 
 import asyncio
@@ -60,11 +61,12 @@ from ullage_router.pipeline.on_engine import (
 )
 from ullage_router.policy.decision import Side
 from ullage_router.prompts.tool_use import read_calls
-from ullage_router.rollout import Rollout, Send
+from ullage_router.rollout.stages import Rollout, Send
 from ullage_router.tickets.signing import TicketSigner
 
 MAX_ENGINE_FAILURES = 3
-# Failures that another engine may not have; anything else is the request's own.
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
 ANOTHER_ENGINE_MAY = frozenset(
     {
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -76,20 +78,19 @@ ANOTHER_ENGINE_MAY = frozenset(
         *errors.OF_THE_ROUTER,
     }
 )
-# An engine that knows no continuations is one more that cannot go on with an answer.
+"""Failures that another engine may not have. All other failures are caused by the request."""
 _ANOTHER_MAY_GO_ON = ANOTHER_ENGINE_MAY | {grpc.StatusCode.UNIMPLEMENTED}
-# Failures that say nothing of the request: it may come back.
+"""The same while an answer is resumed: an engine may not know continuations."""
 _NO_ENGINE = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, *errors.OF_THE_ROUTER}
 )
-FIRST_PAUSE_S = 0.05
-MAX_PAUSE_S = 1.0
+"""Failures that say nothing about the request, so that the client may send it again."""
 
 log = logging.getLogger(__name__)
 
 OnResumption = Callable[[str, str], None]
-"""Called with why an engine was lost after the first token, and what became of the answer: resumed
-or lost."""
+"""Called with the cause of an engine's loss after the first token, and the outcome for the answer:
+`resumed` or `lost`."""
 
 
 class EngineStages:
@@ -97,12 +98,12 @@ class EngineStages:
 
     Args:
         streaming: how tokens flow.
-        limits: how long an engine may send none.
-        admission: where a request may run.
-        balancer: whether a request may be tried again.
-        signer: signs what is sent to engines, where they want that; None: they do not.
-        rollout: counts what becomes of requests by side; None: there is never a canary.
-        on_resumption: called whenever an answer lost its engine.
+        limits: how long an engine may send no token.
+        admission: reserves a place on an engine.
+        balancer: holds the budget of retries.
+        signer: signs requests for engines that require it; None where no engine does.
+        rollout: counts outcomes by side; None where there is never a canary.
+        on_resumption: called whenever an answer has lost its engine.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class EngineStages:
         self._signer = signer if signer and signer.is_required else None
         self._on_resumption = on_resumption
         self._suspected: set[str] = set()
-        """Keys of engines with a request over which engines may break, until it has a token: there
-        is one on each, so that another one beside it is not blamed."""
+        """Keys of engines that run a suspect: a request that may break engines, until its next
+        token. An engine has at most one suspect, so that no other suspect is blamed for it."""
         self._flow = flow_of(streaming, limits.request_timeout)
         self._unary_flow = for_unary(self._flow)
         self._send: Send = self._send_to_engine
@@ -129,11 +130,12 @@ class EngineStages:
             self._send = partial(rollout.observe, send=self._send_to_engine)
 
     async def generate(self, call: Call) -> ResponseStream:
-        """Try one engine after another, as long as another one may help; the last handler of the
-        chain.
+        """Try one engine after another while another one may help.
+
+        This is the last handler of the chain.
 
         Raises:
-            ServiceError: the request is not admitted, or its own failure, or the last engine's.
+            ServiceError: the request is not admitted, is at fault, or the last engine failed.
         """
         self._balancer.budget.on_request()
         call.progress = Progress(call.request)
@@ -148,6 +150,7 @@ class EngineStages:
                     failures.append(error)
                 if not self._may_retry(error, failures):
                     raise _final_error(error, call.token_timeout_s, len(failures)) from refusal
+
                 call.progress = Progress(call.request)
                 engine = reservation.engine
                 call.refused_by[engine.key] = engine.reports
@@ -159,8 +162,8 @@ class EngineStages:
         """Return the answer of the first engine that is chosen.
 
         Raises:
-            ServiceError: the request is not admitted, or the engine's failure.
-            NotOnCanary: the stable engines should have it.
+            ServiceError: the request is not admitted, or the engine failed.
+            NotOnCanary: the stable engines should serve the request.
         """
         call.progress = Progress(call.request)
         reservation = await self._admission.admit(call)
@@ -172,16 +175,17 @@ class EngineStages:
         """Go on with an answer on another engine, as soon as one can take it.
 
         Args:
-            call: with the answer's progress; it is changed.
-            lost: where the answer was; its credit was given back.
+            call: holds the answer's progress, and is changed.
+            lost: the reservation on the lost engine; its credit was given back.
             losses: engines that the answer lost before.
-            error: with which it broke off.
+            error: the error with which the answer broke off.
 
         Raises:
-            ServiceError: it is given up; the last error of an engine.
+            ServiceError: the answer is given up; this is the last error of an engine.
         """
         if error.code not in _ANOTHER_MAY_GO_ON and error.reason != errors.ENGINE_SILENT:
-            raise error  # it is the request's own
+            raise error  # the request is at fault
+
         cause = _cause_of(error)
         began = time.monotonic()
         try:
@@ -197,6 +201,7 @@ class EngineStages:
             if isinstance(failure, TimeoutError):
                 raise errors.not_resumed(lost.engine.id, call.token_timeout_s, error) from error
             raise
+
         self._on_resumption(cause, "resumed")
         engines = f"{lost.engine.id} -> {taken[0].engine.id}"
         paused_s = time.monotonic() - began
@@ -208,14 +213,16 @@ class EngineStages:
     async def _take_over(
         self, call: Call, lost: Reservation, losses: Losses, error: ServiceError
     ) -> tuple[Reservation, EngineStream]:
+        """Try engines until one has taken over; raise ServiceError after too many losses."""
         while True:
             losses.add(error, call.progress)
             is_whole = call.progress.is_whole
             if losses.are_too_many or not is_whole or error.code not in _ANOTHER_MAY_GO_ON:
                 raise error
+
             call.progress.on_loss()
             if self._admission.has_stable_engine(call):
-                call.side = Side.STABLE  # what a canary lost is not for the canary again
+                call.side = Side.STABLE  # a canary does not get an answer back that it has lost
             call.refused_by[lost.engine.key] = lost.engine.reports
             try:
                 return await self._on_next_engine(call, losses.is_suspect)
@@ -226,42 +233,64 @@ class EngineStages:
     async def _on_next_engine(
         self, call: Call, is_suspect: bool
     ) -> tuple[Reservation, EngineStream]:
-        """Wait for an engine that takes the rest.
+        """Wait for an engine that takes the rest of an answer.
 
         Args:
-            is_suspect: engines may break over it, so it goes only where no other such request is;
-                pauses for that do not count as time without a token.
+            is_suspect: whether the request may break engines. A suspect goes only to an engine
+                without another one; pauses for that do not count as time without a token.
 
         Raises:
-            _EngineLost: it failed before it sent any of it.
+            _EngineLost: an engine failed before it sent a token.
         """
         pause_s = FIRST_PAUSE_S
         while True:
-            is_taken = False
-            # Refusals are waited out, whatever they say: the request could be served before.
-            with contextlib.suppress(ServiceError):
-                if self._admission.has_engine:
-                    reservation = await self._admission.admit(call)
-                    engine = reservation.engine
-                    try:
-                        with self._alone(reservation) if is_suspect else nullcontext():
-                            return reservation, await self._send(call, reservation)
-                    except _SuspectThere:
-                        is_taken = True
-                    except ServiceError as error:
-                        if not _is_refusal(error):
-                            raise _EngineLost(reservation, error) from error
-                    call.refused_by[engine.key] = engine.reports
-            with call.deadline.paused() if is_taken else nullcontext():
+            is_occupied = False
+            try:
+                if taken := await self._try_once(call, is_suspect):
+                    return taken
+            except _SuspectThere:
+                is_occupied = True
+
+            with call.deadline.paused() if is_occupied else nullcontext():
                 await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _try_once(
+        self, call: Call, is_suspect: bool
+    ) -> tuple[Reservation, EngineStream] | None:
+        """Send the rest of an answer to one engine; return None where none takes it now.
+
+        Raises:
+            _SuspectThere: the engine has another suspect.
+            _EngineLost: the engine failed before it sent a token.
+        """
+        if not self._admission.has_engine:
+            return None
+        try:
+            reservation = await self._admission.admit(call)
+        except ServiceError:
+            # No refusal is final here: the request could be served before.
+            return None
+
+        engine = reservation.engine
+        try:
+            with self._alone(reservation) if is_suspect else nullcontext():
+                return reservation, await self._send(call, reservation)
+        except _SuspectThere:
+            call.refused_by[engine.key] = engine.reports
+            raise
+        except ServiceError as error:
+            if not _is_refusal(error):
+                raise _EngineLost(reservation, error) from error
+            call.refused_by[engine.key] = engine.reports
+            return None
 
     @contextlib.contextmanager
     def _alone(self, reservation: Reservation) -> Iterator[None]:
         """Keep other suspects from the engine within the block.
 
         Raises:
-            _SuspectThere: one is there; the reservation was given back.
+            _SuspectThere: the engine has a suspect; the reservation was given back.
         """
         engine = reservation.engine
         if engine.key in self._suspected:
@@ -274,7 +303,7 @@ class EngineStages:
             self._suspected.discard(engine.key)
 
     def _may_retry(self, error: ServiceError, failures: list[ServiceError]) -> bool:
-        """Whether another engine is tried; a retry after an engine's fault costs budget."""
+        """Return whether to try another engine; a retry after an engine's fault costs budget."""
         breakages = sum(failure.reason in BREAKAGES for failure in failures)
         is_enough = len(failures) >= MAX_ENGINE_FAILURES or breakages >= MAX_BREAKAGES
         if error.code not in ANOTHER_ENGINE_MAY or is_enough:
@@ -298,6 +327,7 @@ class EngineStages:
         if call.span and call.span.is_recording:
             attributes = {"ullage.engine": engine.id, "server.address": engine.address}
             span = call.span.child("engine", kind="client", attributes=attributes)
+
         try:
             source = self._open(call, reservation, request, span)
             engine.watchdog.watch(source)
@@ -318,6 +348,7 @@ class EngineStages:
             if span:
                 span.end(error=error.reason if isinstance(error, ServiceError) else "CANCELLED")
             raise
+
         engine.on_first_token(reservation.credit)
         if accepted.degraded:
             call.decision = call.decision.lowered(accepted.degraded)
@@ -336,6 +367,7 @@ class EngineStages:
             flow = rate_limited(self._flow, call.tenant.rules.tokens_per_second)
         if not call.is_growing:
             flow = without_stalls(flow)
+
         metadata = span.metadata if span else call.metadata
         if self._signer:
             metadata = (*metadata, self._signer.sign_request(engine.id, request))
@@ -343,11 +375,11 @@ class EngineStages:
 
 
 class _SuspectThere(Exception):
-    """The engine has another request over which engines may break."""
+    """The engine has another request that may break engines."""
 
 
 class _EngineLost(Exception):
-    """An engine failed the rest of an answer before it sent any of it."""
+    """An engine that was to go on with an answer failed before it sent a token."""
 
     def __init__(self, reservation: Reservation, error: ServiceError) -> None:
         super().__init__(error.message)
@@ -369,14 +401,18 @@ class Generation:
         self._losses: Losses | None = None
         self._resumed_on: list[str] = []
         self._num_counted: int | None = None
-        """Output tokens by the engine's own count; None before the end."""
+        """Output tokens as the engine counted them; None before the end."""
 
     @property
     def output_tokens(self) -> int:
         return self._call.progress.num_tokens if self._num_counted is None else self._num_counted
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events; raises ServiceError when the answer is lost after tokens were sent."""
+        """Yield the events.
+
+        Raises:
+            ServiceError: the answer is lost after tokens were sent.
+        """
         tool_use = self._reservation.prompt.tool_use
         samples = self._call.request.samples
         events = self._events()
@@ -388,7 +424,9 @@ class Generation:
             text = self._prompt_text()
             for sample in range(max(1, request.samples.n)):
                 yield Event(delta=inference_pb2.Delta(text=text, sample=sample))
-        # Answers that are known only at the end begin anew where they are lost.
+
+        # An answer that is known only at its end starts again after a loss, so its events are held
+        # until the end.
         held: list[Event] | None = None if self._call.is_growing else []
         while not self._stream.is_over:
             try:
@@ -404,17 +442,19 @@ class Generation:
                 if held:
                     held.clear()
                 continue
+
             if self._stream.is_over:
                 self._finish(event.finished)
             if held is None:
                 yield event
             else:
                 held.append(event)
+
         for event in held or ():
             yield event
 
     def _is_out_of_time(self, failure: ServiceError) -> bool:
-        """Whether only time was lacking to go on, and there are tokens: they are the answer."""
+        """Return whether no engine went on in time and there are tokens, which are the answer."""
         has_tokens = self._call.progress.num_tokens > 0
         return has_tokens and failure.reason in (errors.ENGINE_LOST, errors.ENGINE_SILENT)
 
@@ -443,8 +483,8 @@ class Generation:
         self._stream.close()
         if self._losses is None:
             self._losses = Losses()
-            self._call = copy.copy(self._call)  # the record keeps how it began
-            self._call.prompt = self._reservation.prompt  # as far as it was shortened
+            self._call = copy.copy(self._call)  # the log shows the first engine's decision
+            self._call.prompt = self._reservation.prompt  # which may have been shortened
             self._call.refused_by = {}
             self._call.is_trial = False
         next_token_at = time.monotonic() + self._call.stall_s
@@ -460,13 +500,13 @@ class Generation:
 
 
 def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> ServiceError:
-    """Return the client's error when no engine could serve the request."""
+    """Return the error for the client when no engine could serve the request."""
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.deadline(timeout_s)
     if error.code in _NO_ENGINE:
         return ServiceError(
             grpc.StatusCode.UNAVAILABLE,
-            # The one of these that an operator can do something about.
+            # Of these reasons people can only remedy this one.
             error.reason if error.reason == "MEMORY_SHORT" else "NO_ENGINE",
             f"{num_failures} attempts failed, the last with: {error.message}; retry",
             retry_after_s=error.retry_after_s or 1,
@@ -475,12 +515,12 @@ def _final_error(error: ServiceError, timeout_s: float, num_failures: int) -> Se
 
 
 def _is_refusal(error: ServiceError) -> bool:
-    """Whether the engine takes nothing now, and did not fail."""
+    """Return whether the engine takes no request now, without a failure."""
     return error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in errors.LEAVING
 
 
 def _cause_of(error: ServiceError) -> str:
-    """Why an engine was lost, in one of few words for metrics."""
+    """Return the cause of an engine's loss, as a label of metrics."""
     if error.reason in BREAKAGES:
         return "worker"
     if error.reason in errors.LEAVING:

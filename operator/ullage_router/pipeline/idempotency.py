@@ -1,40 +1,28 @@
 """Requests of a tenant with the same `Idempotency-Key` get one answer, which is generated once.
 
-A request joins the one under way, or gets the finished answer again, from its beginning, while that
-is kept. The same key with another body is an error. What failed, and what nobody waited for to its
-end, is forgotten: the next request with the key runs anew. The processes of a router share answers
-by files (`shared_answers.py`).
+A request joins the running one, or gets the finished answer from its beginning while that is kept.
+The same key with another body is an error. A request that failed, or that all clients left before
+its end, is forgotten: the next request with the key runs again.
+
+Answers are kept in the memory of this router. Other replicas do not know them, so a key that comes
+to another replica is generated there once more.
 """
 
-import asyncio
-import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import grpc
-import msgspec
 
 from ullage_common.config.router import IdempotencySection
 from ullage_common.wire.errors import ServiceError, invalid
 from ullage_router.call import Call, Handler, ResponseStream
 from ullage_router.errors import KEY_REUSED
 from ullage_router.pipeline.coalesce import SharedGeneration, key_of
-from ullage_router.pipeline.shared_answers import (
-    AnswerFolder,
-    AnswerLost,
-    AnswerReader,
-    OtherRequest,
-    RecordedAnswer,
-    ReplayedAnswer,
-)
-from ullage_router.policy.decision import Decision
 
 MAX_KEY_CHARACTERS = 256
 HEADER = "idempotency-key"
-DRAIN_INTERVAL_S = 0.05
 
 _Name = tuple[str, str]
 """(tenant, key)"""
@@ -50,16 +38,15 @@ class _Entry:
     size: int = 0
     """Bytes of the finished answer."""
     expires: float = 0.0
-    """When the finished answer is forgotten, on the clock."""
+    """Time at which the finished answer is forgotten, on the clock."""
 
 
 class IdempotencyKeys:
-    """The answers under way with a key, and finished ones for a time.
+    """Running answers by key, and finished ones for a time.
 
     Args:
-        section: how long finished answers are kept, and how many bytes of them.
+        section: bounds the time and the bytes of finished answers.
         clock: monotonic seconds.
-        folder: where answers are that other processes share; None where there are none.
 
     repeated
         requests that got the answer of an earlier one
@@ -69,29 +56,25 @@ class IdempotencyKeys:
         self,
         section: IdempotencySection,
         clock: Callable[[], float] = time.monotonic,
-        folder: AnswerFolder | None = None,
     ) -> None:
-        self._folder = folder
         self._section = section
         self._clock = clock
         self._running: dict[_Name, _Entry] = {}
-        self._generating: set[SharedGeneration] = set()
-        """Also those that nobody can join any more."""
         self._finished: OrderedDict[_Name, _Entry] = OrderedDict()
-        """The first one expires first."""
+        """Finished answers, the first to expire first."""
         self._size = 0
         self.repeated = 0
 
     @property
     def size(self) -> int:
-        """Bytes of all finished answers that this process keeps."""
-        return self._folder.size if self._folder else self._size
+        """Return the bytes of all finished answers that are kept."""
+        return self._size
 
     async def repeat(self, call: Call, proceed: Handler) -> ResponseStream:
         """Return the answer to the first request with the key, or begin it.
 
         Raises:
-            ServiceError: the key is too long or was sent with another request; or as `proceed`.
+            ServiceError: the key is too long, or another request had it; or as `proceed`.
         """
         if not call.idempotency_key:
             return await proceed(call)
@@ -107,17 +90,6 @@ class IdempotencyKeys:
             raise
         return reader
 
-    async def drain(self, grace_s: float) -> None:
-        """Return when no answer is generated any more, also for other processes' clients.
-
-        Args:
-            grace_s: most seconds that it waits.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while self._generating:  # noqa: ASYNC110 - asked once, at the end
-                    await asyncio.sleep(DRAIN_INTERVAL_S)
-
     def _find(self, name: _Name, call: Call, proceed: Handler) -> SharedGeneration:
         self._expire()
         digest = key_of(call.request, str(call.is_streamed))
@@ -127,67 +99,34 @@ class IdempotencyKeys:
                 raise _reused(call.idempotency_key)
             self.repeated += 1
             return entry.generation
+
         own = _Entry(digest, SharedGeneration(call, 0.0, keeps_all=True))
         self._running[name] = own
-        self._generating.add(own.generation)
-        if self._folder:
-            proceed = partial(self._among_processes, self._folder, name, own, proceed)
         own.generation.run(proceed, lambda: self._on_end(name, own))
         return own.generation
 
-    async def _among_processes(
-        self, folder: AnswerFolder, name: _Name, entry: _Entry, proceed: Handler, call: Call
-    ) -> ResponseStream:
-        """Return the answer that another process generates or generated, or generate it."""
-        while True:
-            claim = folder.claim(*name, entry.digest)
-            if isinstance(claim, AnswerReader):
-                with contextlib.suppress(AnswerLost):
-                    return await self._replayed(claim, call)
-                continue
-            entry.generation.is_read_elsewhere = claim.has_readers
-            try:
-                return RecordedAnswer(await proceed(call), call.decision, claim)
-            except BaseException:
-                claim.give_up()
-                raise
-
-    async def _replayed(self, reader: AnswerReader, call: Call) -> ResponseStream:
-        call.end_turn()
-        try:
-            call.decision = msgspec.msgpack.decode(await reader.begin(), type=Decision)
-            accepted = await reader.next()
-            assert accepted is not None
-        except OtherRequest:
-            reader.close()
-            raise _reused(call.idempotency_key) from None
-        except BaseException:
-            reader.close()
-            raise
-        self.repeated += 1
-        return ReplayedAnswer(accepted, reader)
-
     def _on_end(self, name: _Name, entry: _Entry) -> None:
-        generation = entry.generation
-        self._generating.discard(generation)
         if self._running.get(name) is not entry:
             return
         del self._running[name]
-        if self._folder or not (generation.is_finished and generation.is_joinable):
+
+        generation = entry.generation
+        if not (generation.is_finished and generation.is_joinable):
             return
+
         entry.size = generation.size
         entry.expires = self._clock() + self._section.ttl
         self._finished[name] = entry
         self._size += entry.size
         while self._size > self._section.max_bytes:
-            self._forget_oldest()
+            self._drop_oldest()
 
     def _expire(self) -> None:
         now = self._clock()
         while self._finished and next(iter(self._finished.values())).expires <= now:
-            self._forget_oldest()
+            self._drop_oldest()
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest(self) -> None:
         _, entry = self._finished.popitem(last=False)
         self._size -= entry.size
 

@@ -1,6 +1,6 @@
-"""One engine's part of an answer: the request as it gets it, and the events that it sends.
+"""One engine's part of an answer: the request for the engine, and the events that it sends.
 
-What its failures and endings say about it goes to its circuit breaker.
+The engine's circuit breaker learns of failures and of endings.
 """
 
 import math
@@ -16,12 +16,13 @@ from ullage_router.call import Call, Event, timed_out
 from ullage_router.engines.flow_control import Source
 
 TOTAL_MARGIN_S = 0.5
-"""Seconds before the end of a request's whole time within which an answer that ends with TIMEOUT
-ends for that: engines end it a little earlier."""
+"""Margin before the end of a request's whole time, in seconds. An answer that ends with TIMEOUT
+within the margin has used up its time, since engines end it a little early. An earlier TIMEOUT
+means that the engine stalled."""
 
 
 def engine_request(call: Call, reservation: Reservation) -> inference_pb2.GenerateRequest:
-    """Return the request as the engine gets it: token ids, and the limits that were granted."""
+    """Return the request for the engine, with token ids and the granted limits."""
     limit_s = reservation.credit.step_limit_s
     request = inference_pb2.GenerateRequest(
         request_id=call.record.request_id,
@@ -35,16 +36,18 @@ def engine_request(call: Call, reservation: Reservation) -> inference_pb2.Genera
     )
     if request.embed:
         return request
+
     request.sampling.CopyFrom(call.request.sampling)
     request.stop.CopyFrom(call.request.stop)
     request.output.CopyFrom(call.request.output)
     request.samples.CopyFrom(call.request.samples)
     if call.request.HasField("grammar"):
         request.grammar.CopyFrom(call.request.grammar)
+
     request.stop.max_tokens = reservation.max_tokens
     request.stop.min_tokens = min(request.stop.min_tokens, reservation.max_tokens)
-    request.output.echo = False  # the router has the prompt's text and prepends it itself
-    request.output.delta_token_ids = True  # another engine can go on with them
+    request.output.echo = False  # the router has the prompt's text and echoes it itself
+    request.output.delta_token_ids = True  # another engine needs the ids to go on
     reservation.prompt.tool_use.ask(request)
     if call.progress.has_begun:
         request.stop.max_tokens += call.progress.longest
@@ -61,6 +64,7 @@ def complete_acceptance(
     max_tokens = reservation.max_tokens
     accepted = inference_pb2.Accepted()
     accepted.CopyFrom(from_engine)
+
     accepted.request_id = call.record.request_id
     accepted.engine = decision.engine
     accepted.prompt_tokens = len(prompt.token_ids)
@@ -68,6 +72,7 @@ def complete_acceptance(
     accepted.max_tokens = min(max_tokens, from_engine.max_tokens or max_tokens)
     accepted.action = decision.action
     accepted.route = decision.route
+
     del accepted.degraded[:], accepted.prompt_token_ids[:], accepted.trail[:]
     accepted.model = decision.model
     accepted.revision = decision.revision
@@ -106,7 +111,7 @@ class OnEngine:
         self._failure = ""
 
     async def read(self) -> Event:
-        """The next event; the last is Finished.
+        """Return the next event; the last is Finished.
 
         Raises:
             ServiceError: the engine failed.
@@ -131,7 +136,11 @@ class OnEngine:
         return event
 
     def _take_ending(self, event: Event) -> None:
-        """Notes an answer's end; raises ServiceError where the engine cut it off."""
+        """Note the end of the answer or of a sample.
+
+        Raises:
+            ServiceError: the engine cut the answer off.
+        """
         if event.HasField("sample_finished"):
             check_ending(event.sample_finished)
             self._progress.on_sample_finished(event.sample_finished)
@@ -141,7 +150,7 @@ class OnEngine:
             self._note_ending(event.finished)
 
     def _note_ending(self, finished: inference_pb2.Finished) -> None:
-        """Tell the breaker of an answer's end; nothing where only its whole time was over."""
+        """Report an answer's end to the breaker, unless only its whole time was over."""
         engine = self._reservation.engine
         credit = self._reservation.credit
         if finished.reason != inference_pb2.FINISH_REASON_TIMEOUT:
@@ -151,7 +160,7 @@ class OnEngine:
             engine.on_failure(credit, errors.stalled(engine.id, self._timeout_s))
 
     def _after(self, error: ServiceError) -> Event:
-        """Return the last event where only the time is over; raise the failure otherwise."""
+        """Return the last event where only the time is over; otherwise raise the failure."""
         engine = self._reservation.engine
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             if not engine.is_silent:
@@ -175,6 +184,7 @@ class OnEngine:
 
 
 async def expect(source: Source) -> Event:
+    """Return the next event; raise ServiceError where the stream has ended."""
     event = await source.read()
     if event is None:
         raise errors.broken_stream("the engine ended it before its first token")
@@ -182,6 +192,6 @@ async def expect(source: Source) -> Event:
 
 
 def check_ending(finished: inference_pb2.Finished | inference_pb2.SampleFinished) -> None:
-    """Raise where a draining engine cut an answer off, which no client asked for."""
+    """Raise ServiceError where a draining engine cut off an answer that no client cancelled."""
     if finished.reason == inference_pb2.FINISH_REASON_CANCELLED:
         raise errors.cancelled_by_engine()

@@ -1,22 +1,23 @@
 """A request's way through the router: a chain of stages, built once of the features that are on.
 
     replace_earlier   a later request with the same x-ullage-replace ends it     routing.replace
-    open              not draining; within its deadline, bounds and quota
-    refuse_when_stopped   nothing is served of a service that is stopped       rollout_file
+    open              checked against bounds, deadline and quota
+    refuse_when_stopped   a stopped service refuses all requests                 rollout_file
     repeat            the same Idempotency-Key gets the same answer              routing.idempotency
     charge_estimate   an estimate of its tokens is charged                       cascade
     run               the steps of the cascade; own engines are the chain below  cascade
     wait_for_model    held until an engine has described its model               pools that sleep
     draw_side         the stable engines or a canary                             rollout_file
-    render            its prompt in token ids, long conversations summed up
+    render            its prompt becomes token ids, a long conversation is summarised
     wait_for_pool     held until its pool has an engine                          pools that sleep
     charge            its tokens are charged
     share             identical deterministic requests share one generation      routing.coalesce
     try_canary        a canary has one try at once                               rollout_file
-    generate          admission and an engine's first token; another engine where one fails it
+    generate          admission and an engine's first token; another engine where one fails
 
-Each stage is called with the request and the handler of what follows. The order matters: a request
-is charged when it is known where it may run, and shared only below its own quota and prompt.
+The right column names the features that switch a stage on. Each stage is called with the request
+and the handler of the rest of the chain. The order matters: a request is charged once the router
+knows where it may run, and may share a generation only after its own quota and prompt are checked.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from ullage_router.policy.cascade import estimated_tokens
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.telemetry.record import RequestRecord, cached_tokens
 from ullage_router.telemetry.spans import begin_span, end_span
-from ullage_router.tenants import TenantSession
+from ullage_router.tenants.session import TenantSession
 
 _CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
@@ -58,7 +59,7 @@ class RequestPipeline:
     Args:
         handler: the chain.
         on_end: called with every record once its request is over.
-        tracer: makes the requests' spans; None: nothing is traced.
+        tracer: makes the spans of requests; None where tracing is off.
 
     inflight
         requests that are being served
@@ -103,7 +104,7 @@ class RequestPipeline:
         """Count a request that was refused before it became a Call.
 
         Args:
-            tenant: its session; None where it is not known.
+            tenant: the tenant's session; None where the tenant is not known.
             trace: the client's trace context (`trace_context`).
         """
         _copy_error(record, error)
@@ -170,6 +171,7 @@ class _Serving:
             _copy_decision(call)
             record.is_cancelled = isinstance(error, _CANCELLED)
             _copy_error(record, (record.is_cancelled and call.ended_by) or error)
+
         try:
             if stream:
                 record.output_tokens = stream.output_tokens
@@ -178,7 +180,7 @@ class _Serving:
             self._pipeline.inflight -= 1
             record.ended = time.monotonic()
             call.tenant.close_request(record)
-            # After the answer's last bytes, which leave at the end of this turn.
+            # Observers run after the answer's last bytes, which leave at the end of this turn.
             loop = asyncio.get_running_loop()
             loop.call_soon(self._on_end, record)
             if call.span:
@@ -212,8 +214,8 @@ class CommonStages:
 
     Args:
         config: the model's name, and limits.
-        engines: where models and the output that is expected of them are known.
-        prompts: renders.
+        engines: know the models and their expected output.
+        prompts: renders prompts.
     """
 
     def __init__(self, config: RouterConfig, engines: Engines, prompts: PromptBuilder) -> None:
@@ -222,8 +224,7 @@ class CommonStages:
         self._prompts = prompts
 
     async def open(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Check the request, count it against its tenant's quota, and bound the time until its
-        first token.
+        """Check the request, count it in its tenant's quota, and bound the time to its first token.
 
         Raises:
             ServiceError: the request is wrong, over quota, or out of time.
@@ -231,7 +232,7 @@ class CommonStages:
         try:
             async with asyncio.timeout(max(0.0, call.deadline.first_token_remaining_s)) as timeout:
                 with call.deadline.pauses(timeout):
-                    # First, so that a tenant does not learn which other models there are.
+                    # The check comes first, so that a tenant cannot find out other models' names.
                     call.tenant.check_model(call.request.model or self._config.model)
                     call.adapter = self._engines.adapter_of(
                         call.request.model, call.tenant.rules.models
@@ -245,7 +246,7 @@ class CommonStages:
             raise errors.deadline(call.token_timeout_s) from error
 
     async def charge_estimate(self, call: Call, proceed: Handler) -> ResponseStream:
-        """Charge the tenant for a request whose tokens may never be counted here."""
+        """Charge the tenant an estimate, since another service may count the request's tokens."""
         call.tenant.charge(estimated_tokens(call.request), self._expected_output(call))
         return await proceed(call)
 
@@ -256,7 +257,7 @@ class CommonStages:
             ServiceError: no model is known, or the input is wrong.
         """
         model = self._engines.served_model(call.request.model, call.side, call.tenant.rules.models)
-        # An error from here on names the model.
+        # Records of errors from here on have the model's name.
         name = call.adapter or self._config.model
         call.decision = replace(call.decision, model=name)
         check_task(call.request, model.description.task, name)
@@ -278,7 +279,7 @@ class CommonStages:
         return await proceed(call)
 
     def _expected_output(self, call: Call) -> int:
-        """Return the tokens that all answers together are charged in advance."""
+        """Return the output tokens that are charged in advance for all answers together."""
         if call.request.embed:
             return 0
         limits = (asked_tokens(call.request), call.tenant.rules.max_tokens)

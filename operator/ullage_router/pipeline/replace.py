@@ -1,6 +1,6 @@
 """A tenant's later request with the same key in `x-ullage-replace` ends the earlier one.
 
-`Idempotency-Key` is another thing, by which clients ask for the same answer again
+`Idempotency-Key` does the opposite: the later request gets the answer of the earlier one
 (`pipeline/idempotency.py`).
 """
 
@@ -17,13 +17,12 @@ from ullage_router.errors import REPLACED
 
 MAX_KEY_CHARACTERS = 256
 HEADER = "x-ullage-replace"
-# What the earlier request holds of a quota is the later one's, which so waits for it to end.
 MAX_WAIT_S = 1.0
+"""Seconds that a later request waits for the earlier one's end, which gives its quota back."""
 
 
 class Replacer:
-    """The requests of this router that hold a key, at most one entry for each request
-    in flight.
+    """The requests of this router that hold a key: at most one entry for each request in flight.
 
     replaced
         requests that a later one ended
@@ -37,7 +36,7 @@ class Replacer:
         """End an earlier call with the same key; a later call ends this one.
 
         Raises:
-            ServiceError: it was replaced, or its key is too long.
+            ServiceError: the call was replaced, or its key is too long.
         """
         if not call.replace_key:
             return await proceed(call)
@@ -46,6 +45,7 @@ class Replacer:
         holder = _Holder(call.replace_key)
         self._holders[name] = holder
         self.replaced += earlier is not None
+
         try:
             with holder.cancellable():
                 if earlier:
@@ -53,11 +53,12 @@ class Replacer:
                     await earlier.end()
                 holder.stream = await proceed(call)
         except BaseException:
-            self._forget(name, holder)
+            self._remove(name, holder)
             raise
-        return _ReplaceableStream(holder.stream, holder, lambda: self._forget(name, holder))
 
-    def _forget(self, name: tuple[str, str], holder: "_Holder") -> None:
+        return _ReplaceableStream(holder.stream, holder, lambda: self._remove(name, holder))
+
+    def _remove(self, name: tuple[str, str], holder: "_Holder") -> None:
         holder.has_ended.set()
         if self._holders.get(name) is holder:
             del self._holders[name]
@@ -78,8 +79,11 @@ class _Holder:
         self._is_waiting = False
 
     async def end(self) -> None:
-        """End the request at once where its task waits for the answer, and otherwise, as while a
-        slow client takes what it was sent, at the next read; its engine stops at once."""
+        """End the request, and wait up to `MAX_WAIT_S` for its end.
+
+        Its engine stops at once. The request ends at once where its task waits for the answer.
+        Otherwise, as while a slow client reads, it ends at the next read.
+        """
         self._is_replaced = True
         if self._is_waiting:
             self._task.cancel()
@@ -102,7 +106,7 @@ class _Holder:
         try:
             yield
         except asyncio.CancelledError as error:
-            # If the client has gone as well, its cancelling counts.
+            # If the client has left as well, its cancellation counts.
             if self._is_replaced and self._task.uncancel() <= self._cancelling:
                 raise self._error() from error
             raise

@@ -16,7 +16,7 @@ from typing import Any
 from ullage_common.chat.special_tokens import finder
 from ullage_common.chat.tool_formats import Turn
 from ullage_router.prompts.tool_use import ToolUse
-from ullage_router.tokenizer import Model, PromptError
+from ullage_router.tokenizer.model import Model, PromptError
 
 LARGEST = 64 << 10
 """Characters that an outline may always have; beyond, a quarter of the conversation's."""

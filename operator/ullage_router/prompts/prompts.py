@@ -23,7 +23,8 @@ from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.tool_use import ToolUse, tool_use
 from ullage_router.prompts.truncate import droppable
-from ullage_router.tokenizer import Model, PromptError, TokenIds, TooManyTokens
+from ullage_router.tokenizer.model import Model, PromptError
+from ullage_router.tokenizer.segments import TokenIds, TooManyTokens
 
 TOKEN_BYTES = 12
 CHARACTER_BYTES = 8

@@ -26,7 +26,7 @@ from ullage_common.chat.tool_formats import Turn
 from ullage_common.config.router import CompressSection
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import KEPT_ROLES, droppable
-from ullage_router.tokenizer import PromptError
+from ullage_router.tokenizer.model import PromptError
 
 MAX_FACTS = 20_000
 """Number of facts of one text; what comes after them is not looked at."""

@@ -1,5 +1,4 @@
-"""The router as a process: its parts put together, its worker processes, and what it reports of its
-load.
+"""The router as a process: its parts put together, its certificates, and its load report.
 
-It is the only room that builds the others; none below knows it.
+This room alone builds the others, and none of them knows it.
 """

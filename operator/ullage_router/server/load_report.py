@@ -1,8 +1,7 @@
-"""Reports what the operator scales pools by: the memory that they have and lack, and how late their
-requests are.
+"""The load report by which the operator scales pools: memory, queues, and late first tokens.
 
-Each report is one process's; its reader adds up those of all processes and routers. Numbers that
-engines report to every router alike are marked: of these the largest counts.
+Each router reports for itself, and the operator adds up the reports of all routers. Of the numbers
+that engines report to every router alike, it takes those of the router that sees most engines.
 """
 
 import time
@@ -19,10 +18,11 @@ from ullage_router.telemetry.record import RequestRecord
 WINDOW_S = 60
 """Seconds over which first tokens are counted."""
 _SLOT_S = 10
+"""Seconds of one slot of the window."""
 
 
 class _FirstTokens:
-    """Counts of one pool's recent first tokens."""
+    """Counts of one pool's first tokens within the window, by slot."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[int, int]] = {}
@@ -31,25 +31,25 @@ class _FirstTokens:
         slot = int(now // _SLOT_S)
         answered, late = self._slots.get(slot, (0, 0))
         self._slots[slot] = (answered + 1, late + is_late)
-        self._forget(slot)
+        self._remove_old(slot)
 
     def sums(self, now: float) -> tuple[int, int]:
-        """(answered, late)"""
-        self._forget(int(now // _SLOT_S))
-        return sum(a for a, _ in self._slots.values()), sum(
-            late for _, late in self._slots.values()
-        )
+        """Return the number of answers with a first token, and of late ones among them."""
+        self._remove_old(int(now // _SLOT_S))
+        answered = sum(count for count, _ in self._slots.values())
+        late = sum(count for _, count in self._slots.values())
+        return answered, late
 
-    def _forget(self, slot: int) -> None:
+    def _remove_old(self, slot: int) -> None:
         for old in [s for s in self._slots if s <= slot - WINDOW_S // _SLOT_S]:
             del self._slots[old]
 
 
 class LoadReporter:
-    """Counts first tokens by pool, and reports.
+    """Counts first tokens by pool, and reports the load of all pools.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -70,21 +70,22 @@ class LoadReporter:
         self._used = dict.fromkeys(self._pools, clock())
 
     def on_end(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """Count the first token of a request that is over."""
         pool = record.decision.pool
         if pool not in self._tokens:
             return
         now = self._used[pool] = self._clock()
-        # What was held says how long a pool takes to wake, not that it has too few engines.
+        # A held request was late because its pool woke, and not because engines are too few.
         if record.ttft_s is not None and not record.held_s:
             self._tokens[pool].count(record.ttft_s > self._objective_s, now)
 
     def report(self) -> dict[str, PoolReport]:
+        """Return the load by pool."""
         waits = self._queue.waits()
         return {pool: self._pool(pool, *waits.get(pool, (0, 0, 0.0))) for pool in self._pools}
 
     async def wait_until_wanted(self, within_s: float) -> None:
-        """Return when a pool that sleeps is wanted, or the time is over."""
+        """Return when a request wants a sleeping pool, or the time is over."""
         await self._scale_to_zero.queue.wait_until_wanted(self._scale_to_zero.pools, within_s)
 
     def _pool(self, pool: str, queued: int, size: int, oldest: float) -> PoolReport:
@@ -95,6 +96,7 @@ class LoadReporter:
         cold_starts = self._scale_to_zero.queue
         if requests or queued or cold_starts.wanted(pool) or any(e.inflight for e in engines):
             self._used[pool] = now
+
         answered, late = self._tokens[pool].sums(now)
         return PoolReport(
             ready=len(ready),

@@ -1,14 +1,13 @@
-"""Puts the router's parts together and shows what they hold."""
+"""The router's parts, put together, and their state."""
 
 import asyncio
 import functools
 import logging
 import socket
 import time
-from pathlib import Path
 
 from ullage.headroom.v1 import headroom_pb2
-from ullage_common.config.router import IdempotencySection, RouterConfig
+from ullage_common.config.router import RouterConfig
 from ullage_common.process.logs import MORE_FIELDS
 from ullage_common.process.tracing import start_tracing
 from ullage_common.wire.fingerprint import num_kinds
@@ -28,19 +27,19 @@ from ullage_router.pipeline.generate import EngineStages
 from ullage_router.pipeline.idempotency import IdempotencyKeys
 from ullage_router.pipeline.pipeline import CommonStages, RequestPipeline, chain
 from ullage_router.pipeline.replace import Replacer
-from ullage_router.pipeline.shared_answers import AnswerFolder
 from ullage_router.policy.cascade import ServiceLoad
 from ullage_router.policy.circuit_breaker import Breaker
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.summarize import HistorySummarizer
 from ullage_router.prompts.threads import TokenizerThreads
-from ullage_router.rollout import Rollout, TrialCollector
+from ullage_router.rollout.outcomes import TrialCollector
+from ullage_router.rollout.stages import Rollout
 from ullage_router.server.load_report import LoadReporter
-from ullage_router.server.processes import ProcessSlot, RouterTLS
-from ullage_router.shared_quota import QuotaFolder
+from ullage_router.server.tls import RouterTLS
 from ullage_router.telemetry.metrics import Metrics, TenantMetrics, largest
 from ullage_router.telemetry.record import RequestRecord, Stats
-from ullage_router.tenants import ANONYMOUS, Tenants
+from ullage_router.tenants.account import ANONYMOUS
+from ullage_router.tenants.registry import Tenants
 from ullage_router.tickets.issuer import TicketIssuer
 from ullage_router.tickets.signing import TicketSigner
 
@@ -48,18 +47,14 @@ log = logging.getLogger(__name__)
 
 
 class RouterService:
-    """All parts of the router but its two protocols.
+    """All parts of the router except its two protocols.
 
     observers
         called with the record of every request that is over
-
-    Args:
-        place: among the processes that share quotas and answers; None where there are no others.
     """
 
-    def __init__(self, config: RouterConfig, place: ProcessSlot | None = None) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self._process = _process_json(config, place)
         routing = config.routing
         self.stats = Stats()
         self.metrics = Metrics(self._named_tenants())
@@ -75,6 +70,7 @@ class RouterService:
             trusts_special_tokens=config.prompts.special_tokens == "trusted",
         )
         self.balancer = LoadBalancer(routing.placement, self.engines)
+
         self.intake = IntakeThread()
         self._threads = TokenizerThreads()
         self.summarizer = self._summarizer()
@@ -87,12 +83,13 @@ class RouterService:
             config.cascade is not None,
             drops_turns="shrinkContext" in routing.ladder,
         )
+
         self.rollout = Rollout(
             config.rollout_file, self.engines, self._prompts, config.model, self._on_stop
         )
         self.metrics.registry.register(TrialCollector(self.rollout.outcomes))
-        quotas = QuotaFolder(Path(place.folder) / "quotas", place.index) if place else None
-        self.tenants = Tenants(config.tenants, self._tenant_metrics(), quotas)
+        self.tenants = Tenants(config.tenants, self._tenant_metrics())
+
         self.admission = Admission(config, self.engines, self.queue, self._threads, self.balancer)
         self.scale_to_zero = ScaleToZero(config, self.engines, self.admission)
         self.load_reporter = LoadReporter(config, self.engines, self.queue, self.scale_to_zero)
@@ -105,9 +102,12 @@ class RouterService:
         )
         if self.cascade:
             self.tls.add(self.cascade.certificates)
+
         self.coalescer = Coalescer(routing.coalesce) if routing.coalesce.enabled else None
         self.replacer = Replacer() if routing.replace.enabled else None
-        self.idempotency = _idempotency(routing.idempotency, place)
+        idempotency = routing.idempotency
+        self.idempotency = IdempotencyKeys(idempotency) if idempotency.enabled else None
+
         self.signer = TicketSigner(config.tickets) if config.tickets else None
         self.issuer = TicketIssuer(
             config,
@@ -118,18 +118,22 @@ class RouterService:
             self.signer,
             self.scale_to_zero.request_wake,
         )
+
         self.observers = [self.stats.on_end, self.load_reporter.on_end, self.metrics.on_end]
-        self._is_leaving = self._has_served = False
+        self._is_leaving = False
+        self._has_served = False
+
         self.stages, last = self._stages()
-        self.tracer = start_tracing(config.tracing, "ullage-router", _identity(place))
+
+        identity = {"service.instance.id": socket.gethostname()}
+        self.tracer = start_tracing(config.tracing, "ullage-router", identity)
         self.pipeline = RequestPipeline(chain(self.stages, last), self._on_end, self.tracer)
         self._watch()
 
     def _stages(self) -> tuple[list[Stage], Handler]:
-        """Return the chain's stages in their order, without those of features that are off, and its
-        end.
+        """Return the stages of features that are on, in their order, and the last handler.
 
-        The order is explained in `pipeline/pipeline.py`.
+        `pipeline/pipeline.py` explains the order.
         """
         config = self.config
         common = CommonStages(self.config, self.engines, self._prompts)
@@ -174,7 +178,11 @@ class RouterService:
         return HistorySummarizer(compress, self._threads, self.metrics.on_summary)
 
     async def read_secrets(self) -> None:
-        """Read certificates and keys; raises ConfigError when they cannot be used."""
+        """Read certificates and keys.
+
+        Raises:
+            ConfigError: certificates or keys cannot be used.
+        """
         await self.tls.start()
         await self.tenants.start()
         if self.cascade:
@@ -200,26 +208,27 @@ class RouterService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine takes or took requests, or can be woken, or the service is stopped,
-        and this router does not end.
+        """Return whether this router can answer requests and does not end.
 
-        One that lost its engines stays: requests wait for those that come back, go on to other
-        steps of a cascade, or get an error with Retry-After. Without a ready router nobody answers.
+        A router can answer once an engine took requests, if a pool can be woken, or if the service
+        is stopped. A router that has lost its engines stays ready: requests wait for engines, go on
+        to other steps of a cascade, or get an error with Retry-After. Without a ready router they
+        would get no answer at all.
         """
         answers = self._has_served or self.rollout.canary.is_stopped
         return (answers or bool(self.scale_to_zero.scaled_to_zero)) and not self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the router ends soon, so that no new client should come."""
+        """Return whether the router ends soon, so that no new client should come."""
         return self._is_leaving or self.pipeline.is_draining
 
     def leave(self) -> None:
-        """Make the router not ready, while requests that come all the same are served."""
+        """Make the router not ready; requests that still come are served."""
         self._is_leaving = True
 
     def snapshot(self) -> dict[str, object]:
-        """Return what /stats shows beside the latest requests."""
+        """Return the content of /stats without the latest requests."""
         queue = self.config.routing.queue
         waits = self.queue.waits().values()
         now = time.monotonic()
@@ -264,7 +273,6 @@ class RouterService:
             "cascade": self.cascade.snapshot() if self.cascade else [],
             **self.tenants.snapshot(),
             **self.tls.snapshot(),
-            **self._process,
         }
 
     def _on_stop(self, is_stopped: bool) -> None:
@@ -278,7 +286,7 @@ class RouterService:
         self.scale_to_zero.queue.on_engines_change()
 
     def _reconnect(self) -> None:
-        """Engines are spoken to with the new certificate from now on."""
+        """Connect to engines with the new certificate."""
         self.engines.reconnect(self.config.limits.total_timeout)
 
     def _tenant_metrics(self) -> TenantMetrics | None:
@@ -287,7 +295,7 @@ class RouterService:
         return TenantMetrics(self.metrics.registry, self._named_tenants())
 
     def _named_tenants(self) -> tuple[str, ...]:
-        """Tenants that have labels of their own in metrics."""
+        """Return the tenants with labels of their own in metrics."""
         section = self.config.tenants
         return (ANONYMOUS, *(tenant.name for tenant in section.tenants)) if section else ("",)
 
@@ -366,26 +374,6 @@ class RouterService:
 def _breaker_json(breaker: Breaker) -> dict[str, object]:
     state = breaker.state(time.monotonic())
     return {"state": state, "failures": breaker.failures, "openings": breaker.openings}
-
-
-def _process_json(config: RouterConfig, place: ProcessSlot | None) -> dict[str, object]:
-    return {"process": place.index, "processes": config.processes} if place else {}
-
-
-def _identity(place: ProcessSlot | None) -> dict[str, str]:
-    """Return what tells this process from others in traces."""
-    pod = socket.gethostname()
-    return {"service.instance.id": f"{pod}/{place.index}" if place else pod}
-
-
-def _idempotency(section: IdempotencySection, place: ProcessSlot | None) -> IdempotencyKeys | None:
-    if not section.enabled:
-        return None
-    if place is None:
-        return IdempotencyKeys(section)
-    path = Path(place.folder) / "answers"
-    folder = AnswerFolder(path, place.index, section.ttl, section.max_bytes)
-    return IdempotencyKeys(section, folder=folder)
 
 
 def _engine_json(engine: Engine) -> dict[str, object]:

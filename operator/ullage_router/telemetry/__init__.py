@@ -1,4 +1,4 @@
-"""What is recorded of requests: log records, metrics and traces.
+"""Log records, metrics and traces of requests.
 
-It records what happened and decides nothing.
+This room records and decides nothing.
 """

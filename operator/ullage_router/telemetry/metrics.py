@@ -19,7 +19,7 @@ class Metrics:
     """All metrics of the router, in a registry of their own.
 
     Args:
-        named: tenants that have a label of their own; the others share one.
+        named: tenants with a label of their own. All other tenants share one.
     """
 
     def __init__(self, named: Collection[str] = ("",)) -> None:
@@ -47,23 +47,23 @@ class Metrics:
         self._sides = names.REVISION_REQUESTS.counts(registry)
 
     def watch_wanted_requests(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Pools that may sleep; how many requests want one is read when it is scraped."""
+        """Export how many requests want each pool that may sleep; `read` is called at a scrape."""
         gauge = names.WANTED_REQUESTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch_fingerprints(self, pools: Iterable[str], read: Callable[[str], float]) -> None:
-        """Pools, and how many fingerprints their engines have, which is read when it is scraped."""
+        """Export how many fingerprints each pool's engines have; `read` is called at a scrape."""
         gauge = names.FINGERPRINTS.register(self.registry)
         for pool in pools:
             gauge.labels(pool).set_function(functools.partial(read, pool))
 
     def watch(self, name: GaugeName, read: Callable[[], float]) -> None:
-        """A gauge that is read when it is scraped."""
+        """Export a gauge; `read` is called at a scrape."""
         name.register(self.registry).set_function(read)
 
     def count(self, name: CounterName, read: Callable[[], float]) -> None:
-        """A counter that its owner keeps and that is read when it is scraped."""
+        """Export a counter that its owner keeps; `read` is called at a scrape."""
 
         def families() -> Iterable[CounterMetricFamily]:
             family = name.family()
@@ -73,18 +73,23 @@ class Metrics:
         self.registry.register(AtScrape(families))
 
     def on_attempt(self, attempt: Attempt) -> None:
-        """A step of the cascade was tried."""
+        """Count a step of the cascade that was tried."""
         self._attempts.labels(attempt.step, attempt.outcome).inc()
         if attempt.confidence is not None:
             self._confidence.labels(attempt.step).observe(attempt.confidence)
         self._discarded.labels(attempt.step).inc(attempt.discarded_tokens)
 
     def on_resumption(self, cause: str, outcome: str) -> None:
-        """An answer lost its engine, and was resumed on another one or lost."""
+        """Count an answer that lost its engine.
+
+        Args:
+            cause: why the engine was lost.
+            outcome: resumed or lost.
+        """
         self._resumptions.labels(cause, outcome).inc()
 
     def on_summary(self, method: str, saved_tokens: int) -> None:
-        """A long conversation was summed up, or that was refused."""
+        """Count a long conversation that was summarised, or whose summary was refused."""
         self._compressions.labels(method).inc()
         self._saved_tokens.inc(saved_tokens)
 
@@ -94,9 +99,10 @@ class Metrics:
         decision = record.decision
         if decision.action:
             self._decisions[decision.action, decision.route] += 1
-        if record.error == STOPPED:  # asked for by people, and no failure of any objective
+        if record.error == STOPPED:  # people stopped the service, so no objective is missed
             self._refusals[STOPPED] += 1
             return
+
         self._requests[status] += 1
         if record.status == CLIENT_CLOSED and record.error == "CANCELLED":
             self._early_stops["no" if record.ttft_s is None else "yes"] += 1
@@ -110,12 +116,14 @@ class Metrics:
                 self._cached_tokens[each.tier] += each.num_tokens
         if record.error == REPLACED:
             self._replaced.inc()
+
         if record.ttft_s is not None:
             self._ttft.observe(record.ttft_s)
             if speed := record.tokens_per_second:
                 self._stream_speed.observe(speed)
         if record.status == 200:
             self._e2e.observe(record.duration_s)
+
         if decision.queued_s:
             tenant = record.tenant if record.tenant in self._named else OTHER_TENANTS
             self._queue_wait.observe(decision.queued_s, tenant, _band(record.priority))
@@ -127,7 +135,7 @@ class TenantMetrics:
     """Counts by tenant.
 
     Args:
-        named: tenants that have a label of their own; the others share one.
+        named: tenants with a label of their own. All other tenants share one.
     """
 
     def __init__(self, registry: CollectorRegistry, named: Collection[str]) -> None:
@@ -140,7 +148,12 @@ class TenantMetrics:
     def on_end(
         self, tenant: str, status: int, prompt_tokens: int, output_tokens: int, count: int = 1
     ) -> None:
-        """Requests ended, which together had so many tokens."""
+        """Count requests that ended.
+
+        Args:
+            prompt_tokens: of all these requests together.
+            output_tokens: the same.
+        """
         label = self._label(tenant)
         self._requests[label, str(status)] += count
         self._tokens[label, "prompt"] += prompt_tokens
@@ -157,10 +170,10 @@ class TenantMetrics:
 
 
 def _band(priority: int) -> str:
-    """Few enough for a label."""
+    """Return the band of a priority: a label must have few values."""
     return "normal" if not priority else "high" if priority > 0 else "low"
 
 
 def largest(values: Iterable[float]) -> float:
-    """0 when there is none."""
+    """Return the largest value; 0 without values."""
     return max(values, default=0.0)

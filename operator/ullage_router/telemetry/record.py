@@ -1,8 +1,5 @@
-"""The log record of each request, the latest records and counts of all, and the caller's trace
-context (https://www.w3.org/TR/trace-context/), which is handed on to engines.
-"""
+"""The log record of each request, the latest records, and counts of all."""
 
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -14,53 +11,53 @@ from ullage_router.policy.decision import UNDECIDED, Decision
 
 KEPT_DECISIONS = 50
 KEPT_MOMENTS = 64
-"""Entries of a timeline: a request that many engines lose goes on without more."""
+"""Size limit of a timeline. A request that many engines lose gets no further entries."""
 DEVICE = "device"
 """Name of the tier from which nothing is loaded."""
 RESUMED_INEXACT = "x-ullage-resumed-inexact"
-"""Header, metadata and comment of an answer that went on where the fingerprint is another one."""
+"""Header, metadata key and comment of an answer that an engine with another fingerprint resumed."""
 
 
-class CachedTokens(NamedTuple):
+class TierHit(NamedTuple):
     """Prompt tokens of a request whose KV one tier of its engine had."""
 
     tier: str
     """device, host, remote or file."""
     num_tokens: int
     seconds: float
-    """Until their KV was on the device, from when it was asked for; 0 for what was there."""
+    """Seconds from the request for the KV until it was on the device; 0 where it was there."""
 
 
 def cached_tokens(
     counted: inference_pb2.Accepted | inference_pb2.Usage,
-) -> tuple[CachedTokens, ...]:
-    """Return the tiers that had any of the prompt; empty where none had."""
+) -> tuple[TierHit, ...]:
+    """Return the tiers that had KV of the prompt, with their tokens."""
     if counted.cached_by_tier:
         return tuple(
-            CachedTokens(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
+            TierHit(each.tier, each.tokens, each.seconds) for each in counted.cached_by_tier
         )
     num_tokens = counted.cached_tokens
-    return (CachedTokens(DEVICE, num_tokens, 0.0),) if num_tokens else ()
+    return (TierHit(DEVICE, num_tokens, 0.0),) if num_tokens else ()
 
 
 class Moment(NamedTuple):
-    """Something that was done for a request, or happened to it."""
+    """A step of a request's way, or an event on it."""
 
     event: str
     """tokenised, decided, queued, sent, admitted, first_token, engine_failed or resumed."""
     at_s: float
-    """Unix time at which it was over."""
+    """Unix time of the end."""
     seconds: float
-    """How long it took; 0 where it took no time worth telling."""
+    """Duration; 0 for an event without one."""
     fields: Mapping[str, object]
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is logged and counted of one request.
+    """The facts of one request that are logged and counted.
 
-    Protocols make it. Whoever does something for the request adds that to the timeline; all else
-    only `RequestPipeline` writes: when the answer begins and when the request is over.
+    The protocols create the record. Every stage may add to the timeline. Only `RequestPipeline`
+    writes the other fields, when the answer begins and when the request is over.
     """
 
     request_id: str
@@ -69,36 +66,41 @@ class RequestRecord:
     tenant: str = ""
     """Empty where no tenants are configured, or the key is unknown."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """x-ratelimit-* headers: what remains of the tenant's quota."""
+    """The x-ratelimit-* headers: the rest of the tenant's quota."""
     decision: Decision = UNDECIDED
     status: int = 0
     """HTTP status that the client got, or would have got; 499 when it had gone."""
     error: str = ""
     """Reason of the error that the client got."""
     retry_after_s: int | None = None
-    """Seconds after which the client was told to come back; None where it was told nothing."""
+    """The Retry-After of the answer in seconds; None without one."""
     is_cancelled: bool = False
     """Whether it ended because its client left, or got an error of another request."""
     priority: int = 0
     held_s: float = 0.0
-    """Seconds that it was held until its pool was awake."""
+    """Seconds for which the request was held until its pool was awake."""
     ttft_s: float | None = None
-    cached: tuple[CachedTokens, ...] = ()
+    cached: tuple[TierHit, ...] = ()
     """Prompt tokens whose KV the engine had when the answer began."""
     output_tokens: int = 0
     finish: str = ""
-    """Why the answer ended, in OpenAI's word; empty where it did not, or several did."""
+    """OpenAI's finish reason; empty where the answer did not end, or has several choices."""
     timeline: list[Moment] = field(default_factory=list)
-    """What was done, oldest first."""
+    """Steps and events, oldest first."""
     ended: float | None = None
 
     def note(self, event: str, seconds: float = 0.0, **fields: object) -> None:
-        """Adds to the timeline what is over now and took so long."""
+        """Add a step that ends now to the timeline.
+
+        Args:
+            seconds: duration of the step.
+            fields: further facts, for the log and for spans.
+        """
         if len(self.timeline) < KEPT_MOMENTS:
             self.timeline.append(Moment(event, time.time(), seconds, fields))
 
     def note_queued(self, seconds: float, pool: str) -> None:
-        """Add a wait in the queue; one that goes on with the wait before is one with it."""
+        """Add a wait in the queue; successive waits become one."""
         if self.timeline and self.timeline[-1].event == "queued":
             seconds += self.timeline.pop().seconds
         self.note("queued", seconds, pool=pool)
@@ -109,11 +111,12 @@ class RequestRecord:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Speed of the answer after its first token; None where no second one came."""
+        """Return the speed of the answer after its first token; None without a second one."""
         seconds = self.duration_s - (self.ttft_s or 0.0)
         return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds else None
 
     def as_json(self) -> dict[str, object]:
+        """Return the record for the log and /stats."""
         decision = self.decision
         speed = self.tokens_per_second
         return {
@@ -164,10 +167,10 @@ class Stats:
         self.records: deque[RequestRecord] = deque(maxlen=KEPT_DECISIONS)
         """The latest records, oldest first."""
         self.output_tokens = 0
-        """Tokens of all answers that ended, also of those that broke off."""
+        """Tokens of all answers that ended, including those that broke off."""
 
     def on_end(self, record: RequestRecord) -> None:
-        """A request is over."""
+        """Count a request that is over, and keep its record."""
         decision = record.decision
         if decision.action:
             self._counts[decision.action, decision.route, decision.reason] += 1
@@ -175,29 +178,12 @@ class Stats:
         self.output_tokens += record.output_tokens
 
     def counts(self) -> list[dict[str, object]]:
+        """Return the numbers of decisions by action, route and reason."""
         return [
             {"action": action, "route": route, "reason": reason, "count": count}
             for (action, route, reason), count in sorted(self._counts.items())
         ]
 
     def latest(self) -> list[dict[str, object]]:
-        """Newest first."""
+        """Return the latest records, newest first."""
         return [record.as_json() for record in reversed(self.records)]
-
-
-MAX_TRACESTATE = 512
-"""Characters that the specification asks every participant to hand on."""
-
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_PRINTABLE = re.compile(r"[ -~]+")
-
-
-def trace_context(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """traceparent and tracestate as gRPC metadata; what is malformed is left out."""
-    parent = headers.get("traceparent", "")
-    state = headers.get("tracestate", "")
-    if not _TRACEPARENT.fullmatch(parent):
-        return ()
-    if len(state) > MAX_TRACESTATE or not _PRINTABLE.fullmatch(state):
-        return (("traceparent", parent),)
-    return (("traceparent", parent), ("tracestate", state))

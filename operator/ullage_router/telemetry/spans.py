@@ -1,8 +1,8 @@
-"""The span of each request and of what was done for it.
+"""The spans of each request.
 
-A request's span begins with it, since engines continue the trace. All inside of it but the calls of
-engines is made when the request is over, from the timeline of its record. Neither prompts nor
-answers are in any span.
+A request's own span begins with the request, since engines continue the trace. Its child spans,
+except those of calls to engines, are made from the record's timeline when the request is over. No
+span contains prompts or answers.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from ullage_common.process.tracing import Span, Tracer, Value, known_values
 from ullage_router.telemetry.record import Moment, RequestRecord
 
 PROVIDER = "ullage"
-# Events that took time, and the names of their spans; all others are events of the request's span.
 _SPANS = {"tokenised": "tokenise", "decided": "decide", "queued": "queue", "resumed": "resume"}
+"""Names of spans by the event of the timeline. All other events have no span of their own."""
 
 
 def begin_span(
@@ -23,11 +23,11 @@ def begin_span(
     parent: Sequence[tuple[str, str]],
     request: inference_pb2.GenerateRequest | None = None,
 ) -> Span:
-    """Begin the span of a request, when that arrived.
+    """Begin the span of a request, at the time of its arrival.
 
     Args:
-        parent: the client's trace context; empty: a new trace begins.
-        request: what the client asked for; None where it could not be read.
+        parent: the client's trace context; an empty one begins a new trace.
+        request: the client's request; None where it could not be read.
     """
     span = tracer.span("request", parent=parent, kind="server", start_unix_s=record.arrived_unix)
     if span.is_recording:
@@ -40,7 +40,7 @@ def begin_span(
 def end_span(
     span: Span, record: RequestRecord, request: inference_pb2.GenerateRequest | None = None
 ) -> None:
-    """Make the spans of what was done for a request, and end its own."""
+    """Add child spans and attributes from the record, and end the request's span."""
     if span.is_recording:
         for moment in record.timeline:
             _add(span, moment)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ullage_router.engines.engine import Engine
 from ullage_router.policy.credit import Credit
-from ullage_router.tenants import TenantSession
+from ullage_router.tenants.session import TenantSession
 
 SERVED = 200
 """HTTP status of ended picks in the metrics of tenants."""

@@ -25,13 +25,13 @@ from ullage_router.engines.engines import Engines
 from ullage_router.policy.affinity import CacheKey
 from ullage_router.policy.decide import Refuse, Run
 from ullage_router.policy.decision import EngineView, RoutingPolicy, TimeLimits
-from ullage_router.tenants import TenantSession
+from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.batch import HELD, Ask, PickBatch, Room
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 from ullage_router.tickets.paid import PaidTickets
 from ullage_router.tickets.signing import TicketSigner, new_ids
 from ullage_router.tickets.unpaid import Unpaid, caller_of
-from ullage_router.tokenizer import Model
+from ullage_router.tokenizer.model import Model
 
 MAX_BATCH = 1024
 """Requests of one Pick call, each with its count."""

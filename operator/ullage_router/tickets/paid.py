@@ -17,7 +17,7 @@ from ullage_common.tickets.tickets import (
     read,
 )
 from ullage_router.engines.engines import Engines
-from ullage_router.tenants import TenantSession
+from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.signing import TicketSigner
 
 RESUMES_A_USE = 4

@@ -592,8 +592,6 @@ class RouterConfig(Strict, frozen=True, kw_only=True):
     """Settings of the cascade; None: this service's own engines answer everything."""
     rollout_file: Text | None = None
     """Says which engines are a canary's (`canary.RolloutFile`)."""
-    processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Number of router processes that share the ports."""
     tracing: TracingSection | None = None
     """Where spans of requests go; None: nowhere."""
     log_level: LogLevel = "info"

@@ -50,43 +50,26 @@ def _is_ipv6(host: str) -> bool:
     return True
 
 
-def listen(host: str | None, port: int, *, is_shared: bool = False) -> socket.socket:
+def listen(host: str | None, port: int) -> socket.socket:
     """Return a listening socket.
 
     Args:
-        host: None: every address.
-        is_shared: others of the same user may listen at the port too (SO_REUSEPORT).
-
-    Raises:
-        OSError: the port cannot be used.
-    """
-    listener = hold(host, port, is_shared=is_shared)
-    try:
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def hold(host: str | None, port: int, *, is_shared: bool = True) -> socket.socket:
-    """Return a socket that has a port and takes no connection.
+        host: None for every address.
 
     Raises:
         OSError: the port cannot be used.
     """
     address = host_of(host)
     is_ipv6 = ":" in address
-    holder = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_ipv6:
             is_only = address != EVERY_IPV6 or not socket.has_dualstack_ipv6()
-            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(is_only))
-        holder.bind((address, port))
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(is_only))
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
     except OSError:
-        holder.close()
+        listener.close()
         raise
-    return holder
+    return listener

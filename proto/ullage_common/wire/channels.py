@@ -465,6 +465,8 @@ CHANNEL_OPTIONS = (
 )
 
 SERVER_OPTIONS = (
+    # A second program on the port is an error; gRPC would share the port with it.
+    ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_RECEIVED_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Without this a server answers keepalive pings more frequent than 5 minutes with GOAWAY.
@@ -550,35 +552,29 @@ def bind(
 
 
 def new_server(
-    is_shared: bool = False,
-    guard: RequestGuard | None = None,
-    options: Sequence[tuple[str, int]] = (),
+    guard: RequestGuard | None = None, options: Sequence[tuple[str, int]] = ()
 ) -> grpc.aio.Server:
     """Create a server without services and ports; it refuses requests that it cannot read.
 
     Args:
-        is_shared: other processes of the same user may listen on its port too.
         guard: admits calls; None: everybody may call everything.
         options: in addition to those of all servers.
     """
     server = Server(
         interceptors=(guard or RequestGuard(),),
-        options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(is_shared)), *options),
+        options=(*SERVER_OPTIONS, *options),
         # The guard counts calls and says why it refuses one; this bounds refusals on their way.
         max_calls=2 * (MAX_CALLS + MAX_PUBLIC_CALLS),
     )
     return cast(grpc.aio.Server, server)
 
 
-def new_probe_server(is_shared: bool = False) -> grpc.aio.Server:
+def new_probe_server() -> grpc.aio.Server:
     """Create a server whose methods are for everybody and have small requests: health, for the
     kubelet's probes, and headroom.
-
-    Args:
-        is_shared: other processes of the same user may listen on its port too.
     """
     small = (("grpc.max_receive_message_length", 2 * SMALL_REQUEST_BYTES),)
-    return new_server(is_shared, RequestGuard(lambda method, metadata: None), small)
+    return new_server(RequestGuard(lambda method, metadata: None), small)
 
 
 LIVENESS = "liveness"

@@ -4,7 +4,7 @@ import msgspec
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of one pool, as one process of a router sees it."""
+    """The load of one pool, as one router sees it."""
 
     ready: int
     """Engines that take requests, as they report it."""

@@ -17,14 +17,14 @@ from ullage_cli.local.files import make_folders, write_files
 from ullage_cli.local.plan import LocalPlan, plan_local
 from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import RouterConfig
+from ullage_common.process.addresses import listen
 from ullage_common.process.cores import physical_cores
 from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import usable_bytes
 from ullage_common.wire.channels import bind, new_server
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.spec import parse
-from ullage_router.rollout import RolloutFile
-from ullage_router.server.processes import listen, reserve
+from ullage_router.rollout.canary import RolloutFile
 
 Make = Callable[..., dict[str, Any]]
 LARGE = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
@@ -169,7 +169,7 @@ def test_a_port_cannot_be_asked_for_twice(manifest: Make, tmp_path: Path) -> Non
 
 
 def test_ports_are_kept_for_the_pods_that_bind_them_later(manifest: Make, tmp_path: Path) -> None:
-    """Whatever kind of server a pod has there, and however many processes share it."""
+    """Whatever kind of server a pod has there."""
 
     async def bind_grpc(port: int) -> None:
         server = new_server()
@@ -185,12 +185,6 @@ def test_ports_are_kept_for_the_pods_that_bind_them_later(manifest: Make, tmp_pa
         asyncio.run(bind_grpc(port))
         serve_metrics(CollectorRegistry(), port, "127.0.0.1")()
         listen("127.0.0.1", port).close()
-        with (
-            reserve("http", "127.0.0.1", port),
-            listen("127.0.0.1", port, is_shared=True),
-            listen("127.0.0.1", port, is_shared=True),
-        ):
-            pass
 
 
 def test_a_folder_too_deep_for_sockets_is_refused(manifest: Make) -> None:

@@ -17,7 +17,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.tokenizer.gguf import UnsupportedTokenizer, build_tokenizer
 from ullage_engine.tokenizer.gguf_special_tokens import END_TOKENS
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer, TokenizerError, load_tokenizer
-from ullage_router.tokenizer import load_model
+from ullage_router.tokenizer.model import load_model
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 NORMAL = 1

@@ -28,7 +28,7 @@ from ullage.inference.v1 import inference_pb2
 from ullage_common.chat.client_text import ClientText, Marks
 from ullage_common.chat.template import ChatTemplate
 from ullage_engine.tokenizer.gguf import build_tokenizer
-from ullage_router.tokenizer import Model, PromptError, load_model
+from ullage_router.tokenizer.model import Model, PromptError, load_model
 
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if "." not in path.stem)

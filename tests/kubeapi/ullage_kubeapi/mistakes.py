@@ -121,7 +121,6 @@ FORMS = [
     form("allowFaultInjection", "yes", "must be of type boolean, not 'yes'"),
     form("router.replicas", 0, "must be at least 1, not 0"),
     form("router.replicas", 101, "must be at most 100, not 101"),
-    form("router.processes", 0, "must be at least 1, not 0"),
     form("router.resources.limits.memory", "1GB", "must be a quantity"),
     form("replicas", -1, "must be at least 0, not -1"),
     form("pools.single.role", "large", "must be one of Standard, Large, Overflow, not 'large'"),

@@ -33,7 +33,7 @@ def test_a_base_says_what_the_service_leaves_out(manifest: Make) -> None:
     spec = read(made, a=base).spec
     assert spec.router.replicas == 4
     assert (spec.pools["single"].replicas, spec.pools["single"].shm_size) == (3, "1Gi")
-    assert spec.router.processes == 1, "neither says it"
+    assert not spec.router.public_stats, "neither says it"
 
 
 def test_a_later_base_wins_whatever_it_says(manifest: Make) -> None:

@@ -38,7 +38,7 @@ OLD: dict[str, Any] = {
     "model": {"source": "file:///m", "name": "m", "quantization": "int8"},
     "device": "cpu",
     "memory": {"threshold": 0.9, "adapterShare": 0.25},
-    "router": {"nodeSelector": {"disk": "ssd"}, "podLabels": {"team": "a"}},
+    "router": {"nodeSelector": {"disk": "ssd"}, "podLabels": {"team": "a"}, "processes": 4},
     "pools": {
         "single": {
             "memory": {"threshold": 0.5},
@@ -187,6 +187,11 @@ def test_the_definition_has_what_the_table_names_and_nothing_that_it_replaces() 
             {"prompts": {"compress": {"timeout": "5s"}}},
             "spec.prompts.compress.timeout: unknown field; it has no effect any more; leave it out",
         ),
+        (
+            {"router": {"processes": 4}},
+            "spec.router.processes: unknown field; a router pod has one process, so raise "
+            "router.replicas instead; leave it out",
+        ),
     ],
 )
 def test_an_old_field_is_unknown_and_its_new_name_is_told(
@@ -270,6 +275,7 @@ def test_values_that_cannot_stay_the_same_are_named(
         memory={"threshold": 0.855, "adapterShare": 0.25},
         degrade={"levels": [{"below": 0.3}, {"below": 0.125}]},
         prompts={"compress": {"method": "model", "timeout": "5s"}},
+        router={"processes": 4},
     )
     second = manifest(memory={"threshold": 0.9}) | {"metadata": {"name": "other"}}
     path.write_text(yaml.safe_dump(first))
@@ -287,6 +293,8 @@ def test_values_that_cannot_stay_the_same_are_named(
         f"note: {path}: spec.prompts.compress.method: 'model' is method: Extractive now: "
         "extracts, without the model",
         f"note: {path}: spec.prompts.compress.timeout: '5s' is left out; it has no effect any more",
+        f"note: {path}: spec.router.processes: 4 is left out; a router pod has one process, "
+        "so raise router.replicas instead",
     ]
 
     path.write_text(yaml.safe_dump_all([second, first]))
@@ -335,6 +343,9 @@ def test_what_an_api_server_dropped_is_known_by_what_was_applied(manifest: Make)
     stored, _ = complete(load_schema(), manifest())
     assert dropped_fields(applied({"slo": {"errorRate": 0.01}}, stored["spec"])) == {
         "spec.slo.errorRate": 0.01
+    }
+    assert dropped_fields(applied({"router": {"processes": 4}}, stored["spec"])) == {
+        "spec.router.processes": 4
     }
     assert not dropped_fields(applied({"slo": {"errorPercent": 1}}, stored["spec"]))
     # An older definition has dropped nothing.
@@ -400,10 +411,12 @@ def test_the_page_about_upgrades_has_every_field_that_changed() -> None:
         "degrade.levels",  # by its items
         "prompts.compress.method",  # among the words
         "prompts.compress.timeout",
+        "router.processes",
     }
     moved = {each.old.rpartition(".")[2] for each in RENAMES if "podTemplate" in each.new}
     assert not [name for name in moved if f"`{name}`" not in PAGE]
     assert "`timeout` of `prompts.compress`" in PAGE and "`Extractive` now" in PAGE
+    assert "| `processes`" in PAGE
 
 
 def fields_v1(value: Any, key: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ EDITS: list[tuple[dict[str, Any], set[str]]] = [
     ({"prompts": {"specialTokens": "Trusted"}}, ROUTER),
     ({"streaming": {"coalesceTokens": 1}}, ROUTER),
     ({"streaming": {"keepalive": "1s"}}, ROUTER),
-    ({"router": {"processes": 2}}, ROUTER),
+    ({"router": {"publicStats": True}}, ROUTER),
     ({"router": {"cors": {"allowedOrigins": ["https://chat.example.com"]}}}, ROUTER),
     ({"router": {"podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}}}, ROUTER),
     ({"router": {"podTemplate": {"metadata": {"annotations": {"a": "b"}}}}}, ROUTER),

@@ -123,26 +123,26 @@ def test_on_a_cpu_the_budget_is_requested(make_plan: MakePlan) -> None:
     [
         (
             {},
-            {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+            {"requests": {"cpu": "250m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         ),
         (
             {"limits": {"cpu": "8"}},
-            {"requests": {"memory": "1Gi"}, "limits": {"cpu": "8", "memory": "4Gi"}},
+            {"requests": {"memory": "256Mi"}, "limits": {"cpu": "8", "memory": "1Gi"}},
         ),
         (
             {"requests": {"memory": "5Gi"}},
-            {"requests": {"cpu": "1", "memory": "5Gi"}},
+            {"requests": {"cpu": "250m", "memory": "5Gi"}},
         ),
         (
-            {"limits": {"memory": "512Mi"}},
-            {"requests": {"cpu": "1"}, "limits": {"memory": "512Mi"}},
+            {"limits": {"memory": "128Mi"}},
+            {"requests": {"cpu": "250m"}, "limits": {"memory": "128Mi"}},
         ),
     ],
 )
-def test_a_router_has_as_much_for_each_process_and_fields_of_its_own(
+def test_a_routers_own_resources_hold_and_the_rest_are_defaults(
     make_plan: MakePlan, own: Resources, merged: Resources
 ) -> None:
-    plan = make_plan(router={"processes": 4, "resources": own})
+    plan = make_plan(router={"resources": own})
     assert resources(plan, "Deployment") == merged
 
 

@@ -1,4 +1,4 @@
-"""Streams and router processes: from the API to what routers read."""
+"""Streams: from the API to what routers read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,6 @@ def router_config(plan: ServicePlan) -> RouterConfig:
 def test_defaults_of_the_api_and_of_the_router_agree(make_plan: MakePlan) -> None:
     config = router_config(make_plan())
     assert config.streaming == StreamingSection()
-    assert config.processes == 1
     assert not config.http.public_stats
     assert config.console is None
     assert config.cors is None
@@ -45,9 +44,7 @@ def test_routers_read_them(make_plan: MakePlan) -> None:
         "tokensPerSecond": "30.5",
         "keepalive": "0s",
     }
-    config = router_config(
-        make_plan(streaming=streaming, router={"processes": 3, "publicStats": True})
-    )
+    config = router_config(make_plan(streaming=streaming, router={"publicStats": True}))
     assert config.streaming == StreamingSection(
         buffer_tokens=80,
         coalesce_tokens=2,
@@ -55,7 +52,6 @@ def test_routers_read_them(make_plan: MakePlan) -> None:
         tokens_per_second=30.5,
         keepalive=0.0,
     )
-    assert config.processes == 3
     assert config.http.public_stats
 
 
@@ -75,7 +71,6 @@ def test_a_cluster_gets_the_console_that_only_watches(make_plan: MakePlan) -> No
     [
         ({"streaming": {"coalesceWindow": "2s"}}, "coalesceWindow must be at most 1s"),
         ({"streaming": {"coalesceTokens": 0}}, "spec.streaming.coalesceTokens"),
-        ({"router": {"processes": 0}}, "spec.router.processes"),
     ],
 )
 def test_mistakes_are_named(make_plan: MakePlan, spec: dict[str, Any], words: str) -> None:

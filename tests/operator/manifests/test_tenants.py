@@ -16,7 +16,7 @@ from ullage_common.config.router import RouterConfig, TenantRules
 from ullage_operator.api.errors import InvalidManifest, LocalFailure
 from ullage_operator.api.spec import parse
 from ullage_operator.controller.plan import ServicePlan
-from ullage_router.tenants import KeyRing, load
+from ullage_router.tenants.keys import KeyRing, load_keys
 
 MakePlan = Callable[..., ServicePlan]
 Make = Callable[..., dict[str, Any]]
@@ -132,7 +132,7 @@ def test_a_key_that_the_command_makes_works(
         lines = dict(line.split() for line in capsys.readouterr().out.splitlines()[:2])
         assert lines["key"] not in (tmp_path / "my-keys" / "alice").read_text()
         made.append(lines["key"])
-    ring = KeyRing(load(tmp_path / "my-keys", {}).keys)
+    ring = KeyRing(load_keys(tmp_path / "my-keys", {}).digests)
     assert [ring.owner(key) for key in made] == ["alice", "alice"]
 
 

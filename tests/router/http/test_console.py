@@ -117,7 +117,7 @@ async def test_without_a_certificate_nobody_chats_where_clients_need_one(tmp_pat
             pools=(PoolSection(name="single", targets=("127.0.0.1:1",)),),
             tls=TLSSection(router=ServerTLS(dir=str(tmp_path), client_ca_dir=client_ca_dir)),
         )
-        console = Console(RouterService(config), ConsoleSection(), None)
+        console = Console(RouterService(config), ConsoleSection())
         assert ("/v1/chat/completions" in console.routes()) is has_chat
 
 

@@ -16,12 +16,12 @@ import pytest
 import uvloop
 from ullage_testing.loop_watch import watched_loop
 
+from ullage_common.process.addresses import listen
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http.connection import STARTED_PER_TURN, ConnectionState, HTTPConnection
 from ullage_router.http.limits import BodyRoom, HTTPLimits
 from ullage_router.http.messages import Reply, Request
 from ullage_router.http.server import HTTPServer
-from ullage_router.server.processes import listen
 
 WAIT_S = 20.0
 SMALL = HTTPLimits(

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ullage_common.process.addresses import listen
 from ullage_common.wire.errors import ServiceError
 from ullage_router.http import long_bodies
 from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.long_bodies import MAX_LONG_BYTES, BodyTurn, LongBodies
 from ullage_router.http.messages import Reply, Request
 from ullage_router.http.server import HTTPServer
-from ullage_router.server.processes import listen
 
 if TYPE_CHECKING:
     StartService = Any

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ullage_cli.main import main
+from ullage_common.process.addresses import listen
 from ullage_common.process.config_file import entry, new_key
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.server import HTTPServer
-from ullage_router.server.processes import listen
 
 if TYPE_CHECKING:
     StartService = Any

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,17 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage.inference.v1 import inference_pb2
-from ullage_common.config.router import CoalesceSection, IdempotencySection
+from ullage_common.config.router import CoalesceSection
 from ullage_common.wire.errors import ServiceError, from_rpc_error
 from ullage_router.call import Call
 from ullage_router.pipeline.coalesce import Coalescer, is_deterministic, key_of
-from ullage_router.pipeline.idempotency import IdempotencyKeys
 from ullage_router.pipeline.pipeline import RequestPipeline
-from ullage_router.pipeline.shared_answers import AnswerFolder, AnswerReader
 from ullage_router.policy.decision import Decision
 from ullage_router.policy.quota import Quota
 from ullage_router.telemetry.record import RequestRecord
-from ullage_router.tenants import UNLIMITED, Account, TenantSession
+from ullage_router.tenants.account import UNLIMITED, Account
+from ullage_router.tenants.session import TenantSession
 
 if TYPE_CHECKING:
     Service = Any
@@ -518,36 +516,6 @@ def test_an_idempotency_key_replaces_nothing(start_service: "StartService") -> N
         async with start_service(routing=REPLACING) as service:
             asked = [asked_with_key(service, "k", header="Idempotency-Key") for _ in range(3)]
             assert await asyncio.gather(*asked) == ["Hello big world"] * 3
-
-    asyncio.run(scenario())
-
-
-def test_an_answer_with_a_key_ends_when_no_process_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until then also a process that drains goes on with it."""
-    monkeypatch.setattr("ullage_router.pipeline.coalesce.LOOK_AGAIN_S", 0.0)
-
-    async def scenario() -> None:
-        one, other = (AnswerFolder(tmp_path / "answers", n, 60.0, 1 << 20) for n in range(2))
-        keys = IdempotencyKeys(IdempotencySection(), folder=one)
-        source = Source()
-        keyed = call("a")
-        keyed.idempotency_key = "k"
-        answer = await keys.repeat(keyed, source.start)
-        reader = other.claim("", "k", key_of(keyed.request, "True"))
-        assert isinstance(reader, AnswerReader)
-        answer.close()
-        draining = asyncio.ensure_future(keys.drain(60.0))
-        source.feed.put_nowait(word("still here"))
-        async with asyncio.timeout(60):
-            await reader.begin()
-            await reader.next()
-            assert await reader.next() == word("still here").SerializeToString()
-            assert (source.closed, draining.done()) == (0, False)
-            reader.close()
-            await draining
-            await until(lambda: source.closed == 1)
 
     asyncio.run(scenario())
 

@@ -101,29 +101,6 @@ def test_what_was_left_runs_anew(start_service: "StartService") -> None:
     asyncio.run(scenario())
 
 
-def test_a_router_that_stops_waits_for_answers_that_only_others_read(
-    start_service: "StartService",
-) -> None:
-    async def scenario() -> None:
-        async with start_service(routing=ON) as service:
-            engine = service.engine
-            keys = service.router.service.idempotency
-            engine.script.hold = asyncio.Event()
-            first = asyncio.ensure_future(ask(service, "k"))
-            await service.until(lambda: len(engine.requests) == 1)
-            (generation,) = keys._generating
-            generation.is_read_elsewhere = lambda: True
-            await leave(service, first)
-            await leave(service, asyncio.ensure_future(ask(service, "k")))
-            stopping = asyncio.ensure_future(keys.drain(60.0))
-            await asyncio.sleep(0)
-            engine.script.hold.set()
-            await stopping
-            assert generation.is_finished
-
-    asyncio.run(scenario())
-
-
 def test_what_failed_runs_anew(start_service: "StartService") -> None:
     async def scenario() -> None:
         async with start_service(routing=ON) as service:

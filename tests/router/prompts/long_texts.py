@@ -19,7 +19,7 @@ from ullage_common.wire.errors import ServiceError
 from ullage_router.intake import IntakeThread
 from ullage_router.prompts.prompts import PromptBuilder
 from ullage_router.prompts.threads import TokenizerThreads
-from ullage_router.tokenizer import Model, load_model
+from ullage_router.tokenizer.model import Model, load_model
 
 SIZE = 8 << 20
 TEXTS = (

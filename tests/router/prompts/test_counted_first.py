@@ -22,7 +22,8 @@ from ullage_router.prompts.cleanse import cleanse_turns
 from ullage_router.prompts.prompts import Prompt, PromptBuilder
 from ullage_router.prompts.threads import TokenizerThreads
 from ullage_router.prompts.truncate import truncate
-from ullage_router.tokenizer import Model, PromptError, TooManyTokens, load_model
+from ullage_router.tokenizer.model import Model, PromptError, load_model
+from ullage_router.tokenizer.segments import TooManyTokens
 
 FAMILIES = Path(__file__).parents[2] / "engine/tokenizer/templates"
 CONTEXT = 100

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ullage_router.tokenizer import SegmentEncoder
+from ullage_router.tokenizer.segments import SegmentEncoder
 
 SPECIAL = ("<|end|>", "<|start|>", "<|start|>x", "\n\n\n", "<|")
 TEXTS = st.lists(

@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
+from ullage_common.process.addresses import listen
 from ullage_router.errors import unknown_path
 from ullage_router.http.monitoring import Pages
 from ullage_router.http.server import HTTPServer
-from ullage_router.server.processes import listen
 
 
 async def broken() -> tuple[str, bytes]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ullage_common.process.config_file import digest, entry, new_key, read_entry
 from ullage_common.process.file_watch import fingerprint
-from ullage_router.tenants import KeyRing, Loaded, load
+from ullage_router.tenants.keys import KeyRing, TenantKeys, load_keys
 
 
 def test_a_new_key_is_long_and_new() -> None:
@@ -33,7 +33,7 @@ def test_a_new_key_is_long_and_new() -> None:
 )
 def test_a_broken_line_is_named_and_not_shown(tmp_path: Path, line: str, problem: str) -> None:
     (tmp_path / "alice").write_text(f"# of June\n\n{line}\n")
-    [told] = load(tmp_path, {}).problems
+    [told] = load_keys(tmp_path, {}).problems
     assert problem in told
     assert "alice: line 3" in told
     assert line not in told
@@ -47,14 +47,14 @@ def test_files_are_tenants(tmp_path: Path) -> None:
     (tmp_path / "bob.test").write_text(f"# {third}\n{third}")
     (tmp_path / "empty").write_text("")
     (tmp_path / ".hidden").write_text("no key")
-    loaded = load(tmp_path, {})
+    loaded = load_keys(tmp_path, {})
     assert not loaded.problems
-    assert {name: len(keys) for name, keys in loaded.keys.items()} == {
+    assert {name: len(keys) for name, keys in loaded.digests.items()} == {
         "alice": 2,
         "bob.test": 1,
         "empty": 0,
     }
-    ring = KeyRing(loaded.keys)
+    ring = KeyRing(loaded.digests)
     owners = [ring.owner(key) for key in (first, second, third, new_key(), "", entry(first))]
     assert owners == ["alice", "alice", "bob.test", None, None, None]
 
@@ -65,14 +65,14 @@ def test_a_broken_file_keeps_its_tenants_keys_and_no_others(tmp_path: Path) -> N
     carol = new_key()
     for name, key in (("alice", alice), ("bob", bob), ("carol", carol)):
         (tmp_path / name).write_text(key)
-    before = load(tmp_path, {})
+    before = load_keys(tmp_path, {})
     newer = new_key()
     (tmp_path / "alice").write_bytes(b"\xff\xfe")
     (tmp_path / "bob").write_text(newer)
     (tmp_path / "carol").unlink()
-    after = load(tmp_path, before.keys)
+    after = load_keys(tmp_path, before.digests)
     assert len(after.problems) == 1 and "alice" in after.problems[0]
-    ring = KeyRing(after.keys)
+    ring = KeyRing(after.digests)
     owners = [ring.owner(key) for key in (alice, bob, newer, carol)]
     assert owners == ["alice", None, "bob", None]
 
@@ -80,33 +80,33 @@ def test_a_broken_file_keeps_its_tenants_keys_and_no_others(tmp_path: Path) -> N
 def test_a_folder_that_is_gone_keeps_everything(tmp_path: Path) -> None:
     key = new_key()
     (tmp_path / "alice").write_text(key)
-    before = load(tmp_path, {})
-    after = load(tmp_path / "gone", before.keys)
-    assert after.keys == before.keys
+    before = load_keys(tmp_path, {})
+    after = load_keys(tmp_path / "gone", before.digests)
+    assert after.digests == before.digests
     assert "No such file" in after.problems[0]
 
 
 @pytest.mark.parametrize("name", ["Alice", "a b", "-x", "x" * 64])
 def test_names_that_are_none(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(new_key())
-    loaded = load(tmp_path, {})
-    assert not loaded.keys and "not a tenant's name" in loaded.problems[0]
+    loaded = load_keys(tmp_path, {})
+    assert not loaded.digests and "not a tenant's name" in loaded.problems[0]
 
 
 def test_a_key_belongs_to_one_tenant(tmp_path: Path) -> None:
     key = new_key()
     (tmp_path / "alice").write_text(key)
     (tmp_path / "bob").write_text(entry(key))
-    loaded = load(tmp_path, {})
+    loaded = load_keys(tmp_path, {})
     assert loaded.problems == ("bob has a key that alice has; it counts as alice's",)
-    assert KeyRing(loaded.keys).owner(key) == "alice"
+    assert KeyRing(loaded.digests).owner(key) == "alice"
 
 
 def test_keys_are_not_kept(tmp_path: Path) -> None:
     key = new_key()
     (tmp_path / "alice").write_text(key)
-    loaded: Loaded = load(tmp_path, {})
-    ring = KeyRing(loaded.keys)
+    loaded: TenantKeys = load_keys(tmp_path, {})
+    ring = KeyRing(loaded.digests)
     assert key not in repr(loaded) + repr(vars(ring))
 
 

@@ -19,7 +19,8 @@ from ullage_router.engines.engine import Engine
 from ullage_router.policy.credit import Credit, CreditBook
 from ullage_router.policy.decide import Refuse, Run
 from ullage_router.policy.decision import EngineState, EngineView, RoutingPolicy, TimeLimits
-from ullage_router.tenants import Account, TenantSession, open_account
+from ullage_router.tenants.account import Account, open_account
+from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.batch import Ask, PickBatch
 from ullage_router.tickets.book import OpenTickets, TicketCharge
 

@@ -13,7 +13,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_common.config.router import RouterTickets
 from ullage_common.tickets.tickets import CLOCK_SKEW_S, engine_tag, read, verify
 from ullage_common.wire.errors import from_rpc_error
-from ullage_router.tenants import TenantSession
+from ullage_router.tenants.session import TenantSession
 from ullage_router.tickets.paid import RESUMES_A_USE
 from ullage_router.tickets.signing import TicketSigner
 

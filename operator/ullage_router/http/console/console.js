@@ -3,7 +3,6 @@
 const $ = (id) => document.getElementById(id);
 const ACTIONS = ["accept", "shrink", "queue", "route4", "reject"];
 const KEPT_ROWS = 200;
-const STALE_MS = 5000;
 const SECONDS = 60;
 
 /** What a reason means, for those that newcomers meet. */
@@ -136,93 +135,57 @@ function link(text, isLive) {
   $("link").classList.toggle("live", isLive);
 }
 
-// State: of each process of the router, put together ---------------------------------------------
+// State -----------------------------------------------------------------------------------------
 
-/** By index of the process: its latest state, and when it came. */
-const processes = new Map();
 const perSecond = [];
 let totals = null;
 
 function forget() {
-  processes.clear();
   totals = null;
 }
 
 function onState(state) {
-  const now = performance.now();
-  processes.set(state.process || 0, { state, at: now });
-  for (const [index, each] of processes) if (now - each.at > STALE_MS) processes.delete(index);
-  const states = [...processes.values()].map((each) => each.state);
-  showService(states);
-  showEngines(mergedEngines(states));
-  showQueue(states);
-  if ((state.process || 0) === Math.min(...processes.keys())) showRates(states, now);
+  showService(state);
+  showEngines(state.engines);
+  showQueue(state.queue);
+  showRates(state, performance.now());
 }
 
-/** Each engine once, with the newest report that a process has, and what all processes sent it. */
-function mergedEngines(states) {
-  const byId = new Map();
-  for (const engine of states.flatMap((state) => state.engines)) {
-    const other = byId.get(engine.id);
-    if (!other) {
-      byId.set(engine.id, { ...engine, states: [engine.state] });
-      continue;
-    }
-    const isNewer = (engine.headroom_age_s ?? Infinity) < (other.headroom_age_s ?? Infinity);
-    byId.set(engine.id, {
-      ...(isNewer ? engine : other),
-      inflight: engine.inflight + other.inflight,
-      credit_bytes: engine.credit_bytes + other.credit_bytes,
-      trouble: engine.trouble || other.trouble,
-      states: [...other.states, engine.state],
-    });
-  }
-  return [...byId.values()].sort((a, b) => a.pool.localeCompare(b.pool) || a.id.localeCompare(b.id));
+function showService(state) {
+  set($("model"), state.model);
+  set($("ready"), state.ready ? "ready" : "not ready");
+  $("ready").className = `pill ${state.ready ? "accept" : "reject"}`;
+  $("ask").hidden = !state.console.chat;
+  $("no-chat").hidden = state.console.chat;
+  $("overload").hidden = !state.console.local;
+  set($("inflight"), `${state.inflight} in flight`);
 }
 
-function showService(states) {
-  const [first] = states;
-  set($("model"), first.model);
-  const isReady = states.some((state) => state.ready);
-  set($("ready"), isReady ? "ready" : "not ready");
-  $("ready").className = `pill ${isReady ? "accept" : "reject"}`;
-  const count = first.processes || 1;
-  set($("processes"), count > 1 ? `${states.length} of ${count} router processes` : "");
-  $("ask").hidden = !first.console.chat;
-  $("no-chat").hidden = first.console.chat;
-  $("overload").hidden = !first.console.local;
-  set($("inflight"), `${sum(states.map((state) => state.inflight))} in flight`);
+function showQueue(queue) {
+  set($("queue"), `${queue.waiting}`);
+  set($("queue-most"), ` of ${queue.max_requests}`);
+  set($("queue-note"), queue.waiting ? `oldest ${seconds(queue.oldest_s)} · ${bytes(queue.bytes)}` : "nobody waits");
 }
 
-function showQueue(states) {
-  const queues = states.map((state) => state.queue);
-  const waiting = sum(queues.map((queue) => queue.waiting));
-  set($("queue"), `${waiting}`);
-  set($("queue-most"), ` of ${sum(queues.map((queue) => queue.max_requests))}`);
-  const oldest = Math.max(...queues.map((queue) => queue.oldest_s));
-  set($("queue-note"), waiting ? `oldest ${seconds(oldest)} · ${bytes(sum(queues.map((q) => q.bytes)))}` : "nobody waits");
-}
-
-/** Counts of decisions by action since the start, over all processes. */
-function counted(states) {
+/** Counts of decisions by action since the start. */
+function counted(decisions) {
   const counts = Object.fromEntries(ACTIONS.map((action) => [action, 0]));
-  for (const each of states.flatMap((state) => state.decisions)) {
+  for (const each of decisions) {
     if (each.action in counts) counts[each.action] += each.count;
   }
   return counts;
 }
 
-function showRates(states, now) {
-  const counts = counted(states);
-  const isSame = totals && totals.processes === states.length;
-  if (isSame) {
-    // A process that began anew counts from 0 again.
+function showRates(state, now) {
+  const counts = counted(state.decisions);
+  if (totals) {
+    // A router that has restarted counts from 0 again.
     const grown = ACTIONS.map((action) => Math.max(0, counts[action] - totals.counts[action]));
     const elapsed = (now - totals.at) / 1000;
     perSecond.push({ grown, elapsed });
     if (perSecond.length > SECONDS) perSecond.shift();
   }
-  totals = { counts, at: now, processes: states.length };
+  totals = { counts, at: now };
   const recent = perSecond.slice(-5);
   const elapsed = sum(recent.map((each) => each.elapsed)) || 1;
   const all = sum(recent.map((each) => sum(each.grown)));
@@ -281,7 +244,8 @@ function engineView() {
   return view;
 }
 
-function showEngines(engines) {
+function showEngines(unsorted) {
+  const engines = unsorted.toSorted((a, b) => a.pool.localeCompare(b.pool) || a.id.localeCompare(b.id));
   for (const [id, view] of engineViews) {
     if (!engines.some((engine) => engine.id === id)) { view.root.remove(); engineViews.delete(id); }
   }
@@ -304,9 +268,7 @@ function showEngines(engines) {
 function showEngine(view, engine) {
   set(view.name, engine.id);
   set(view.pool, engine.route === engine.pool ? engine.pool : `${engine.pool} · ${engine.route}`);
-  const isSame = engine.states.every((state) => state === engine.state);
-  const num = engine.states.filter((state) => state === engine.state).length;
-  set(view.state, isSame ? engine.state : `${engine.state} in ${num} of ${engine.states.length}`);
+  set(view.state, engine.state);
   view.state.className = `pill ${{ ready: "accept", draining: "shrink", loading: "shrink", connecting: "shrink" }[engine.state] || "reject"}`;
   set(view.trouble, engine.trouble);
   view.pressure.hidden = !engine.pressure_level;

@@ -2,15 +2,11 @@
 
 /console               the page; console.css and console.js are below it
 /console/events        server-sent events:
-    state                  /stats of a process without its records, at once and every second
+    state                  /stats without its records, at once and every second
     decisions              records of requests that ended since the last event, oldest first; the
                            first event has the latest records
 /console/overload      sends many requests at once; only for a service on the own machine
 /v1/chat/completions   for the page's chat, on a port that has no API
-
-Where several processes share the ports, the process that gets the request also relays the events of
-the others, which it reads from their sockets. Each event names its process, and the page adds them
-up.
 """
 
 import asyncio
@@ -20,7 +16,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from http import HTTPStatus
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -29,8 +24,6 @@ from ullage_common.config.router import ConsoleSection
 from ullage_router.errors import console_busy, invalid_head
 from ullage_router.http.limits import HTTPLimits
 from ullage_router.http.messages import Endpoint, Headers, Message, Reply, Request, Routes, asgi
-from ullage_router.http.monitoring import socket_path
-from ullage_router.server.processes import ProcessSlot
 from ullage_router.server.service import RouterService
 from ullage_router.telemetry.record import RequestRecord
 
@@ -41,12 +34,10 @@ CHAT = "/v1/chat/completions"
 
 STATE_EVERY_S = 1.0
 FLUSH_EVERY_S = 0.2
-RECONNECT_S = 1.0
 MAX_PENDING = 256
 """Records that wait for one reader. If there are more, the oldest are skipped and counted."""
 MAX_READERS = 16
-"""Readers of one process."""
-MAX_EVENT_BYTES = 4 << 20
+"""Readers of the console's events at a time."""
 SENTENCE = "The harbour keeps a ledger of every ship, its cargo, its captain and its debts. "
 
 _TYPES = {"html": b"text/html", "css": b"text/css", "js": b"text/javascript"}
@@ -100,21 +91,14 @@ class Console:
     Args:
         service: The router that is shown.
         section: The configuration of the console.
-        place: The slot of this process among those that share the ports; None: the only process.
     """
 
-    def __init__(
-        self, service: RouterService, section: ConsoleSection, place: ProcessSlot | None
-    ) -> None:
+    def __init__(self, service: RouterService, section: ConsoleSection) -> None:
         self._service = service
         self._is_local = section.local
         tls = service.config.tls.router
         self._has_chat = not (tls and tls.client_ca_dir)
         """Whether the metrics port, which asks for no client certificate, may serve the chat."""
-
-        indices = [i for i in range(service.config.processes) if place and i != place.index]
-        self._siblings = [socket_path(Path(place.folder), i) for i in indices if place]
-
         self._readers: set[RecordBuffer] = set()
         self._closing = asyncio.Event()
         self._app: Endpoint | None = None
@@ -131,17 +115,13 @@ class Console:
             CONSOLE: _page("console.html"),
             f"{CONSOLE}/console.css": _page("console.css"),
             f"{CONSOLE}/console.js": _page("console.js"),
-            EVENTS: {"GET": self._send_all_events},
+            EVENTS: {"GET": self._send_events},
         }
         if self._has_chat:
             routes[CHAT] = {"POST": self._chat}
         if self._is_local:
             routes[OVERLOAD] = {"POST": self._begin_overload}
         return routes
-
-    def own_routes(self) -> Routes:
-        """Return the console's paths for the other processes."""
-        return {EVENTS: {"GET": self._send_own_events}}
 
     def close(self) -> None:
         """End open event streams and the overload, which would keep the server from stopping."""
@@ -157,35 +137,21 @@ class Console:
         assert self._app
         await self._app(request, reply)
 
-    async def _send_all_events(self, request: Request, reply: Reply) -> None:
-        self._service.tenants.check_stats(request.headers.get("authorization"))
-        await self._send_events(reply, self._siblings)
-
-    async def _send_own_events(self, request: Request, reply: Reply) -> None:
-        await self._send_events(reply, ())
-
-    async def _send_events(self, reply: Reply, siblings: Sequence[Path]) -> None:
-        """Send events until the reader disconnects or this process stops.
+    async def _send_events(self, request: Request, reply: Reply) -> None:
+        """Send events until the reader goes or the router stops.
 
         The server cuts off a reader that does not read.
 
         Raises:
             ServiceError: There are too many readers.
         """
+        self._service.tenants.check_stats(request.headers.get("authorization"))
         if len(self._readers) >= MAX_READERS:
             raise console_busy(f"{MAX_READERS} readers watch this router already; close one")
-
-        async with contextlib.aclosing(self._events()) as own:
-            reply.start(HTTPStatus.OK, _EVENT_HEADERS)
-            await reply.piece(await anext(own))  # the head leaves with it, before relays write
-            relays = [asyncio.create_task(self._relay(path, reply)) for path in siblings]
-            try:
-                async for data in own:
-                    await reply.piece(data)
-            finally:
-                for relay in relays:
-                    relay.cancel()
-                await asyncio.gather(*relays, return_exceptions=True)
+        reply.start(HTTPStatus.OK, _EVENT_HEADERS)
+        async with contextlib.aclosing(self._events()) as events:
+            async for data in events:
+                await reply.piece(data)
         await reply.end()
 
     async def _events(self) -> AsyncGenerator[bytes]:
@@ -214,17 +180,8 @@ class Console:
             "console": {"local": self._is_local, "chat": self._has_chat}
         }
 
-    async def _relay(self, path: Path, reply: Reply) -> None:
-        """Relay the events of another process, and reconnect after it was restarted."""
-        while True:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                async with contextlib.aclosing(_events_of(path)) as events:
-                    async for data in events:
-                        await reply.piece(data)
-            await self._pause(RECONNECT_S)
-
     async def _pause(self, seconds: float) -> None:
-        """Wait for some seconds, or until this process stops."""
+        """Wait for some seconds, or until the router stops."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
@@ -291,25 +248,6 @@ async def _discard(message: Message) -> None:
 
 def _event(name: bytes, data: dict[str, object]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name, _encode(data))
-
-
-async def _events_of(path: Path) -> AsyncGenerator[bytes]:
-    """Yield the events of another process.
-
-    Raises:
-        OSError: The process is starting, or has ended.
-        asyncio.IncompleteReadError: The process ended.
-    """
-    reader, writer = await asyncio.open_unix_connection(str(path), limit=MAX_EVENT_BYTES)
-    try:
-        writer.write(f"GET {EVENTS} HTTP/1.0\r\n\r\n".encode())
-        head = await reader.readuntil(b"\r\n\r\n")
-        if b" 200 " not in head.partition(b"\r\n")[0]:
-            raise ConnectionRefusedError(path)
-        while True:
-            yield await reader.readuntil(b"\n\n")
-    finally:
-        writer.close()
 
 
 def _page(name: str) -> dict[str, Endpoint]:

@@ -31,8 +31,9 @@ from ullage_router.http.openai.responses import JSON, prompt_tokens_details
 from ullage_router.http.openai.schemas import Token
 from ullage_router.policy.retry import UNKNOWN_RETRY_AFTER_S
 from ullage_router.server.service import RouterService
-from ullage_router.telemetry.record import RequestRecord, cached_tokens, trace_context
-from ullage_router.tenants import TenantSession
+from ullage_router.telemetry.record import RequestRecord, cached_tokens
+from ullage_router.telemetry.trace_context import trace_context
+from ullage_router.tenants.session import TenantSession
 
 MAX_INPUTS = 2048
 MAX_PARALLEL = 32

@@ -18,8 +18,8 @@ from ullage_router.policy.decision import attempts_header
 from ullage_router.telemetry.record import (
     DEVICE,
     RESUMED_INEXACT,
-    CachedTokens,
     RequestRecord,
+    TierHit,
 )
 
 _CODES = {
@@ -120,7 +120,7 @@ def decision_headers(record: RequestRecord) -> Headers:
     return [(name.encode(), value.encode()) for name, value in named.items()]
 
 
-def _cached_header(cached: Sequence[CachedTokens]) -> str:
+def _cached_header(cached: Sequence[TierHit]) -> str:
     """Return the tokens by tier as a dictionary of structured fields (RFC 9651)."""
     return ", ".join(
         f"{each.tier}={each.num_tokens}"

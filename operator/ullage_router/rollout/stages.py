@@ -1,0 +1,141 @@
+"""The stages of a rollout in the chain of a request."""
+
+import functools
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from ullage_common.wire.errors import ServiceError
+from ullage_router.admission.admission import NotOnCanary, Reservation
+from ullage_router.call import Call, EngineStream, Handler, ResponseStream
+from ullage_router.engines.engines import Engines
+from ullage_router.errors import stopped
+from ullage_router.policy.decision import Side
+from ullage_router.prompts.prompts import PromptBuilder
+from ullage_router.rollout.canary import Canary, RolloutFile, trial
+from ullage_router.rollout.outcomes import ObservedStream, Outcomes
+
+Send = Callable[[Call, Reservation], Awaitable[EngineStream]]
+"""Sends a request to the engine that is reserved and waits for its first token."""
+
+
+class Rollout:
+    """Draws sides for requests, tries canaries, and counts the outcomes of each side.
+
+    Args:
+        path: the file that names the canary's engines; None where there never is a canary.
+        engines: follows the canary's engines.
+        model: the service's model, which refusals name.
+        prompts: renders a request again for the stable engines' model.
+        on_stop: called with whether the service is stopped, whenever the file changes.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        engines: Engines,
+        prompts: PromptBuilder,
+        model: str,
+        on_stop: Callable[[bool], None],
+    ) -> None:
+        self._model = model
+        self._on_stop = on_stop
+        self._engines = engines
+        self._prompts = prompts
+        self.canary = Canary(path, self._on_file_change)
+        self.outcomes = Outcomes(engines.workers_lost, engines.workers_lost_before)
+
+    def _on_file_change(self, file: RolloutFile) -> None:
+        self._engines.declare_adapters(file.adapters)
+        self._engines.set_canary(file.canary.pools if file.canary else ())
+        self.outcomes.follow(trial(file.canary), self.canary.revision(Side.CANARY))
+        self._on_stop(file.stopped)
+
+    async def refuse_when_stopped(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Refuse every request of a service that is stopped.
+
+        Raises:
+            ServiceError: the service is stopped.
+        """
+        if self.canary.is_stopped:
+            raise stopped(self._model)
+        return await proceed(call)
+
+    async def draw_side(self, call: Call, proceed: Handler) -> ResponseStream:
+        """Draw the request's side; take the other side where only that has a ready engine."""
+        drawn = self.canary.draw(call.request.session_id)
+        other = Side.STABLE if drawn is Side.CANARY else Side.CANARY
+        is_ready = functools.partial(self._engines.is_ready_on, adapter=call.adapter)
+        call.side = other if not is_ready(drawn) and is_ready(other) else drawn
+        return await proceed(call)
+
+    async def try_canary(self, call: Call, proceed: Handler, once: Handler) -> ResponseStream:
+        """Give the canary one immediate try, after which stable engines serve the request.
+
+        Args:
+            once: makes one attempt on one engine.
+        """
+        has_stable = self._engines.is_ready_on(Side.STABLE, call.adapter)
+        if call.side is Side.STABLE or not has_stable:
+            return await proceed(call)
+
+        call.is_trial = True
+        failure = None
+        try:
+            return await once(call)
+        except NotOnCanary:
+            self.outcomes.on_declined()
+        except ServiceError as error:
+            if call.deadline.first_token_remaining_s <= 0:
+                raise
+            call.decision = call.decision.after("engine", error.reason)
+            failure = error
+
+        stream = await proceed(await self._for_stable(call))
+        if failure:
+            self.outcomes.on_contradicted(failure)
+        return stream
+
+    async def _for_stable(self, call: Call) -> Call:
+        """Return the call for the stable engines, with the tokens of their model."""
+        call.side = Side.STABLE
+        call.is_trial = False
+        call.refused_by.clear()
+        model = self._engines.served_model(
+            call.request.model, Side.STABLE, call.tenant.rules.models
+        )
+        if model.fingerprint != call.prompt.model.fingerprint:
+            call.prompt = await self._prompts.build(
+                model, call.request, call.tenant.name, call.path
+            )
+        call.decision = replace(call.decision, degraded=call.prompt.degraded)
+        call.decision = call.decision.after("stable", "CANARY")
+        return call
+
+    async def observe(self, call: Call, reservation: Reservation, send: Send) -> EngineStream:
+        """Send a request to its engine and count the outcome."""
+        side = reservation.engine.side
+        call.decision = replace(call.decision, revision=self.canary.revision(side))
+        observation = self.outcomes.observe(side)
+        try:
+            stream = await send(call, reservation)
+        except ServiceError as error:
+            observation.on_failure(error)
+            raise
+        except BaseException:
+            if call.deadline.first_token_remaining_s <= 0:
+                observation.on_timeout()
+            raise
+        observation.on_first_token()
+        return ObservedStream(stream, observation)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the state for /stats."""
+        canary = self.canary
+        return {
+            "stable_revision": canary.revision(Side.STABLE),
+            "canary_revision": canary.revision(Side.CANARY),
+            "weight": canary.weight,
+            "problem": canary.problem,
+            **self.outcomes.as_json(),
+        }

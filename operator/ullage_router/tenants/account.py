@@ -1,0 +1,79 @@
+"""One tenant's rules, remaining quota, and sums since the start."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ullage_common.config.router import TenantRules
+from ullage_common.wire.limits import MAX_PRIORITY
+from ullage_router.policy.quota import ROUNDING, Bucket, Quota, Shortage
+
+ANONYMOUS = "anonymous"
+"""Name of the tenant of requests without a key."""
+UNLIMITED = TenantRules(max_priority=MAX_PRIORITY)
+
+
+@dataclass(slots=True)
+class Account:
+    """One tenant's rules, quota and sums since the start."""
+
+    name: str
+    rules: TenantRules
+    quota: Quota
+    """The remaining quota."""
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    limited: Counter[str] = field(default_factory=Counter)
+    """Refusals by the limit that was reached."""
+
+    def apply(self, step: Callable[[Quota], Quota | Shortage]) -> Shortage | None:
+        """Make one step of the quota; return a shortage, which changes nothing."""
+        result = step(self.quota)
+        if isinstance(result, Shortage):
+            return result
+        self.quota = result
+        return None
+
+    def as_json(self, now: float) -> dict[str, object]:
+        """Return the account for /stats; `now` is on the monotonic clock."""
+        quota = self.quota
+        remaining = {
+            name: bucket and math.floor(bucket.refilled(now).level)
+            for name, bucket in (("requests", quota.requests), ("tokens", quota.tokens))
+        }
+        return {
+            "name": self.name,
+            "enabled": self.rules.enabled,
+            "active": quota.active,
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "limited": dict(self.limited),
+            "requests_left": remaining["requests"],
+            "tokens_left": remaining["tokens"],
+        }
+
+
+def open_account(name: str, rules: TenantRules, share: float, now: float) -> Account:
+    """Return an account with full buckets.
+
+    Args:
+        share: this router's share of the tenant's limits, from 0 to 1.
+        now: seconds on the monotonic clock.
+    """
+    requests = rules.requests_per_minute
+    tokens = rules.tokens_per_minute
+    most = rules.concurrency
+    quota = Quota(
+        requests=Bucket.full(max(1.0, requests * share), now) if requests else None,
+        tokens=Bucket.full(max(1.0, tokens * share), now) if tokens else None,
+        concurrency=max(1, math.floor(most * share + ROUNDING)) if most else None,
+    )
+    return Account(name, rules, quota)
+
+
+def shared_account() -> Account:
+    """Return the account of all requests where no tenants are configured."""
+    return Account("", UNLIMITED, Quota())

@@ -1,0 +1,118 @@
+"""The keys of tenants, read from a folder, and the search for a key's tenant.
+
+The folder has one file a tenant. Each line of a file is one key or one entry
+(`ullage_common.process.config_file`), so that a new key works before the old one is removed. Only
+the digests of keys are kept.
+"""
+
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from ullage_common.process.config_file import MAX_KEY, TENANT_NAME, digest, read_entry
+
+MAX_FILE_BYTES = 1 << 20
+"""Size limit of a Secret in Kubernetes."""
+
+Digests = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantKeys:
+    """The tenants and keys that a folder holds."""
+
+    digests: Mapping[str, Digests] = field(default_factory=lambda: MappingProxyType({}))
+    """Digests of keys by tenant."""
+    problems: tuple[str, ...] = ()
+    """Files that could not be read, with the reason; their tenants keep their last keys."""
+
+
+class KeyRing:
+    """Finds a key's tenant in a time that says nothing about other keys.
+
+    An index by a keyed hash finds the digest, and a comparison in constant time confirms it. The
+    hash's secret belongs to this object, so clients cannot steer the comparisons of the index.
+    """
+
+    def __init__(self, digests: Mapping[str, Digests]) -> None:
+        self._pepper = secrets.token_bytes(32)
+        self._nobody = secrets.token_bytes(32)
+        self._owners: dict[bytes, tuple[bytes, str]] = {}
+        for tenant in sorted(digests):
+            for entry in digests[tenant]:
+                self._owners.setdefault(self._slot(entry), (entry, tenant))
+
+    def owner(self, key: str) -> str | None:
+        """Return the tenant of a key; None for an unknown key."""
+        given = digest(key[: MAX_KEY + 1])
+        entry, tenant = self._owners.get(self._slot(given), (self._nobody, ""))
+        return tenant if hmac.compare_digest(entry, given) else None
+
+    def _slot(self, key: bytes) -> bytes:
+        return hmac.digest(self._pepper, key, "sha256")
+
+
+def load_keys(folder: Path, last: Mapping[str, Digests]) -> TenantKeys:
+    """Read the folder.
+
+    Args:
+        last: digests by tenant as they were read before. A tenant whose file is broken keeps them.
+    """
+    try:
+        paths = sorted(p for p in folder.iterdir() if p.name[0] != "." and p.is_file())
+    except OSError as error:
+        return TenantKeys(last, (f"{folder}: {error.strerror}; mount the Secret with the keys",))
+
+    digests: dict[str, Digests] = {}
+    problems: list[str] = []
+    for path in paths:
+        try:
+            digests[path.name] = _read(path)
+        except ValueError as error:
+            problems.append(f"{path}: {error}")
+            if path.name in last:
+                digests[path.name] = last[path.name]
+    return TenantKeys(digests, (*problems, *_duplicates(digests)))
+
+
+def _read(path: Path) -> Digests:
+    """Return the digests of a tenant's file.
+
+    Raises:
+        ValueError: the file is broken; the message has the line and no key.
+    """
+    if not TENANT_NAME.fullmatch(path.name):
+        raise ValueError("not a tenant's name; use lower-case letters, digits, '-', '_' and '.'")
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None  # the error would show the bytes
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+
+    digests: list[bytes] = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        try:
+            digests.append(read_entry(line))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return tuple(digests)
+
+
+def _duplicates(digests: Mapping[str, Digests]) -> list[str]:
+    """Return a message for each key of two tenants, which belongs to the first of them by name."""
+    owners: dict[bytes, str] = {}
+    problems = []
+    for tenant in sorted(digests):
+        for key in digests[tenant]:
+            owner = owners.setdefault(key, tenant)
+            if owner != tenant:
+                problems.append(f"{tenant} has a key that {owner} has; it counts as {owner}'s")
+    return problems

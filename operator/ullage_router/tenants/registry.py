@@ -1,0 +1,166 @@
+"""The tenants of the router: their keys, which are read again when they change, and accounts."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from ullage_common.config.router import TenantsSection
+from ullage_common.process.config_file import ConfigError
+from ullage_common.process.file_watch import Fingerprint, fingerprint, follow
+from ullage_common.wire.errors import ServiceError
+from ullage_router import errors
+from ullage_router.telemetry.metrics import TenantMetrics
+from ullage_router.tenants.account import ANONYMOUS, Account, open_account, shared_account
+from ullage_router.tenants.keys import KeyRing, TenantKeys, load_keys
+from ullage_router.tenants.session import TenantSession
+
+log = logging.getLogger(__name__)
+
+
+class Tenants:
+    """Finds tenants by their keys and keeps their accounts.
+
+    Args:
+        section: None where all clients may do everything.
+        metrics: counts by tenant. Tenants that are not listed share one label.
+    """
+
+    def __init__(self, section: TenantsSection | None, metrics: TenantMetrics | None) -> None:
+        self._section = section
+        self._metrics = metrics
+        self._rules = {t.name: t for t in section.tenants} if section else {}
+        self._accounts: dict[str, Account] = {}
+        self._shared = shared_account()
+        """Account of all requests where no tenants are configured."""
+        self._keys = TenantKeys()
+        self._ring = KeyRing({})
+        self._loaded_unix = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Read the keys and follow their changes.
+
+        Raises:
+            ConfigError: the keys cannot be read.
+        """
+        if self._section is None:
+            return
+        folder = Path(self._section.keys_dir)
+        seen: Fingerprint = await asyncio.to_thread(fingerprint, (folder,))
+        await self._reload()
+        if self.problems:
+            raise ConfigError(f"tenants.keys_dir: {'; '.join(self.problems)}")
+        self._task = asyncio.create_task(follow((folder,), seen, self._reload), name="keys")
+
+    async def close(self) -> None:
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return the problems that keep the newest keys from being used."""
+        return self._keys.problems
+
+    def open_session(self, authorization: str | None) -> TenantSession:
+        """Return a session of a request's tenant.
+
+        Args:
+            authorization: the request's header or metadata of that name.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED without a known key, PERMISSION_DENIED when the tenant is
+                disabled.
+        """
+        if self._section is None:
+            return TenantSession(self._shared)
+        account = self._account(self._authenticate(authorization))
+        if not account.rules.enabled:
+            raise self._refused(
+                "disabled",
+                errors.forbidden("TENANT_DISABLED", f"tenant {account.name} is disabled"),
+            )
+        return TenantSession(account, self._metrics)
+
+    def check_stats(self, authorization: str | None) -> None:
+        """Check the key where /stats is protected.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED without a known key.
+        """
+        if self._section and self._section.protect_stats:
+            name = self._authenticate(authorization)
+            if name == ANONYMOUS:
+                raise errors.unauthenticated("/stats needs a key: Authorization: Bearer KEY")
+
+    def snapshot(self) -> dict[str, object]:
+        """Return the part of /stats; empty where no tenants are configured."""
+        if self._section is None:
+            return {}
+        now = time.monotonic()
+        accounts = sorted(self._accounts.values(), key=lambda account: account.name)
+        keys = {
+            "tenants": len(self._keys.digests),
+            "loaded": self._loaded_unix,
+            "problems": list(self.problems),
+        }
+        usage = [account.as_json(now) for account in accounts]
+        return {"tenants": {"anonymous": self._section.anonymous, "keys": keys, "usage": usage}}
+
+    def _authenticate(self, authorization: str | None) -> str:
+        """Return the tenant's name.
+
+        Raises:
+            ServiceError: UNAUTHENTICATED.
+        """
+        assert self._section
+        if not authorization:
+            if self._section.anonymous == "allow":
+                return ANONYMOUS
+            raise self._refused(
+                "no_key",
+                errors.unauthenticated("no API key was sent; send Authorization: Bearer KEY"),
+            )
+
+        scheme, _, key = authorization.partition(" ")
+        owner = self._ring.owner(key.strip()) if scheme.lower() == "bearer" else None
+        if owner is None:
+            raise self._refused(
+                "wrong_key",
+                errors.unauthenticated("the API key is not known here; check it, or get a new one"),
+            )
+        return owner
+
+    def _refused(self, why: str, error: ServiceError) -> ServiceError:
+        if self._metrics:
+            self._metrics.on_auth_failure(why)
+        return error
+
+    def _account(self, name: str) -> Account:
+        if name not in self._accounts:
+            assert self._section
+            rules = self._rules.get(name, self._section.defaults)
+            self._accounts[name] = open_account(name, rules, self._section.share, time.monotonic())
+        return self._accounts[name]
+
+    async def _reload(self) -> None:
+        assert self._section
+        folder = Path(self._section.keys_dir)
+        keys = await asyncio.to_thread(load_keys, folder, self._keys.digests)
+        self._ring = KeyRing(keys.digests)
+        self._keys = keys
+        self._remove_stale_accounts()
+
+        if not keys.problems:
+            self._loaded_unix = time.time()
+            log.info("keys read", extra={"tenants": len(keys.digests)})
+        for problem in keys.problems:
+            log.error("keys not read; those before stay valid", extra={"reason": problem})
+
+    def _remove_stale_accounts(self) -> None:
+        """Remove accounts of tenants without a key, so that files of keys bound their number."""
+        for name, account in list(self._accounts.items()):
+            is_known = name in self._keys.digests or name == ANONYMOUS or name in self._rules
+            if not is_known and not account.quota.active:
+                del self._accounts[name]

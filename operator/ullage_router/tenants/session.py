@@ -1,0 +1,275 @@
+"""A tenant's session: the rights of one or several equal requests, and their part of the quota."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.config.router import TenantRules
+from ullage_common.tickets.tickets import cache_salt
+from ullage_common.wire.errors import ServiceError
+from ullage_router import errors
+from ullage_router.policy.quota import MINUTE_S, Quota, Shortage
+from ullage_router.telemetry.metrics import TenantMetrics
+from ullage_router.telemetry.record import RequestRecord
+from ullage_router.tenants.account import Account, shared_account
+from ullage_router.tenants.billing import AdvanceBilling, Billing, DeferredBilling
+
+
+class TenantSession:
+    """One request of a tenant, or several equal ones, from the check of its key to their end.
+
+    `open_request`, `charge` and `close_request` each do their part once; a session without an open
+    request needs no close.
+
+    limit_headers
+        the `x-ratelimit-*` headers: the rest of the tenant's quota
+    """
+
+    def __init__(self, account: Account, metrics: TenantMetrics | None = None) -> None:
+        self._account = account
+        self._metrics = metrics
+        self._billing: Billing = AdvanceBilling(account)
+        self.limit_headers: Mapping[str, str] = {}
+
+    def new_session(self) -> "TenantSession":
+        """Return another session of the same tenant."""
+        return TenantSession(self._account, self._metrics)
+
+    def prepay(self, was_paid: Callable[[], bool]) -> None:
+        """Charge the session's requests at their end only, and not if they were paid for then.
+
+        Args:
+            was_paid: says at their end whether they were.
+        """
+        self._billing = DeferredBilling(self._account, was_paid)
+
+    @property
+    def name(self) -> str:
+        """Return the tenant's name; empty where no tenants are configured."""
+        return self._account.name
+
+    @property
+    def rules(self) -> TenantRules:
+        return self._account.rules
+
+    def scoped_session(self, name: str) -> str:
+        """Return the session id for engines, different for equal ids of different tenants."""
+        if not (name and self.name):
+            return name
+        return hashlib.blake2b(f"{self.name}\0{name}".encode(), digest_size=16).hexdigest()
+
+    def cache_salt(self, salt: str = "") -> str:
+        """Return the cache salt for engines.
+
+        Tenants share no cached KV: equal salts of different tenants differ for engines.
+        """
+        if not self.name:
+            return salt
+        return cache_salt(self.name, salt).hex()
+
+    @property
+    def is_limited(self) -> bool:
+        """Return whether the tenant has a limit of requests, tokens or concurrency."""
+        rules = self.rules
+        return bool(rules.requests_per_minute or rules.tokens_per_minute or rules.concurrency)
+
+    @property
+    def max_concurrency(self) -> int | None:
+        """Return how many requests the tenant may have at a time; None for any number."""
+        return self._account.quota.concurrency
+
+    def check_many(self, count: int, tokens: int) -> None:
+        """Check that the tenant may send this many requests at once, and take nothing.
+
+        Args:
+            tokens: the fewest tokens that the requests have together.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT when a limit is lower than that, or RESOURCE_EXHAUSTED
+                when fewer requests are left now.
+        """
+        quota = self._account.quota
+        if quota.requests and count > quota.requests.capacity:
+            allowed = quota.requests.capacity
+            raise errors.inputs_above_quota(count, count, "requests_per_minute", allowed)
+        if quota.tokens and tokens > quota.tokens.capacity:
+            allowed = quota.tokens.capacity
+            raise errors.inputs_above_quota(count, tokens, "tokens_per_minute", allowed)
+
+        requests = quota.requests
+        if requests and (wait_s := requests.wait_s(count, time.monotonic())):
+            shortage = Shortage("requests_per_minute", requests.capacity, wait_s)
+            raise self._shortage_error(shortage)
+
+    def num_allowed(self, count: int, tokens: int) -> int:
+        """Return how many of `count` equal requests the tenant may send now.
+
+        Args:
+            tokens: of each request.
+        """
+        return self._account.quota.room(count, tokens, time.monotonic())
+
+    def open_request(
+        self,
+        request: inference_pb2.GenerateRequest,
+        served: str,
+        count: int = 1,
+        *,
+        is_handed_on: bool = False,
+    ) -> None:
+        """Check the tenant's rights, count the request and set its priority.
+
+        Args:
+            served: model of a request that names none.
+            count: equal requests; at most as many as `num_allowed` returns, or one.
+            is_handed_on: whether another service's cascade sent the request. It does not know the
+                highest priority that the tenant may ask for here, so a higher one is lowered.
+
+        Raises:
+            ServiceError: PERMISSION_DENIED, or RESOURCE_EXHAUSTED that names the limit.
+        """
+        if self._billing.num_active:
+            return
+        self.check_model(request.model or served)
+        request.priority = self._priority(request.priority, is_lowered=is_handed_on)
+        if shortage := self._billing.enter(count):
+            raise self._shortage_error(shortage)
+        self.limit_headers = _limit_headers(self._account.quota)
+
+    def charge(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Take tokens in advance, for each of the open requests.
+
+        Args:
+            prompt_tokens: of one request.
+            output_tokens: expected of all answers of one request together.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT when the prompt exceeds the limit itself, or
+                RESOURCE_EXHAUSTED.
+        """
+        bucket = self._account.quota.tokens
+        if bucket is None or not self._billing.needs_charge:
+            return
+        if prompt_tokens > bucket.capacity:
+            raise errors.above_quota(prompt_tokens, bucket.capacity)
+        if shortage := self._billing.charge(float(prompt_tokens + output_tokens)):
+            raise self._shortage_error(shortage)
+        self.limit_headers = _limit_headers(self._account.quota)
+
+    def close_request(self, record: RequestRecord) -> None:
+        """End the request; the tokens that it used replace those that it was charged."""
+        if _was_served(record):
+            self.settle(record.decision.prompt_tokens, record.output_tokens, record.status)
+        else:
+            self.settle(0, 0, record.status)
+
+    def settle(self, prompt_tokens: int, output_tokens: int, status: int, count: int = 1) -> None:
+        """End requests.
+
+        Args:
+            prompt_tokens: used by each request.
+            output_tokens: used by each request.
+            status: the HTTP status of their answers.
+            count: number of requests that end.
+        """
+        is_paid_here = self._billing.settle(prompt_tokens, output_tokens, count)
+        if self._metrics and is_paid_here:
+            prompt = prompt_tokens * count
+            output = output_tokens * count
+            self._metrics.on_end(self.name, status, prompt, output, count)
+
+    def give_back(self, count: int) -> None:
+        """Take open requests, or all of them for 0, out of the requests of this minute.
+
+        They are refused, and the client sends them again in another way.
+        """
+        self._billing.give_back(count)
+
+    def count_refusals(self, status: int, count: int) -> None:
+        """Count requests that are refused before they begin."""
+        if self._metrics:
+            self._metrics.on_end(self.name, status, 0, 0, count)
+
+    def may_use(self, model: str) -> bool:
+        return not self.rules.models or model in self.rules.models
+
+    def check_model(self, name: str) -> None:
+        """Check that the tenant may use a model.
+
+        Raises:
+            ServiceError: PERMISSION_DENIED.
+        """
+        allowed = self.rules.models
+        if not self.may_use(name):
+            raise errors.forbidden(
+                "MODEL_NOT_ALLOWED",
+                f"tenant {self.name} may not use model {name!r}; allowed: {', '.join(allowed)}",
+                "model",
+            )
+
+    def _priority(self, asked: int, *, is_lowered: bool) -> int:
+        """Return the request's priority; 0 asks for the tenant's own.
+
+        Args:
+            is_lowered: whether a priority that is too high is lowered rather than refused.
+        """
+        rules = self.rules
+        most = rules.priority if rules.max_priority is None else rules.max_priority
+        if asked and asked > most:
+            if is_lowered:
+                return most
+            raise errors.forbidden(
+                "PRIORITY_NOT_ALLOWED",
+                f"tenant {self.name} may not ask for priority {asked}; at most {most}",
+                "priority",
+            )
+        return asked or rules.priority
+
+    def _shortage_error(self, shortage: Shortage) -> ServiceError:
+        self._account.limited[shortage.limit] += 1
+        self.limit_headers = _limit_headers(self._account.quota)
+        if self._metrics:
+            self._metrics.on_limit(self.name, shortage.limit)
+        return errors.over_quota(self.name, shortage)
+
+
+def _was_served(record: RequestRecord) -> bool:
+    """Return whether tokens came, or an engine worked for the request when it was cancelled."""
+    is_cancelled = record.is_cancelled or record.status == errors.CLIENT_CLOSED
+    return record.ttft_s is not None or (is_cancelled and bool(record.decision.engine))
+
+
+def _limit_headers(quota: Quota) -> Mapping[str, str]:
+    """Return OpenAI's headers of rate limits.
+
+    https://platform.openai.com/docs/guides/rate-limits#rate-limits-in-headers
+    """
+    headers = dict[str, str]()
+    if quota.requests is None and quota.tokens is None:
+        return headers
+
+    now = time.monotonic()
+    for name, bucket in (("requests", quota.requests), ("tokens", quota.tokens)):
+        if bucket is not None:
+            remaining = max(0, math.floor(bucket.refilled(now).level))
+            reset_s = bucket.wait_s(bucket.capacity, now)
+            headers[f"x-ratelimit-limit-{name}"] = f"{bucket.capacity:.0f}"
+            headers[f"x-ratelimit-remaining-{name}"] = str(remaining)
+            headers[f"x-ratelimit-reset-{name}"] = duration(reset_s)
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as OpenAI does: 20ms, 7s, 6m0s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    whole = math.ceil(seconds)
+    minutes, rest = divmod(whole, int(MINUTE_S))
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+def anonymous_session() -> TenantSession:
+    """Return the session of a request where no tenants are configured."""
+    return TenantSession(shared_account())

@@ -1,0 +1,288 @@
+"""The served model as the router knows it: its tokenizer, chat template and special tokens.
+
+Engines publish the tokenizer, and the router converts a text to token ids once a request.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ullage.inference.v1 import inference_pb2
+from ullage_common.chat.affixes import Affixes, affixes_of
+from ullage_common.chat.special_tokens import (
+    ClearMarks,
+    Piece,
+    SpecialTokenError,
+    SpecialTokenGuard,
+)
+from ullage_common.chat.template import ChatTemplate, ChatTemplateError
+from ullage_common.chat.tool_formats import ToolFormat, Turn
+from ullage_common.process.memory import freeze_gc, trim_heap
+from ullage_router.text_bounds import TokenBound, UncutText, token_bound
+from ullage_router.tokenizer.segments import EDGE_TOKENS, MAX_TOKENS, SegmentEncoder, TokenIds
+
+
+class PromptError(Exception):
+    """The prompt cannot become tokens; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The served model, as the router knows it."""
+
+    name: str
+    fingerprint: str
+    """Digest that is equal for engines with the same token ids and the same task."""
+    tokenizer: Tokenizer
+    encoder: SegmentEncoder
+    template: ChatTemplate | None
+    affixes: Affixes
+    """Special tokens around raw prompts."""
+    chat_prefix: tuple[int, ...]
+    """Tokens at the beginning of every conversation, also where the template omits them."""
+    vocab_size: int
+    bound: TokenBound
+    """Lower bound of a text's tokens."""
+    guard: SpecialTokenGuard | None
+    """Keeps clients' texts from becoming special tokens; None where they may."""
+    description: inference_pb2.GetModelResponse
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """Return the format in which the model writes calls of tools."""
+        return self.template.tool_format if self.template else ToolFormat.PLAIN
+
+    def render(
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        opening: str = "",
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        most: int = MAX_TOKENS,
+    ) -> TokenIds:
+        """Return the token ids of a conversation.
+
+        Args:
+            messages: turns, oldest first.
+            tools: functions that the model may call, in OpenAI's format.
+            opening: beginning of the assistant's turn.
+            arguments: variables of the template.
+            most: the highest number of tokens that is of use.
+
+        Raises:
+            PromptError: the model has no chat template, its template refuses the messages, or they
+                cannot be tokenised.
+            TooManyTokens: the conversation has more tokens.
+        """
+        try:
+            text, marks = self._written(messages, tools, arguments)
+            if marks is None:
+                ids = self.encoder.encode(text + opening, most)
+            else:
+                ids = self.encoder.encode_pieces(marks.pieces(text + opening), most)
+        except (SpecialTokenError, UncutText) as error:
+            raise PromptError(str(error)) from error
+        return _around(Affixes(self.chat_prefix), ids)
+
+    def write(
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """Return the text of a conversation's prompt.
+
+        Raises:
+            PromptError: as `render`.
+        """
+        text, marks = self._written(messages, tools, arguments)
+        return "".join(piece.text for piece in marks.pieces(text)) if marks else text
+
+    def _written(
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+    ) -> tuple[str, ClearMarks | None]:
+        """Return the text of a conversation's prompt, and the means to remove its marks."""
+        if self.template is None:
+            raise PromptError("the model has no chat template; use /v1/completions")
+
+        try:
+            marked = self.guard.marked(messages, tools, arguments) if self.guard else None
+            if marked is None:
+                return self.template.render(messages, tools=tools, arguments=arguments), None
+            text = self.template.render(
+                marked.turns, tools=marked.tools, arguments=marked.arguments
+            )
+            # The marked turns are as large as the text, so they are released here.
+            return text, marked.marks
+        except (ChatTemplateError, SpecialTokenError) as error:
+            raise PromptError(str(error)) from error
+
+    def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
+        """Return the token ids of a raw prompt.
+
+        Special tokens that the text spells are special tokens, since the prompt is the whole input
+        of the model.
+
+        Raises:
+            PromptError: the text cannot be tokenised.
+            TooManyTokens: there are more than `most`.
+        """
+        try:
+            ids = self.encoder.encode(text, most)
+        except UncutText as error:
+            raise PromptError(str(error)) from error
+        return _around(self.affixes, ids)
+
+    def encode_whole(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
+        """Return the token ids of a text between the tokenizer's own affixes.
+
+        Models for embeddings are trained with these affixes. Special tokens that the text spells
+        are text.
+
+        Raises:
+            PromptError: the text cannot be tokenised.
+            TooManyTokens: there are more than `most`.
+        """
+        try:
+            if self.guard and self.guard.guarded:
+                ids = self.encoder.encode_pieces([Piece(text)] if text else [], most)
+            else:
+                ids = self.encoder.encode(text, most)
+        except (SpecialTokenError, UncutText) as error:
+            raise PromptError(str(error)) from error
+        return array("I", self.affixes.prefix) + ids + array("I", self.affixes.suffix)
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a lower bound of a text's tokens, without tokenising it."""
+        return self.bound.fewest(text)
+
+    def count_tokens(self, text: str, most: int) -> int:
+        """Return a lower bound of the tokens of a part of a prompt, or a number above `most`.
+
+        Counting takes little memory, as no token id is kept.
+
+        Raises:
+            PromptError: no prompt with this part can be tokenised.
+        """
+        fewest = self.fewest_tokens(text) - EDGE_TOKENS
+        if fewest > most:
+            return fewest
+        try:
+            return self.encoder.count(text, most)
+        except UncutText as error:
+            raise PromptError(str(error)) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, with special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _around(affixes: Affixes, ids: TokenIds) -> TokenIds:
+    """Return ids between those of the affixes that they lack."""
+    prefix, suffix = affixes.missing(ids)
+    return array("I", prefix) + ids + array("I", suffix) if prefix or suffix else ids
+
+
+def fingerprint(response: inference_pb2.GetModelResponse) -> str:
+    """Return a digest of all that determines a text's token ids, and of the model's task."""
+    digest = hashlib.sha256(response.tokenizer_json)
+    for part in (response.chat_template, response.bos_token, response.eos_token):
+        digest.update(b"\0" + part.encode())
+    digest.update(bytes([response.add_bos]))
+    for later in _later_parts(response):
+        digest.update(b"\0" + later)
+    if response.task == inference_pb2.TASK_EMBED:
+        digest.update(b"\0embeddings")
+    return digest.hexdigest()[:16]
+
+
+def _later_parts(response: inference_pb2.GetModelResponse) -> list[bytes]:
+    """Return the parts that engines of 0.1.0 do not report.
+
+    Empty parts are left out, so that the fingerprints of those engines stay the same.
+    """
+    defaults = response.sampling_defaults.SerializeToString(deterministic=True)
+    parts = {
+        b"tools": response.tool_chat_template.encode(),
+        b"tokens": repr(sorted(response.special_tokens.items())).encode(),
+        b"sampling": defaults,
+        b"chat_adds_bos": b"1" if response.chat_adds_bos else b"",
+    }
+    return [name + b"\0" + part for name, part in parts.items() if part]
+
+
+def load_model(
+    response: inference_pb2.GetModelResponse, trusts_special_tokens: bool = False
+) -> Model:
+    """Build the model from an engine's description, in up to a second for a large vocabulary.
+
+    Args:
+        response: the engine's description.
+        trusts_special_tokens: whether texts of clients become the special tokens that they spell.
+
+    Raises:
+        ValueError: the tokenizer or the chat template is not valid.
+    """
+    try:
+        tokenizer = Tokenizer.from_buffer(response.tokenizer_json)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        template = (
+            ChatTemplate(
+                response.chat_template, _special_tokens(response), response.tool_chat_template
+            )
+            if response.chat_template
+            else None
+        )
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"model {response.model}: tokenizer: {error}") from error
+
+    literals = template.literals if template else ()
+    guard = None if trusts_special_tokens else SpecialTokenGuard(tokenizer, literals)
+    model = Model(
+        name=response.model,
+        fingerprint=fingerprint(response),
+        tokenizer=tokenizer,
+        encoder=SegmentEncoder(tokenizer, guarded=guard.guarded if guard else ()),
+        template=template,
+        affixes=_affixes(tokenizer, response),
+        chat_prefix=_bos(tokenizer, response) if response.chat_adds_bos else (),
+        vocab_size=response.vocab_size or tokenizer.get_vocab_size(),
+        bound=token_bound(tokenizer),
+        guard=guard,
+        description=response,
+    )
+    trim_heap()  # parsing took as much memory again
+    freeze_gc()
+    return model
+
+
+def _special_tokens(response: inference_pb2.GetModelResponse) -> dict[str, str]:
+    """Return texts of special tokens by name; engines of earlier versions name only two."""
+    two = {"bos_token": response.bos_token, "eos_token": response.eos_token}
+    return dict(response.special_tokens) or {name: text for name, text in two.items() if text}
+
+
+def _affixes(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> Affixes:
+    """Return the special tokens around raw text.
+
+    Engines of earlier versions report the tokens that tokenizers of GGUF files add by `add_bos`
+    alone.
+    """
+    affixes = affixes_of(tokenizer)
+    if affixes == Affixes() and response.add_bos:
+        return Affixes(_bos(tokenizer, response))
+    return affixes
+
+
+def _bos(tokenizer: Tokenizer, response: inference_pb2.GetModelResponse) -> tuple[int, ...]:
+    token_id = tokenizer.token_to_id(response.bos_token)
+    return () if token_id is None else (token_id,)

@@ -1,0 +1,220 @@
+"""Token ids of texts, made in segments; those of segments that are likely to come again are kept.
+
+A conversation comes back with every turn, and all conversations begin with the same instructions.
+Tokenizers first cut a text at its special tokens, and then tokenise each segment between two of
+them by itself. So a segment has the same ids in every text: they are kept, and only new segments
+are tokenised. The key of a segment is its digest; no text is kept.
+
+A long text is tokenised in pieces, up to the number of tokens that are of use.
+"""
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from hashlib import blake2b
+from typing import TypeAlias, cast
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import (
+    ByteLevel,
+    Digits,
+    PreTokenizer,
+    Punctuation,
+    Split,
+)
+from tokenizers.pre_tokenizers import (
+    Sequence as PreTokenizers,
+)
+
+from ullage_common.chat.special_tokens import GuardedTokenizer, Piece, finder, parted
+from ullage_router.text_bounds import TextCutter
+
+MAX_BYTES = 16 << 20
+"""Bytes of token ids that are kept."""
+ENTRY_BYTES = 250
+"""Bytes of an entry in addition to its ids: the digest, the array and their slots in the table."""
+MAX_TOKENS = 1 << 30
+"""More tokens than any text has."""
+EDGE_TOKENS = 8
+"""Tokens by which a part of a text may have fewer when its neighbours join it."""
+
+_LOCAL = (ByteLevel, Digits, Punctuation, Split)
+"""Pre-tokenizers whose result for a segment depends on nothing before it. `Metaspace`, for one,
+depends on whether the segment is the first of the text."""
+
+Tokenise = Callable[[str], list[int]]
+TokenIds: TypeAlias = "array[int]"
+"""Token ids at four bytes each; a list takes nine times as much."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than are of use; some of them were not made."""
+
+
+class SegmentEncoder:
+    """Encodes texts as the tokenizer does, segment by segment and with a cache.
+
+    A tokenizer whose special tokens are no boundaries of segments encodes each text whole. Several
+    threads may use the encoder.
+
+    Args:
+        tokenizer: of the model.
+        max_bytes: bytes of token ids that may be kept.
+        guarded: texts of special tokens that text never becomes.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES, guarded: Collection[str] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._guarded = GuardedTokenizer(tokenizer, guarded) if guarded else None
+        self._cutter = TextCutter(tokenizer)
+        self._max_bytes = max_bytes
+        self._special_ids = _special_ids(tokenizer)
+        self._boundaries = finder(self._special_ids)
+        self._kept: OrderedDict[bytes, TokenIds] = OrderedDict()
+        """Token ids by the segment's digest; the last used one is last."""
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the ids that are kept."""
+        return self._bytes
+
+    @property
+    def pattern(self) -> str:
+        """Return the pattern of the boundaries of segments; empty where there are none."""
+        return self._boundaries.pattern if self._boundaries else ""
+
+    def encode(self, text: str, most: int = MAX_TOKENS) -> TokenIds:
+        """Return the token ids of a text, without special tokens that the text does not spell.
+
+        Args:
+            most: the highest number of tokens that is of use.
+
+        Raises:
+            TooManyTokens: the text has more tokens.
+            UncutText: the text cannot be tokenised in pieces.
+        """
+        if self._boundaries is None:
+            return _counted(self._tokenise(text, self._encode), most)
+        return self._join(parted(text, self._boundaries), self._encode, most)
+
+    def count(self, text: str, most: int) -> int:
+        """Return a lower bound of the tokens of a part of a text, or a number above `most`.
+
+        Each special token counts as one. Tokens at the edges are left out, since neighbours may
+        join them. No token id is kept.
+
+        Raises:
+            UncutText: no text with this part can be tokenised in pieces.
+        """
+        number = -EDGE_TOKENS
+        for piece in parted(text, self._boundaries):
+            for ids in self._tokenise(piece.text, self._encode, is_part=True):
+                number += len(ids)
+                if number > most:
+                    return number
+        return max(0, number)
+
+    def encode_pieces(self, pieces: Iterable[Piece], most: int = MAX_TOKENS) -> TokenIds:
+        """Return the token ids of a text in pieces.
+
+        A piece that is a token becomes that token. A piece of text never becomes a guarded one.
+
+        Raises:
+            SpecialTokenError: a piece of text would become a guarded token.
+            TooManyTokens: the text has more than `most` tokens.
+            UncutText: the text cannot be tokenised in pieces.
+        """
+        guarded = self._guarded
+        assert guarded, "tokens are guarded where texts have pieces"
+        if self._boundaries is None:
+            return _counted(self._tokenise(guarded.spell(pieces), guarded.encode), most)
+        return self._join(pieces, guarded.encode, most)
+
+    def _join(self, pieces: Iterable[Piece], tokenise: Tokenise, most: int) -> TokenIds:
+        ids = array("I")
+        for piece in pieces:
+            if piece.is_token:
+                ids.append(self._special_ids[piece.text])
+            else:
+                ids.extend(self._segment(piece.text, tokenise, most - len(ids)))
+        if len(ids) > most:
+            raise TooManyTokens
+        return ids
+
+    def _segment(self, segment: str, tokenise: Tokenise, most: int) -> TokenIds:
+        key = blake2b(segment.encode(), digest_size=16).digest()
+        with self._lock:
+            ids = self._kept.get(key)
+            if ids is not None:
+                self._kept.move_to_end(key)
+                return ids
+
+        ids = _counted(self._tokenise(segment, tokenise), most)
+        with self._lock:
+            self._keep(key, ids)
+        return ids
+
+    def _keep(self, key: bytes, ids: TokenIds) -> None:
+        if key not in self._kept:
+            self._kept[key] = ids
+            self._bytes += _size(ids)
+        while self._bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= _size(oldest)
+
+    def _tokenise(
+        self, text: str, tokenise: Tokenise, is_part: bool = False
+    ) -> Iterator[list[int]]:
+        """Yield the token ids of each piece that the text is cut into."""
+        return map(tokenise, self._cutter.pieces(text, is_part))
+
+    def _encode(self, text: str) -> list[int]:
+        # The fast call makes no offsets, which would take a fifth of the time.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def _counted(parts: Iterable[Iterable[int]], most: int) -> TokenIds:
+    """Join token ids; raise TooManyTokens where there are more than `most`."""
+    ids = array("I")
+    for part in parts:
+        ids.extend(part)
+        if len(ids) > most:
+            raise TooManyTokens
+    return ids
+
+
+def _size(ids: TokenIds) -> int:
+    return len(ids) * ids.itemsize + ENTRY_BYTES
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return special tokens and their ids; empty where they are no boundaries of segments."""
+    added = tokenizer.get_added_tokens_decoder()
+    is_cut = isinstance(tokenizer.model, BPE) and not tokenizer.model.dropout
+    if not is_cut or any(map(_looks_around, added.values())):
+        return {}
+    if not all(isinstance(step, _LOCAL) for step in _steps(tokenizer.pre_tokenizer)):
+        return {}
+    return {token.content: token_id for token_id, token in added.items()}
+
+
+def _looks_around(token: AddedToken) -> bool:
+    """Return whether matching a token depends on neighbouring text, as with `single_word`."""
+    return bool(token.single_word or token.lstrip or token.rstrip or token.normalized)
+
+
+def _steps(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
+    """Yield the steps of a pre-tokenizer."""
+    if isinstance(pre_tokenizer, PreTokenizers):
+        for part in cast(Iterable[PreTokenizer], pre_tokenizer):  # iterates by __getitem__
+            yield from _steps(part)
+    elif pre_tokenizer is not None:
+        yield pre_tokenizer
