@@ -1,10 +1,14 @@
-"""Milliseconds of one layer of experts by each path: `python benchmarks/experts.py`.
+"""Milliseconds of one mixture-of-experts layer by each implementation.
 
-Random weights in the shape of LFM2-8B-A1B, or a fraction of it. Few pairs of token and expert are
-multiplied one by one or sorted by expert; the last line says up to how many the first is faster,
-which is what `FEW_PAIRS` of layers/moe.py and, on a GPU, of kernels/triton/matmul.py should be.
-On a GPU sorted rows are multiplied by one grouped product, by a kernel of our own, and by a loop
-over experts that reads their extents back.
+Weights are random, in the shape of LFM2-8B-A1B or a fraction of it. Pairs of token and expert are
+either multiplied one by one or sorted by expert. The last line has the most pairs for which the
+former is faster: the value for `FEW_PAIRS` of layers/moe.py and, on a GPU, of
+kernels/triton/matmul.py. On a GPU, sorted rows are multiplied by one grouped product, by a Triton
+kernel, and by a loop over experts that reads their extents back.
+
+examples:
+  python -m benchmarks experts --hidden 256 --width 128
+  python -m benchmarks experts --device cuda --dtype bfloat16
 """
 
 import argparse
@@ -15,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.support.options import new_parser
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.arena import StepLimits, step_arena
 from ullage_engine.kernels.kv_pool import allocate
@@ -44,7 +49,7 @@ SEED = 14
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("experts", __doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--hidden", type=int, default=2048)
@@ -186,7 +191,3 @@ def crossover(rows: Sequence[dict[str, float]]) -> int:
             break
         most = int(row["pairs"])
     return most
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,20 @@
-#!/usr/bin/env python3
-"""Injects faults into an engine under load: no stream may fail or say anything else for them.
+"""Recovery from injected faults under load: no stream may fail or differ.
 
-usage: faults.py [--faults 200] [--minutes 30] [--seed 1] [--streams 8] [--only kill]
+Start one engine with SmolLM2 in float32 on a small device, and ask every prompt once undisturbed.
+Then keep greedy streams running while faults are injected at random moments, one after the other: a
+step that runs out of memory (60 %), SIGKILL (25 %) and SIGSTOP (15 %) of the worker. Some signals
+come twice, the second one while the next worker loads. Compare every answer with the undisturbed
+one, token by token. The recovery is the time from a fault to the next token of a running stream;
+for a step out of memory it is the longest pause around the fault.
 
-Starts one engine with SmolLM2 in float32 on a small device, asks every prompt once undisturbed, and
-then keeps greedy streams running while it injects, one after the other and at random moments, a
-step that runs out of memory (60 %), SIGKILL (25 %) and SIGSTOP (15 %) of the worker, some of these
-twice, the second time while the next worker loads. Every answer is compared with the undisturbed
-one token by token. Recovery is the time from a fault to the next token of a stream that was
-running; of a step out of memory it is the longest pause around it.
+Print one JSON object and a table.
 
-Prints one JSON object and a table. exit status: 0 all well, 1 an error, a difference or a leak
+examples:
+  python -m benchmarks faults --faults 200
+  python -m benchmarks faults --faults 10 --only kill --streams 40 --dtype auto
+  python -m benchmarks faults --faults 200 --dtype bfloat16 --deterministic
+
+exit status: 0 all well, 1 an error, a difference or a leak
 """
 
 import argparse
@@ -31,11 +35,10 @@ from typing import Any, TypeVar
 
 import grpc
 
+from benchmarks.support.one_engine import Engine, start_engine
+from benchmarks.support.options import new_parser
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
-
-sys.path.insert(0, str(Path(__file__).parent))
-from one_engine import Engine, start_engine
 
 SHARES = {"oom": 0.6, "kill": 0.25, "stop": 0.15}
 T = TypeVar("T")
@@ -303,7 +306,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = new_parser("faults", __doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=30.0, help="no fault after this long")
     parser.add_argument("--streams", type=int, default=8)
@@ -321,7 +324,3 @@ def main() -> int:
     print(json.dumps(result))
     print(table(result))
     return 1 if result["errors"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,18 +1,20 @@
-"""What a token costs as sequences, context and KV pool grow: `python benchmarks/growth.py`.
+"""The cost of a token as sequences, context and KV pool grow.
 
-Scheduling is measured without a model: CPU time of planning and committing a step of decodes. Steps
-are measured on the real runner and KV of zeros: sequences and contexts up to 8k on the model of
-`--source`, contexts up to 32k and sizes of the KV pool on a small random one. Every figure is the
-best of several, and verdicts are on CPU time, because a neighbour on the same cores only ever adds,
-least of all to that. Takes a minute.
+Scheduling is measured without a model: the CPU time of planning and committing a step of decodes.
+Steps are measured on the real runner and a KV pool of zeros. Sequences, and contexts up to 8k, are
+measured on the model of `--source`; contexts up to 32k, and sizes of the KV pool, on a small random
+one. Every figure is the best of several, and verdicts are on CPU time, because other programs on
+the same cores only ever add time, and least to CPU time. The whole takes a minute.
+
+examples:
+  python -m benchmarks growth --only scheduling
+  python -m benchmarks growth --plot growth.svg --json growth.json
 
 exit status: 0 no cost grows faster than the model's own, 1 one does
 """
 
-import argparse
 import gc
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +23,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from plots import Line, Panel, draw
-from small_models import MODELS, write_model
-from step import BLOCK, SOURCE, chunk, load_runner
 
+from benchmarks.step import BLOCK, chunk, load_runner
+from benchmarks.support.options import SMOLLM2, new_parser
+from benchmarks.support.plots import Line, Panel, draw
+from benchmarks.support.small_models import MODELS, write_model
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams
@@ -75,12 +78,8 @@ class Cost:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="examples: growth.py --only scheduling    growth.py --plot a.svg --json a.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser = new_parser("growth", __doc__)
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds a figure (%(default)s)")
     parser.add_argument("--only", choices=["scheduling", "steps"], help="measure this part alone")
@@ -342,7 +341,3 @@ PLOTS: tuple[
     ),
 )
 """Axis, title, unit, and what stands across and up."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,19 +1,20 @@
-#!/usr/bin/env python3
-"""What metrics cost: a scrape of each process, and their share of a request, a token and a step.
-
-usage: metrics.py [--requests 120] [--tokens 24] [--concurrency 8] [--quick]
+"""The cost of metrics: a scrape of each process, and their share of requests, tokens and steps.
 
 A scrape is measured in this process with as many series as a busy service has: 20 tenants, all
-statuses, three tiers, eight ranks. What a request, a token and a step cost in metrics is measured
-here as well, call by call. What they cost altogether is what `ullage up` with the example's model
-says of itself under load, by the metrics of its processes. Prints one JSON object:
+statuses, three tiers, eight ranks. The cost of metrics in a request, a token and a step is measured
+here as well, call by call. Their share of a service is computed from the metrics of `ullage up`
+with the example's model under load. Print one JSON object:
 
-scrape_ms         processor time of one scrape of router, engine and operator; samples: how many
-router_share      metrics' share of the router's processor time for a request
-server_share      their share of the engine server's for a token
-worker_share      their share of a step of the worker
-whole_share       their share of all processor time and of all steps
-missed            figures worse than their floors; --quick measures no service and has scrapes only
+scrape            processor time of one scrape of router, engine and operator, with its samples
+router_share      share of metrics in the router's processor time for a request
+server_share      their share in the engine server's for a token
+worker_share      their share in a step of the worker
+whole_share       their share in all processor time and all steps
+missed            figures worse than their floors
+
+examples:
+  python -m benchmarks metrics
+  python -m benchmarks metrics --quick             scrapes and calls, without a service
 
 exit status: 0 no floor missed; 1 otherwise
 """
@@ -35,11 +36,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from load import level
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from tiers_up import start
 
+from benchmarks.support.load import level
+from benchmarks.support.local_service import start
+from benchmarks.support.options import new_parser
 from ullage_common.process.metrics import (
     CounterName,
     GaugeName,
@@ -335,7 +337,7 @@ def shares(costs: Costs, did: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=FLOORS)
+    parser = new_parser("metrics", __doc__, FLOORS)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--concurrency", type=int, default=8)
@@ -363,7 +365,3 @@ def main() -> int:
                 missed.append(name)
     print(json.dumps(report | {"missed": missed}, indent=2))
     return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

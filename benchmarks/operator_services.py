@@ -1,15 +1,13 @@
-"""What many LLMServices cost the operator: their first reconciliation, a restart, rest and edits.
+"""The cost of many LLMServices for the operator: first reconciliation, restart, rest and edits.
 
-Runs the real operator against the API server that KUBECONFIG names, in a namespace of its own, or
-else against the tests' API server in this process. Prints one line a figure.
+Run the real operator against the API server that KUBECONFIG names, in a namespace of its own. If
+KUBECONFIG is not set, the API server of the tests runs in this process. Print one line a figure.
 
-It is not called `operator.py`: a script's folder comes first on the path, and that would be taken
-for the module of the standard library.
+On a real cluster, cordon the nodes first; otherwise the routers of all services are scheduled.
 
-    python benchmarks/operator_services.py --services 1000
-    python benchmarks/operator_services.py --quick
-
-On a real cluster cordon its nodes first, or routers of all services are scheduled there.
+examples:
+  python -m benchmarks operator --services 1000
+  python -m benchmarks operator --quick
 """
 
 import argparse
@@ -28,9 +26,10 @@ from typing import Any
 import httpx
 import psutil
 import yaml
-from processes import end, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.support.options import new_parser
+from benchmarks.support.processes import end, free_ports
 from ullage_operator.api.naming import OWNED, SERVICE, kind_of
 from ullage_operator.kube.connection import Connection
 
@@ -45,7 +44,7 @@ PATIENCE_S = 1800.0
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = new_parser("operator", __doc__)
     options.add_argument("--services", type=int, default=1000)
     options.add_argument("--seconds", type=float, default=30.0, help="how long rest is measured")
     options.add_argument(
@@ -252,18 +251,19 @@ def watched(text: str) -> float:
                if name == named and labels["kind"] in kinds)  # fmt: skip
 
 
-async def main() -> None:
+async def run(options: argparse.Namespace) -> None:
+    """Measure and print every figure."""
+    with api_server():
+        async with client() as api:
+            print(f"{options.services} services, load average {os.getloadavg()[0]:.1f}")
+            async for name, value, unit in figures(api, options):
+                print(f"{name:>24}  {value:10.1f} {unit}", flush=True)
+
+
+def main() -> None:
     options = parser().parse_args()
     if options.quick:
         options.services = 20
         options.seconds = 3.0
         options.edits = 3
-    with api_server():
-        async with client() as api:
-            print(f"{options.services} services, load average {os.getloadavg()[0]:.1f}")
-            async for what, value, unit in figures(api, options):
-                print(f"{what:>24}  {value:10.1f} {unit}", flush=True)
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(run(options))

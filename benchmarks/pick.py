@@ -1,14 +1,14 @@
-"""Admissions a second by Pick, and whole answers with tickets against through the router.
+"""Placements a second by Pick, and answers with tickets against answers through the router.
 
-Requests are placed as distinct ones, each of its own size and with a ticket of its own, and as like
-ones, by one entry with their count.
-Fake engines in a process of their own answer at once with one token; the router is a real one in
-another; clients are this process. Prints one line a row.
+Requests are placed in two ways: as distinct ones, each of its own size and with its own ticket, and
+as like ones, by one entry with their count. Fake engines in a process of their own answer at once
+with one token. The router is a real one in another process, and the clients are in this one. Print
+one line a row.
 
-    python benchmarks/pick.py --seconds 3 --engines 4
+examples:
+  python -m benchmarks pick --seconds 3 --engines 4
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -23,6 +23,7 @@ import psutil
 import uvloop
 from tokenizers import Tokenizer, models
 
+from benchmarks.support.options import new_parser
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
@@ -196,7 +197,7 @@ async def measure(port: int, router: psutil.Process, seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser("pick", __doc__)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--engines", type=int, default=4)
     options = parser.parse_args()
@@ -226,7 +227,3 @@ def main() -> None:
         finally:
             router.terminate()
             engines.terminate()
-
-
-if __name__ == "__main__":
-    main()

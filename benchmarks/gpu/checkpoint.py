@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu.figures import Job
-from benchmarks.gpu.programme import ROOT
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.gpu.figures import Job
+from benchmarks.gpu.programme import ROOT
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import read_model_config
 from ullage_engine.model_loader.tensor_plan import plan_tensors

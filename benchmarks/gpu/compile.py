@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu.figures import one_line
-from small_models import MODELS
 
+from benchmarks.gpu.figures import one_line
+from benchmarks.support.small_models import MODELS
 from ullage_engine.kernels import triton as kernels
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.layers.linear import Linear, PlainLinear

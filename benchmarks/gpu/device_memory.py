@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Self
 
 import psutil
-from benchmarks.gpu.figures import Job
-from one_engine import WORKERS
 
+from benchmarks.gpu.figures import Job
+from benchmarks.support.one_engine import WORKERS
 from ullage_engine.gpu.nvml import Gpu, Nvml
 
 INTERVAL_S = 0.05

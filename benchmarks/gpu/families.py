@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
 from benchmarks.gpu.figures import Figure, Job, Report
 from benchmarks.gpu.lfm2.weights import SIZES
 from benchmarks.gpu.models import decode_of, random_model
 from benchmarks.gpu.rates import seconds_of
 from benchmarks.gpu.sequences import GREEDY, make_runner
-
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.model_config import ModelConfig

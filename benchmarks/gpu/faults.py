@@ -30,8 +30,7 @@ from benchmarks.gpu.service import (
     router_up,
 )
 from benchmarks.gpu.ties import compare
-from one_engine import Engine
-
+from benchmarks.support.one_engine import Engine
 from ullage.admin.v1 import admin_pb2
 from ullage_common.wire.channels import open_channel
 

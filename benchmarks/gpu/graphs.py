@@ -10,6 +10,7 @@ import time
 from functools import partial
 
 import torch
+
 from benchmarks.gpu.figures import Figure, Job, Report, count, none_of
 from benchmarks.gpu.models import random_model
 from benchmarks.gpu.rates import seconds_of
@@ -23,7 +24,6 @@ from benchmarks.gpu.sequences import (
 from benchmarks.gpu.steps import CONTEXT, KINDS, decodes, dense_config
 from benchmarks.gpu.ties import compare
 from benchmarks.gpu.tokens import GREEDY, Outputs, families, load_family, pairs
-
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_loader.loader import LoadedModel

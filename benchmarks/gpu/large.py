@@ -14,7 +14,6 @@ from benchmarks.gpu.service import (
     prompt_of,
     router_up,
 )
-
 from ullage_common.wire.channels import open_channel
 
 OUTPUT_TOKENS = 32

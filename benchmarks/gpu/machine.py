@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import psutil
+
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of, one_line
 from benchmarks.gpu.programme import ROOT
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import psutil
 import torch
+
 from benchmarks.gpu.figures import Job, Report, at_most, none_of
 from benchmarks.gpu.sequences import (
     BLOCKS_EACH,

@@ -7,6 +7,7 @@ driver's count.
 import asyncio
 
 import aiohttp
+
 from benchmarks.gpu.checkpoint import words
 from benchmarks.gpu.device_memory import MOST_SHARE, Sampler, settled
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, none_of
@@ -23,7 +24,7 @@ from benchmarks.gpu.service import (
     prompt_of,
     router_up,
 )
-from one_engine import Engine
+from benchmarks.support.one_engine import Engine
 
 CONCURRENT = 4
 WAVES = 2

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from benchmarks.gpu.figures import Job, Results
 
 ROOT = Path(__file__).parents[2]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
 from benchmarks.gpu.checkpoint import service_checkpoint
 from benchmarks.gpu.figures import Fact, Figure, Job, Report
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import aiohttp
 import grpc
+
 from benchmarks.gpu.checkpoint import NAME, service_checkpoint, service_shape
 from benchmarks.gpu.figures import Fact, Job, Report, none_of, one_line
 from benchmarks.gpu.ties import Pair
-from one_engine import Engine, end_process, start_engine
-from processes import free_ports
-
+from benchmarks.support.one_engine import Engine, end_process, start_engine
+from benchmarks.support.processes import free_ports
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 

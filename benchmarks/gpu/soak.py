@@ -21,8 +21,7 @@ from benchmarks.gpu.service import (
     metrics,
     router_up,
 )
-from one_engine import Engine
-
+from benchmarks.support.one_engine import Engine
 from ullage_common.wire.channels import open_channel
 
 SESSIONS = 4

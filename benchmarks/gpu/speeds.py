@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+
 from benchmarks.gpu.figures import Figure, Job, Report
 from benchmarks.gpu.rates import rates, seconds_of
-
 from ullage_engine.kernels.arena import MAX_TILE_ROWS, partial_elements
 from ullage_engine.kernels.batch import build_batch
 from ullage_engine.kernels.kv_pool import KVPool

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.gpu.figures import Fact, Figure, Job, Report
 from benchmarks.gpu.models import decode_of, random_model
 from benchmarks.gpu.rates import rates, seconds_of
 from benchmarks.gpu.sequences import GREEDY, make_runner
-
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel

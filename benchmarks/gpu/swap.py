@@ -17,7 +17,6 @@ from benchmarks.gpu.service import (
     prompt_of,
 )
 from benchmarks.gpu.ties import compare
-
 from ullage_common.wire.channels import open_channel
 
 STREAMS = 4

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, none_of
 from benchmarks.gpu.sequences import (
     BLOCKS_EACH,
@@ -20,8 +21,7 @@ from benchmarks.gpu.sequences import (
     run_step,
 )
 from benchmarks.gpu.ties import Pair, compare
-from small_models import MODELS, write_model
-
+from benchmarks.support.small_models import MODELS, write_model
 from ullage_common.config.engine import ModelSection
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.protocol.messages import SamplingParams

@@ -19,8 +19,7 @@ from benchmarks.gpu.service import (
     prompt_of,
 )
 from benchmarks.gpu.ties import NEAR_TIE, compare
-from one_engine import Engine
-
+from benchmarks.support.one_engine import Engine
 from ullage_common.wire.channels import open_channel
 
 LAYERS = 2

@@ -63,9 +63,7 @@ Server(("127.0.0.1", int(port)), Handler).serve_forever()
 
 @pytest.fixture(scope="module")
 def compare() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("compare")
+    return importlib.import_module("benchmarks.compare.benchmark")
 
 
 def figures(speed: float, ttft: float) -> dict[str, float]:
@@ -102,7 +100,7 @@ def stand_in(compare: Any, name: str, how: str = "well") -> Any:
 
 def living(pids: list[str]) -> list[str]:
     """Those of the processes that are there and no zombies."""
-    from peers import lives
+    from benchmarks.compare.servers import lives
 
     return [pid for pid in pids if psutil.pid_exists(int(pid)) and lives(psutil.Process(int(pid)))]
 
@@ -174,7 +172,7 @@ def test_an_answer_that_is_none_names_the_server_its_log_and_the_cause(
 
 
 def test_a_silent_server_is_an_answer_of_status_0(compare: Any, tmp_path: Path) -> None:
-    from load import ask, messages
+    from benchmarks.support.load import ask, messages
 
     async def answer(url: str) -> Any:
         timeout = aiohttp.ClientTimeout(total=0.2)
@@ -187,8 +185,8 @@ def test_a_silent_server_is_an_answer_of_status_0(compare: Any, tmp_path: Path) 
 
 
 def test_prompts_are_of_180_tokens_and_no_block_of_two_is_the_same(compare: Any) -> None:
-    from load import INPUT_WORDS, messages
-    from one_engine import MODEL
+    from benchmarks.support.load import INPUT_WORDS, messages
+    from benchmarks.support.one_engine import MODEL
 
     tokenizer = load_tokenizer(resolve_source(MODEL).path)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
@@ -209,7 +207,7 @@ def main(
         for name, how in servers.items()
     }
     quality = [sys.executable, "-c", "print('pass auto: perplexity +0.05%, at most +0.5%')"]
-    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
     status: int = compare.main(makers, quality)
     return status
 

@@ -4,6 +4,7 @@
 """
 
 import torch
+
 from benchmarks.gpu.figures import Fact, Job, Report
 from benchmarks.gpu.float32 import describe
 from benchmarks.gpu.lfm2.measure import figures

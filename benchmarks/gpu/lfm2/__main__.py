@@ -19,6 +19,7 @@ import math
 import sys
 
 import torch
+
 from benchmarks.gpu.lfm2.judge import Work
 from benchmarks.gpu.lfm2.processes import run, run_processes
 from benchmarks.gpu.lfm2.weights import SIZES, make_model_config

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+
 from benchmarks.gpu.figures import Figure
 
 PUBLISHED = 358.56

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.float32 import describe, forbid_tf32
 from benchmarks.gpu.lfm2.judge import (
@@ -29,7 +30,6 @@ from benchmarks.gpu.lfm2.oracle import transformers_logits
 from benchmarks.gpu.lfm2.reference import Reference, compute_reference
 from benchmarks.gpu.lfm2.stage import load_stage, make_plan, make_runner
 from benchmarks.gpu.lfm2.weights import SeededWeights, make_model_config, make_prompts
-
 from ullage_engine.model_config.dtypes import DTYPES
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel

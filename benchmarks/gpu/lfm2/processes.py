@@ -9,9 +9,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
+
 from benchmarks.gpu.lfm2.judge import PUBLISHED, Measured, Work, failures, figures_of
 from benchmarks.gpu.lfm2.measure import TooFewSamples, run_rank, say
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 
 def run_processes(work: Work) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from benchmarks.gpu.lfm2.weights import SeededWeights
 
+from benchmarks.gpu.lfm2.weights import SeededWeights
 from ullage_engine.model_config.model_config import ExpertsSpec, ModelConfig
 
 Tensors = dict[str, torch.Tensor]

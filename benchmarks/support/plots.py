@@ -1,4 +1,4 @@
-"""Figures of benchmarks as SVG, lines or bars; readable on light and dark pages."""
+"""Figures of benchmarks as SVG lines or bars, readable on light and dark pages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`ullage up` of SmolLM2 with tiers of KV memory, for benchmarks."""
+"""`ullage up` of SmolLM2 with tiers of KV memory."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,9 @@ import grpc
 import psutil
 import yaml
 
+from benchmarks.support.one_engine import MODEL, WORKERS
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-
-sys.path.insert(0, str(Path(__file__).parent))
-from one_engine import MODEL, WORKERS
 
 STOP_S = 60.0
 DEVICE_MIB = 1500

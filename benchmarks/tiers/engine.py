@@ -1,15 +1,10 @@
-"""The engine's half of tiers.py: what a prefix in each tier saves, and what tiers cost."""
+"""Engines with tiers: the time that a prefix in each tier saves, and the overhead of tiers."""
 
 import asyncio
 import contextlib
 import itertools
-import json
-import os
 import random
-import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from processes import free_ports
-from tiers_up import TOKEN_BYTES, Answer, Service, ask, service_up
 
+from benchmarks.support.local_service import TOKEN_BYTES, Answer, Service, ask, service_up
 from ullage_common.wire.channels import open_channel
 
 MIB = 1 << 20
@@ -32,6 +26,14 @@ TEXT_PROMPT = 512
 WAIT_S = 60.0
 FROM_TIER = 0.85
 """Least share of a prefix that must come from the tier which a row claims."""
+
+
+ENGINE_LIMITS = {
+    "ttft_host_share": (1 / 5, "first token from host / recomputed"),
+    "ttft_file_share": (1 / 3, "first token from files / recomputed"),
+    "inter_token_share": (1.03, "between tokens, with a host tier / without"),
+}
+"""Most that each may be."""
 
 
 @dataclass(frozen=True)
@@ -247,14 +249,6 @@ def measure_engine(num_tokens: int, rounds: int) -> dict[str, Any]:
     }
 
 
-ENGINE_LIMITS = {
-    "ttft_host_share": (1 / 5, "first token from host / recomputed"),
-    "ttft_file_share": (1 / 3, "first token from files / recomputed"),
-    "inter_token_share": (1.03, "between tokens, with a host tier / without"),
-}
-"""Most that each may be."""
-
-
 def print_engine(result: dict[str, Any]) -> bool:
     """Print the figures; return whether all are within their limits."""
     names = ("ttft_p50_ms", "ttft_p99_ms", "inter_token_p50_ms", "inter_token_p99_ms", "hit_ratio")
@@ -280,68 +274,6 @@ def print_engine(result: dict[str, Any]) -> bool:
         f"deterministic texts that are equal: {equal} of {total}; fast ones: {fast[0]} of {fast[1]}"
     )
     return is_well and is_equal
-
-
-# vLLM's own offloading ---------------------------------------------------------------------------
-
-VLLM_START_S = 600.0
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
-"""SmolLM2-135M's; whether vLLM offloads KV here does not depend on the weights."""
-ERROR = re.compile(r"(?:^|\s)([A-Z]\w*(?:Error|Exception)|Exception): (.+)$", re.MULTILINE)
-
-
-def measure_vllm(python: Path) -> dict[str, str]:
-    """Start vLLM with its own offloading to host memory, and say what it says."""
-    if not python.exists():
-        return {"outcome": "not installed", "detail": f"no {python}: make install-vllm"}
-    with tempfile.TemporaryDirectory(prefix="ullage-vllm-") as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
-        [port] = free_ports(1)
-        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-        command += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
-        command += ["--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 * MIB)]
-        command += ["--kv-offloading-size", "1", "--host", "127.0.0.1", "--port", str(port)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        log = folder / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, start_new_session=True
-            )
-        try:
-            return _vllm_outcome(process, log)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _vllm_outcome(process: subprocess.Popen[bytes], log: Path) -> dict[str, str]:
-    deadline = time.monotonic() + VLLM_START_S
-    while time.monotonic() < deadline:
-        text = log.read_text(encoding="utf-8", errors="replace")
-        if process.poll() is not None:
-            errors = [f"{kind}: {what}" for kind, what in ERROR.findall(text)]
-            return {"outcome": "refused", "detail": errors[0] if errors else text[-400:]}
-        if "Application startup complete" in text:
-            return {"outcome": "runs", "detail": "it offloads here; nothing is compared yet"}
-        time.sleep(0.5)
-    return {"outcome": "not ready", "detail": f"within {VLLM_START_S:g} s"}
 
 
 def progress(text: str) -> None:

@@ -1,4 +1,4 @@
-"""A Prometheus on loopback, with its data in a folder that is thrown away."""
+"""A Prometheus on loopback, whose data is in a temporary folder."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import end, free_ports
+from benchmarks.support.processes import end, free_ports
 
 READY_S = 60.0
 

@@ -1,12 +1,12 @@
-#!/usr/bin/env python3
-"""An engine without a model: bounded KV, real gRPC, real admission; a process for load and faults.
+"""An engine without a model, as a process: bounded KV, real gRPC, real admission.
 
-usage: kv_engine.py [--port 0] [--name engine-0] [--blocks 90] [--token-s 0.03] [--sequence-s 0]
+usage: python -m benchmarks.support.kv_engine [--port 0] [--name engine-0] [--blocks 90]
+                                              [--token-s 0.03] [--sequence-s 0]
 
-A request holds the blocks of its prompt and its output from Accepted to Finished and gets a token
-every `--token-s` seconds, and `--sequence-s` more for every other request that runs; one that does
-not fit is refused with RESOURCE_EXHAUSTED, as engines do. Prints one JSON line with the port once
-it listens, and on SIGTERM one with what it served and what was cancelled.
+A request holds the blocks of its prompt and its output from Accepted to Finished. It gets a token
+every `--token-s` seconds, plus `--sequence-s` for every other running request. A request that does
+not fit is refused with RESOURCE_EXHAUSTED, as engines do. Print one JSON line with the port as soon
+as it listens, and on SIGTERM one with the numbers of served, cancelled and refused requests.
 """
 
 import argparse
@@ -227,7 +227,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--name", default="engine-0")
     parser.add_argument("--blocks", type=int, default=90)

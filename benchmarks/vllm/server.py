@@ -1,17 +1,18 @@
-#!/usr/bin/env python3
-"""Ullage around vLLM beside vLLM's own server: speed, a killed engine, an overload. In one sitting.
+"""Ullage around vLLM next to vLLM's own server: speed, a killed engine, an overload.
 
-usage: .venv-vllm/bin/python benchmarks/beside_vllm.py [--rounds 3] [--concurrency 8,32] [--quick]
+Start `vllm serve` and, with the same checkpoint and arguments, an `ullage-engine` with vLLM behind
+an `ullage-router`. Send both the same streamed requests (180 tokens in, 64 out) in turns. Then, on
+each, send ten times the requests that it can serve for `--overload-s` seconds, and kill the process
+that computes while 8 streams run. Run this with the Python that has vLLM. Print one JSON object:
 
-Starts `vllm serve` and, with the same checkpoint and arguments, an `ullage-engine` with vLLM behind
-an `ullage-router`. Sends the same streamed requests (180 tokens in, 64 out) to one and the other in
-turns. Then kills the process that computes while 8 streams run, on each; then sends ten times the
-requests that it can serve, for `--overload-s` seconds. Prints one JSON object:
-
-speed       by concurrency and server: output tokens/s and the median time to the first token, ms;
+speed       by concurrency and server: output tokens/s and the median time to first token, ms;
             medians of all rounds, with the ratio and the difference
 kill        of 8 streams those that ended with an error, and the longest pause of the others, s
-overload    statuses, the time of refusals, ms, and that of first tokens, s
+overload    statuses, the time of refusals, ms, and the time to first token, s
+
+examples:
+  .venv-vllm/bin/python -m benchmarks vllm server --rounds 3
+  .venv-vllm/bin/python -m benchmarks vllm server --quick
 
 exit status: 0 all streams of Ullage ended well and only 200 and 429 were answered; 1 otherwise
 """
@@ -33,12 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import load
 import psutil
-from load import INPUT_WORDS, OUTPUT, Answer, messages
-from one_engine import start_engine
-from overload import ready, start_router
-from processes import free_ports
+
+from benchmarks.support import load
+from benchmarks.support.load import INPUT_WORDS, OUTPUT, Answer, messages
+from benchmarks.support.one_engine import start_engine
+from benchmarks.support.processes import free_ports
+from benchmarks.support.router_process import ready, start_router
 
 MODEL = "smollm2"
 START_S = 300.0
@@ -245,24 +247,21 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", default="8,32", help="levels, with commas between them")
     parser.add_argument("--overload-s", type=float, default=10.0)
     parser.add_argument("--quick", action="store_true", help="one round of 8, a short overload")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure both servers; return the exit status."""
     if options.quick:
         options.rounds = 1
         options.concurrency = "8"
         options.overload_s = 3.0
     result = asyncio.run(run(options))
     print(json.dumps(result, indent=2))
+
     statuses = set(result["overload"]["ullage"]["statuses"])
     return int(bool(result["kill"]["ullage"]["errors_of_8"] or statuses - {"200", "429"}))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

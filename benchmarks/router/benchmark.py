@@ -1,27 +1,28 @@
-#!/usr/bin/env python3
-"""Requests/s, added latency, streams and memory of the router, beside other routers in one run.
+"""Requests/s, added latency, concurrent streams and memory of the router.
 
-usage: router.py [--quick] [--engines 1,8,64] [--rounds 3] [--seconds 3] [--requests 100000]
-                 [--interval-ms 5 --connections 256] [--traced]
-                 [--peers DIR [--production-stack SOURCE]]
+Every engine answers at once, so the figures are those of the router. Ullage's router tokenizes,
+predicts, admits and logs each request; its peers are plain proxies. Load, engines and routers are
+processes of this machine. Routers take turns within each round, so ratios between them hold even
+where absolute figures depend on the load of the machine. The CPU time of a request is that of all
+processes of its router.
 
-Every engine answers at once, so what is measured is the router: ours tokenises, predicts, admits
-and logs each request; the peers are plain proxies. Load, engines and routers are processes of this
-machine, and routers take turns within each round, so ratios hold where absolute figures depend on
-what else the machine does. CPU is that of the router's processes for each request.
+With --interval-ms, engines stream one token at a time, as real ones do. Without it a proxy relays
+all bytes of a stream in one piece, which is its best case. Give more --connections with it.
 
-With --interval-ms engines stream a token at a time, as real ones do: at once is the best case of a
-proxy, which relays all of a stream's bytes in one piece. It takes more --connections then.
+With --engines, each number of engines gets a table of its own, and the time of one decision.
 
-With --engines all is measured once before each of these numbers of engines, a decision alone as
-well (router_decide.py).
+With --traced, the router is also measured with spans of all requests, and of a tenth of them. A
+collector in this process discards them.
 
-With --traced ours is measured with spans, too: of all requests and of a tenth of them, sent to a
-collector here that throws them away.
+With --peers DIR, vllm-router (Rust, from PyPI) and production-stack's router (Python) are measured,
+too. Their virtual environments are created in DIR unless they exist. --production-stack names what
+pip installs the latter from: a checkout or a git URL.
 
---peers DIR measures vllm-router (Rust, from PyPI) and production-stack's router (Python) too; their
-virtual environments are made in DIR when they are not there. SOURCE is what pip installs the latter
-from: a checkout or a git URL.
+examples:
+  python -m benchmarks router --quick
+  python -m benchmarks router --engines 1,16,64 --peers .peers
+  python -m benchmarks router --interval-ms 5 --connections 256
+  python -m benchmarks router --traced --rounds 14
 """
 
 import argparse
@@ -31,20 +32,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-import psutil
-from processes import end, free_ports
+from benchmarks.router.machine import Machine, Target, addresses, wait_ready
+from benchmarks.support.options import new_parser
 
-HERE = Path(__file__).resolve().parent
 RUST = "vllm-router==0.1.17"
 PRODUCTION_STACK = "git+https://github.com/vllm-project/production-stack"
 FLOORS = (
@@ -52,25 +47,6 @@ FLOORS = (
     "router's requests/s, unary and streamed, and added latency at 300/s p50 <= 2 ms; 1000 streams "
     "without an error; memory flat"
 )
-READY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Something that answers chat requests on a port."""
-
-    name: str
-    port: int
-    process: psutil.Process
-
-    def family(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
-
-    def cpu_s(self) -> float:
-        return sum(sum(p.cpu_times()[:2]) for p in self.family())
-
-    def resident_mb(self) -> float:
-        return sum(p.memory_info().rss for p in self.family()) / 1e6
 
 
 @dataclass(slots=True)
@@ -86,108 +62,18 @@ class Row:
     errors: int = 0
 
 
-def addresses(ports: Sequence[int]) -> list[str]:
-    return [f"127.0.0.1:{port}" for port in ports]
-
-
 def decision_us(ports: Sequence[int]) -> float:
     """What router_decide.py says."""
-    command = [sys.executable, str(HERE / "router_decide.py"), *map(str, ports)]
+    command = [sys.executable, "-m", "benchmarks.router.decide", *map(str, ports)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"error: decisions: {result.stderr.strip()[-400:]}")
     return float(result.stdout)
 
 
-class Machine:
-    """Starts processes and ends them."""
-
-    def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
-        self._stack = stack
-        self._folder = folder
-
-    def start(self, name: str, command: Sequence[str]) -> psutil.Process:
-        log = self._stack.enter_context((self._folder / f"{name}.log").open("wb"))
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        self._stack.callback(end, process)
-        return psutil.Process(process.pid)
-
-    def start_listening(self, name: str, command: Sequence[str]) -> tuple[list[int], int]:
-        """Start a process that prints its ports; return them and its id."""
-        path = self._folder / f"{name}.log"
-        log = self._stack.enter_context(path.open("wb"))
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
-        self._stack.callback(end, process)
-        assert process.stdout
-        line = self._stack.enter_context(process.stdout).readline()
-        if not line:
-            raise SystemExit(f"error: {name} has ended: {path.read_text()[-400:]}")
-        return json.loads(line), process.pid
-
-    def engines(self, name: str, count: int, *more: str) -> tuple[list[int], psutil.Process]:
-        """Start engines in one process, each on a port of its own; returns when all listen."""
-        command = [sys.executable, str(HERE / "router_engine.py"), *["0"] * count, *more]
-        ports, pid = self.start_listening(name, command)
-        return ports, psutil.Process(pid)
-
-    def collector(self) -> str:
-        """Start a thread that takes spans as an OpenTelemetry collector does; return its URL."""
-        method = "opentelemetry.proto.collector.trace.v1.TraceService"
-        export = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
-        server = grpc.server(ThreadPoolExecutor(2))
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(method, {"Export": export}),)
-        )
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        self._stack.callback(server.stop, None)
-        return f"http://127.0.0.1:{port}"
-
-    def router(
-        self, name: str, engine_ports: Sequence[int], processes: int = 1, **more: Any
-    ) -> Target:
-        """Start ours; `more` are further parts of its configuration."""
-        [port] = free_ports(1)
-        host = {"host": "127.0.0.1", "port": 0}
-        config = {
-            "model": "fake",
-            "processes": processes,
-            "http": host | {"port": port},
-            "grpc": host,
-            "metrics": host,
-            "pools": [{"name": "single", "targets": addresses(engine_ports)}],
-            **more,
-        }
-        path = self._folder / f"{name}.json"
-        path.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "ullage_router.main", "--config", str(path)]
-        target = Target(name, port, self.start(name, command))
-        for _ in range(5 * processes):  # so that each of several is likely to have been asked
-            wait_ready(port, "/readyz")
-        return target
-
-    def peer(self, name: str, command: Sequence[str]) -> Target:
-        [port] = free_ports(1)
-        target = Target(name, port, self.start(name, [*command, "--port", str(port)]))
-        wait_ready(port, "/v1/models")
-        return target
-
-
-def wait_ready(port: int, path: str) -> None:
-    until = time.monotonic() + READY_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
-            if time.monotonic() > until:
-                raise SystemExit(f"error: nothing is ready on port {port}: {error}") from error
-            time.sleep(0.1)
-
-
 def load(target: Target, *options: str) -> dict[str, Any]:
     """What router_load.py says."""
-    command = [sys.executable, str(HERE / "router_load.py"), str(target.port), *options]
+    command = [sys.executable, "-m", "benchmarks.router.clients", str(target.port), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"error: {target.name}: {result.stderr.strip()[-400:]}")
@@ -336,7 +222,7 @@ def counts(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=FLOORS)
+    parser = new_parser("router", __doc__, FLOORS)
     parser.add_argument("--quick", action="store_true", help="one short round, few requests")
     parser.add_argument("--engines", type=counts, default=[1], help="numbers of engines: 1,8,64")
     parser.add_argument("--rounds", type=int, default=3)
@@ -359,7 +245,3 @@ def main() -> None:
         options.rate = 20.0
     with contextlib.ExitStack() as stack:
         run(Path(stack.enter_context(tempfile.TemporaryDirectory())), options)
-
-
-if __name__ == "__main__":
-    main()

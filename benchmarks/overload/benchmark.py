@@ -1,36 +1,51 @@
-#!/usr/bin/env python3
-"""Ten times the capacity of mixed lengths: goodput, lateness, and how fast the rest is refused.
+"""Ten times the capacity of mixed lengths: goodput, lateness and the time of refusals.
 
-usage: overload.py [--seconds 60] [--factor 10] [--engines 2] [--sequence-s 0] [--real] [--quick]
-                   [--prometheus]
+Start engines and one `ullage-router` with its default ladder, a process each. Send streamed
+requests of mixed prompts and outputs at `--factor` times the capacity, at even intervals, whether
+or not earlier ones have been answered (an open loop). The engines have no model, but a bounded KV
+and a given time for a step; with --real there is one engine with SmolLM2 on the CPU.
 
-Starts engines and one `ullage-router` with its default ladder, a process each, and sends streamed
-requests of mixed prompts and outputs at `--factor` times the capacity, at even intervals and
-whatever comes back (an open loop). The engines are either without a model, with bounded KV and a
-given time for a step (`kv_engine.py`), or, with --real, one engine with SmolLM2 on the CPU.
-
-What a request is worth is the KV that it holds times its output, or, where time is short rather
-than memory (--sequence-s, --real), its output. The capacity is computed of memory, and measured
-before the load of time: `--clients` at once, one request after another. Prints one JSON object:
+The worth of a request is the KV that it holds times its output. Where time is short rather than
+memory (--sequence-s, --real), it is its output alone. The capacity of memory is computed. The
+capacity of time is measured before the load, by `--clients` that each send one request after
+another. Print one JSON object:
 
 capacity          worth of the requests that can be served in a second
-goodput_share     worth of the answers in full and within the objectives, over the capacity; without
+goodput_share     worth of the complete answers within the objectives, over the capacity; without
                   the first seconds
-ttft_p95_s        from sending a request to its first token, of those that were served
+ttft_p95_s        from sending a request to its first token, of requests that were served
 e2e_p95_s         the same to its last token
-refused_p50_ms    from sending a request to the whole of its refusal, those that waited left out
+refused_p50_ms    from sending a request to the end of its refusal, of requests that did not queue
 router_cpu_ms     processor time of the router for a request
 hangs             requests without an answer at their time limit
-missed            figures that are worse than their floors (FLOORS); --quick has none
-alerts            with --prometheus: when each alert of a service fired and cleared, in seconds from
-                  the load's begin, as a Prometheus with the rules that the operator makes saw it,
-                  which scrapes the router every second; waited for until UllageHeadroomExhausted
-                  has cleared
+missed            figures that are worse than their floors; --quick has none
+alerts            with --prometheus: when each alert of a service fired and cleared, in seconds
+                  after the load began. A Prometheus with the rules that the operator makes scrapes
+                  the router every second. The run waits until UllageHeadroomExhausted has cleared.
 
-exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed; 1 otherwise
+With --refused N, measure something else: whether refused clients that obey Retry-After are refused
+again. Clients come at once to one engine with `--slots`, until N of them were refused, each on a
+connection of its own. A refused client returns after the seconds of Retry-After, until it is
+served. Print one JSON object:
+
+clients         all of them
+refused         clients that were refused at first
+refused_again   refused clients that were refused when they returned
+retry_after     number of clients by the seconds of their first Retry-After
+took_s          from the first request to the last answer
+shortest_s      the same on an engine that is never idle
+
+examples:
+  python -m benchmarks overload
+  python -m benchmarks overload --real
+  python -m benchmarks overload --prometheus
+  python -m benchmarks overload --refused 60
+  python -m benchmarks overload --quick
+
+exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed; with --refused, every
+client was served and none was refused again; 1 otherwise
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -40,26 +55,34 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 import psutil
-from kv_engine import MODEL, blocks_of
-from local_prometheus import Prometheus, find
-from local_prometheus import running as running_prometheus
-from one_engine import start_engine as start_real_engine
 
+from benchmarks.overload import refused
+from benchmarks.support.kv_engine import MODEL, blocks_of
+from benchmarks.support.one_engine import start_engine as start_real_engine
+from benchmarks.support.options import new_parser
+from benchmarks.support.prometheus import Prometheus, find
+from benchmarks.support.prometheus import running as running_prometheus
+from benchmarks.support.router_process import (
+    E2E_S,
+    START_S,
+    TTFT_S,
+    listening,
+    process,
+    ready,
+    start_router,
+)
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.manifests.monitoring import rule_groups
 
-HERE = Path(__file__).resolve().parent
 ALLOWED = {200, 429, 503, 504}
 HANG_S = 60.0
-START_S = 60.0
 HEADROOM_ALERT = "UllageHeadroomExhausted"
 FIRING = 'ALERTS{alertstate="firing"}'
 CLEAR_S = 180.0
@@ -67,9 +90,6 @@ GAP_S = 2.5
 """Seconds without a sample after which an alert has cleared; there is one every second."""
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
-TTFT_S = 7.0
-E2E_S = 20.0
-OBJECTIVES = MappingProxyType({"ttft_p95": TTFT_S, "e2e_p95": E2E_S})
 FLOORS = (
     f"floors: goodput_share >= {LEAST_GOODPUT_SHARE:g}, refused_p99_ms <= {MOST_REFUSED_P99_MS:g}, "
     f"ttft_p95_s <= {TTFT_S:g}, e2e_p95_s <= {E2E_S:g}"
@@ -148,28 +168,13 @@ class Answer:
         return self.status == 200 and self.ttft_s <= TTFT_S and self.took_s <= E2E_S
 
 
-@contextlib.asynccontextmanager
-async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that is ended when the block ends."""
-    with log.open("wb") as errors:
-        started = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=errors
-        )
-    try:
-        yield started
-    finally:
-        if started.returncode is None:
-            started.terminate()
-            await started.wait()
-
-
 async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int, to: Path) -> str:
     """The address of a new engine."""
     if plan.is_real:
         memory = {"device_bytes": 1500 << 20, "safety_reserve": 32 << 20}
         real = await stack.enter_async_context(start_real_engine(to, None, memory=memory))
         return real.address
-    command = [sys.executable, str(HERE / "kv_engine.py"), "--name", f"engine-{number}"]
+    command = [sys.executable, "-m", "benchmarks.support.kv_engine", "--name", f"engine-{number}"]
     blocks = plan.blocks * (100 if plan.is_timed else 1)
     command += ["--blocks", str(blocks), "--token-s", str(plan.token_s)]
     command += ["--sequence-s", str(plan.sequence_s)]
@@ -178,46 +183,6 @@ async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int
     assert engine.stdout
     line = await asyncio.wait_for(engine.stdout.readline(), START_S)
     return f"127.0.0.1:{json.loads(line)['port']}"
-
-
-async def start_router(
-    stack: contextlib.AsyncExitStack,
-    model: str,
-    addresses: list[str],
-    to: Path,
-    slo: Mapping[str, float] = OBJECTIVES,
-) -> tuple[str, psutil.Process]:
-    """The URL of a new router, and its process."""
-    anywhere = {"host": "127.0.0.1", "port": 0}
-    config = {
-        "model": model,
-        "http": {**anywhere, "public_stats": True},
-        "grpc": anywhere,
-        "metrics": anywhere,
-        "pools": [{"name": "single", "targets": addresses}],
-        "slo": dict(slo),
-    }
-    path = to / "router.yaml"
-    log = to / "router.log"
-    path.write_text(json.dumps(config))
-    command = (sys.executable, "-m", "ullage_router.main", "--config", str(path))
-    router = await stack.enter_async_context(process(*command, log=log))
-    port = (await listening(log))["http_port"]
-    return f"http://127.0.0.1:{port}", psutil.Process(router.pid)
-
-
-async def listening(log: Path) -> dict[str, Any]:
-    """The ports that a router's log names."""
-    async with asyncio.timeout(START_S):
-        while True:
-            if line := first_line(log, '"listening"'):
-                return dict(json.loads(line))
-            await asyncio.sleep(0.05)
-
-
-def first_line(log: Path, word: str) -> str:
-    """The first line with the word; empty when there is none yet."""
-    return next((line for line in log.read_text().splitlines() if word in line), "")
 
 
 def start_prometheus(stack: contextlib.AsyncExitStack, metrics_port: int, to: Path) -> Prometheus:
@@ -261,16 +226,6 @@ def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | 
         if name in still:
             spells[-1][1] = None
     return spells_by_alert
-
-
-async def ready(session: aiohttp.ClientSession, url: str, engines: int) -> None:
-    async with asyncio.timeout(START_S):
-        while True:
-            async with session.get(f"{url}/stats") as response:
-                states = (await response.json())["engines"]
-            if [engine["state"] for engine in states] == ["ready"] * engines:
-                return
-            await asyncio.sleep(0.05)
 
 
 class Client:
@@ -441,7 +396,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=FLOORS)
+    parser = new_parser("overload", __doc__, FLOORS)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--factor", type=float, default=10.0)
     parser.add_argument("--engines", type=int, default=2)
@@ -452,7 +407,13 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8, help="at once, to measure the capacity")
     parser.add_argument("--prometheus", action="store_true", help="say which alerts fire, and when")
     parser.add_argument("--quick", action="store_true", help="3 s of little load, without floors")
+    parser.add_argument(
+        "--refused", type=int, metavar="N", help="measure N refused clients that come back instead"
+    )
     o = parser.parse_args()
+    if o.refused is not None:
+        return refused.measure(o.refused, o.slots, o.token_s)
+
     if o.quick:
         o.seconds = 3.0
         o.slots = 2
@@ -470,7 +431,3 @@ def main() -> int:
     print(json.dumps(figures))
     print(FLOORS, file=sys.stderr)
     return 0 if figures["is_well"] and not figures["missed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,18 +1,15 @@
-#!/usr/bin/env python3
-"""Ullage beside llama.cpp's server and vLLM: speed, memory, start and quality, in one sitting.
+"""Speed, memory, start-up and quality of Ullage next to llama.cpp's server and vLLM.
 
-usage: compare.py DIR [--rounds 2] [--concurrency 1,8,32] [--only ullage,vllm] [--quality]
-                  [-f MANIFEST] [--json FILE] [--plot FILE]
+Install the two others below DIR unless they are there: some gigabytes, and llama.cpp is compiled.
+Write the logs there, too. Start one server after another, never two at once, with the same model
+and limits that no request meets. Send each the same load: 32 requests at each concurrency, 180
+tokens in, different from the fourth on, and 64 out, greedy, streamed. A few requests before it
+warm the server up and are not measured.
 
-Installs the two others below DIR if they are not there: some gigabytes; llama.cpp is compiled. Logs
-are written there, too. Then starts one server after another, never two at once, with the same model
-and limits out of the way, and sends each the load of load.py: 32 requests at each concurrency, 180
-tokens in, different from the fourth on, and 64 out, greedy, streamed. A few requests before it are
-not measured. Prints for each server the seconds from its start to its first answer and its resident
-memory after the load, shared pages counted once (PSS), and for each concurrency, as means of the
-rounds:
+Print for each server the seconds from its start to its first answer, and its resident memory after
+the load (PSS: shared pages count once). Print for each concurrency, as means of the rounds:
 
-tokens in     of a prompt, which all servers have to agree about
+tokens in     tokens of a prompt, on which all servers have to agree
 tok/s         output tokens a second
 TTFT p50      median time to the first text, ms
 inter-token   median of the mean time between a request's tokens, ms
@@ -21,15 +18,17 @@ CPU/token     processor time of the server for an output token, prompts included
 others        cores that other programs took meanwhile: quiet is below 0.1
 load          the machine's load average over a minute, when the concurrency began
 
-and the ratios of Ullage to the better of the others. With --quality, too, what the served format
-adds to the perplexity of the file's own weights (quality.py). The goal is judged where nothing was
-left out: all servers, 1, 8 and 32 concurrent, two rounds or more, --quality, and Ullage with
-examples/bench.yaml. The file of --json has after each server what was measured so far.
+Then print the ratios of Ullage to the better of the others. With --quality, print by how much the
+served format raises the perplexity of the file's own weights (`python -m benchmarks quality`).
+
+The goal is judged only if nothing was left out: all servers, 1, 8 and 32 concurrent requests, two
+rounds or more, --quality, and Ullage with examples/bench.yaml. The file of --json is written after
+each server and has all figures so far.
 
 examples:
-  compare.py .peers --quality --json bench.json
-  compare.py .peers --only ullage,vllm --rounds 1 --concurrency 8
-  compare.py .peers --only ullage -f examples/smollm2.yaml
+  python -m benchmarks compare .peers --quality --json bench.json
+  python -m benchmarks compare .peers --only ullage,vllm --rounds 1 --concurrency 8
+  python -m benchmarks compare .peers --only ullage -f examples/smollm2.yaml
 
 exit status: 0 the goal is reached, 1 it is missed, 2 something failed or an option is wrong, 3 the
 goal is not judged, 130 interrupted
@@ -54,13 +53,14 @@ from typing import Any
 
 import psutil
 import torch
-from load import OUTPUT, ServerError, level
-from peers import CORES, MANIFEST, SERVERS, Running, Server, progress, running
-from plots import draw_bars
 
+from benchmarks.compare.servers import CORES, MANIFEST, SERVERS, Running, Server, progress, running
+from benchmarks.support.load import OUTPUT, ServerError, level
+from benchmarks.support.options import new_parser
+from benchmarks.support.plots import draw_bars
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 
-QUALITY = (sys.executable, str(Path(__file__).with_name("quality.py")), "--forms", "auto")
+QUALITY = (sys.executable, "-m", "benchmarks", "quality", "--forms", "auto")
 OURS = "ullage"
 REQUESTS = 32
 WARM_UP = ((1, 2), (8, 8))
@@ -428,9 +428,7 @@ def _output(text: str) -> Path:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("compare", __doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the others are installed")
     parser.add_argument("--rounds", type=_rounds, default=2)
     parser.add_argument("--concurrency", type=_levels, default="1,8,32")
@@ -469,7 +467,3 @@ def main(makers: Makers = SERVERS, quality: Sequence[str] = QUALITY) -> int:
     left_out = f", for want of: {'; '.join(result['left_out'])}" if result["left_out"] else ""
     print(f"{GOAL}: {result['verdict']}{left_out}")
     return STATUSES[result["verdict"]]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

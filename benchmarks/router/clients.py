@@ -1,11 +1,12 @@
-#!/usr/bin/env python3
-"""Load on a chat endpoint over raw connections, from one process: prints one JSON object.
+"""Load on a chat endpoint over raw connections, from one process: print one JSON object.
 
-usage: router_load.py PORT [--connections 64] [--seconds 3] [--rate 0] [--requests 0] [--stream]
+usage: python -m benchmarks.router.clients PORT [--connections 64] [--seconds 3] [--rate 0]
+                                                [--requests 0] [--stream]
 
-Closed loop: each connection sends its next request when it has its answer. With --rate: so many
-requests a second begin at even intervals, whatever has become of those before. With --requests: it
-ends after so many. Latencies are milliseconds from sending to the last byte.
+The loop is closed: each connection sends its next request when it has its answer. With --rate the
+loop is open: requests begin at even intervals, whether or not earlier ones have been answered. With
+--requests the load ends after that many. A latency is the time from sending a request to the last
+byte of its answer, milliseconds.
 """
 
 import argparse
@@ -169,7 +170,7 @@ async def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("port", type=int)
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3.0)

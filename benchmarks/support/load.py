@@ -1,14 +1,10 @@
-#!/usr/bin/env python3
 """Closed-loop load on an OpenAI-compatible server: output tokens/s, TTFT, time per token.
 
-usage: load.py URL MODEL [--concurrency 1,8] [--requests 32] [--input-words 163] [--output 64]
-
 Every request has a prompt of its own (163 words are 180 tokens with SmolLM2's template), asks for
-exactly `--output` tokens, greedy, streamed. The words are the system message, so that prompts
-differ from their fourth token on. Prints one JSON object a concurrency.
+an exact number of tokens, and is greedy and streamed. The words are the system message, so that
+prompts differ from their fourth token on.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -171,21 +167,3 @@ def figures(concurrency: int, answers: list[Answer], wall: float) -> dict[str, f
         "time_per_token_p50_ms": round(1e3 * statistics.median(per_token), 2),
         "e2e_p95_ms": round(1e3 * ends[int(0.95 * (len(ends) - 1))], 1),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("url")
-    parser.add_argument("model")
-    parser.add_argument("--concurrency", default="1,8")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--input-words", type=int, default=INPUT_WORDS)
-    parser.add_argument("--output", type=int, default=OUTPUT)
-    o = parser.parse_args()
-    for concurrency in map(int, o.concurrency.split(",")):
-        row = level(o.url, o.model, concurrency, o.requests, o.input_words, o.output)
-        print(json.dumps(asyncio.run(row)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The servers that compare.py measures: how each is installed, started, looked at and ended."""
+"""The servers under comparison: how to install, start, observe and end each."""
 
 import contextlib
 import json
@@ -15,15 +15,15 @@ from pathlib import Path
 
 import psutil
 import yaml
-from load import ServerError
-from one_engine import MODEL
-from processes import free_ports
 
+from benchmarks.support.load import ServerError
+from benchmarks.support.one_engine import MODEL
+from benchmarks.support.processes import free_ports
 from ullage_common import version
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.model_loader.source import resolve_source
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "examples" / "bench.yaml"
 NAME = "smollm2"
 """What every server calls the model, unless a manifest says otherwise."""

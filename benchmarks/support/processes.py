@@ -1,4 +1,4 @@
-"""Ports for processes of a benchmark, and their end."""
+"""Ports for the processes of a benchmark, and the end of processes."""
 
 import atexit
 import contextlib

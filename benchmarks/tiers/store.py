@@ -1,52 +1,21 @@
-#!/usr/bin/env python3
-"""What tiers of KV memory are worth: bandwidths, first tokens by tier, and what they cost.
-
-store     The host tier's put_batch and get_batch beside plain memcpy (numpy's copyto of the same
-          sizes between the same kinds of memory), by one thread and by several; the file tier's
-          saves and loads beside fio with as many threads, the same block size and the same way
-          around the page cache, in the same folder. Both take turns within each round, so ratios
-          hold where absolute figures depend on what else the machine does; each ratio is the
-          median of its rounds.
-engine    Three services of SmolLM2 (without tiers, with a host tier, with files behind a small
-          one) are asked the same prompts in turn: cold, from the device, from host memory, from
-          files, and recomputed. Time to the first token and between tokens, hits and bytes; then
-          texts of deterministic services, which must be equal to the last token. An answer that
-          did not come from the tier of its row ends the benchmark.
-vllm      Whether vLLM's own offloading to host memory starts on this machine.
-
-Floors: the host tier has 80 % of memcpy's bandwidth, the file tier 80 % of fio's; the first token
-from host comes within 1/5 of recomputing, from files within 1/3; tokens come at most 3 % slower
-with tiers. The exit status is 1 where one is missed; with --quick only where texts differ.
-
-examples:
-  tiers.py --json tiers.json --plot docs/kv-tiers.svg        all, for the record: a quiet machine
-  tiers.py --quick                                           does it work?
-  tiers.py --only store --path /mnt/nvme --size-mib 8192     a larger disk; three times as memory
-  tiers.py --only store --block-kib 128 --threads 4          smaller blocks, four threads
-  tiers.py --only vllm --vllm .venv-vllm/bin/python
-"""
+"""The store alone, next to memcpy and fio."""
 
 import argparse
 import json
 import mmap
-import os
-import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plots import draw_bars
-from tiers_engine import measure_engine, measure_vllm, print_engine
 
 from ullage_kv import (
     Arena,
@@ -66,8 +35,6 @@ BATCH = 16
 """Blocks of one call, about what a step of a long prompt completes."""
 GIB = 1 << 30
 WAIT_S = 600.0
-PARTS = ("store", "engine", "vllm")
-VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm/bin/python"
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -284,9 +251,6 @@ def check_bytes(blocks: Blocks) -> None:
             raise SystemExit("error: other bytes came back than were stored")
 
 
-# all of it ---------------------------------------------------------------------------------------
-
-
 def measure_store(arguments: argparse.Namespace) -> list[Comparison]:
     """Measures the store alone, without an engine."""
     block_bytes = arguments.block_kib << 10
@@ -299,87 +263,9 @@ def measure_store(arguments: argparse.Namespace) -> list[Comparison]:
     return comparisons + measure_files(blocks, arguments.rounds, arguments.path)
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    name = names[0] if names else platform.machine()
-    load = os.getloadavg()[0]
-    return (
-        f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB, load {load:.1f}, {platform.release()}"
-    )
-
-
 def print_store(comparisons: Sequence[Comparison]) -> bool:
     """Print the figures; return whether all are above their floors."""
     print(f"{'GiB/s, median of rounds':28} {'ours':>7} {'theirs':>7} {'ratio':>7}")
     for comparison in comparisons:
         print(comparison.row())
     return all(each.ratio >= each.floor for each in comparisons)
-
-
-def plot(rows: dict[str, dict[str, float]], path: Path) -> None:
-    """Draws the engine's rows as bars."""
-    panels = [
-        (f"{title}, ms", {where: row[name] for where, row in rows.items()})
-        for title, name in (
-            ("first token, p50", "ttft_p50_ms"),
-            ("first token, p99", "ttft_p99_ms"),
-            ("between tokens, p50", "inter_token_p50_ms"),
-        )
-    ]
-    draw_bars(path, panels)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="small and brief, floors not judged")
-    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="folder")
-    parser.add_argument("--block-kib", type=int, default=720, help="size of a block")
-    parser.add_argument("--size-mib", type=int, default=512, help="size of all blocks together")
-    parser.add_argument("--threads", type=int, default=2, help="most threads of the host tier")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt-tokens", type=int, default=4096, help="a prompt's prefix")
-    parser.add_argument("--vllm", type=Path, default=VLLM, help="python that has vLLM")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--plot", type=Path, help="draw the engine's figures as SVG")
-    options = parser.parse_args()
-    if options.quick:
-        options.size_mib = 64
-        options.rounds = 1
-        options.prompt_tokens = 512
-    return options
-
-
-def main() -> int:
-    options = parse()
-    result: dict[str, Any] = {"machine": machine()}
-    print(result["machine"])
-    is_well = True
-    if "store" in options.only:
-        print(f"blocks of {options.block_kib} KiB, {options.size_mib} MiB, {options.path}")
-        comparisons = measure_store(options)
-        is_well &= print_store(comparisons)
-        result["store"] = [{**asdict(each), "ratio": each.ratio} for each in comparisons]
-    if "engine" in options.only:
-        engine = measure_engine(options.prompt_tokens, options.rounds)
-        is_well &= print_engine(engine)
-        result["engine"] = engine
-        if options.plot:
-            plot(engine["rows"], options.plot)
-    if "vllm" in options.only:
-        result["vllm"] = measure_vllm(options.vllm)
-        print("vLLM's own offloading to host memory: {outcome}: {detail}".format(**result["vllm"]))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.quick:
-        equal, total = result.get("engine", {}).get("equal_texts", (0, 0))
-        return int(equal != total)
-    return int(not is_well)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
