@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def build_paths(arguments: argparse.Namespace) -> dict[str, Experts]:
-    """The ways to compute one layer, all with the same weights."""
+    """Return the implementations of one layer, all with the same weights."""
     spec = ExpertsSpec(
         num_experts=arguments.experts,
         experts_per_token=arguments.chosen,
@@ -169,7 +169,7 @@ def measure_all(
 
 @torch.inference_mode()
 def measure(experts: Experts, x: torch.Tensor) -> float:
-    """Median milliseconds of several runs."""
+    """Return the median milliseconds of several runs."""
     out = torch.zeros_like(x)
     times: list[float] = []
     deadline = time.perf_counter() + SECONDS_EACH
@@ -183,7 +183,7 @@ def measure(experts: Experts, x: torch.Tensor) -> float:
 
 
 def crossover(rows: Sequence[dict[str, float]]) -> int:
-    """Most pairs at which, and below which, computing each by itself is not slower than sorting."""
+    """Return the most pairs up to which computing pairs one by one is not slower than sorting."""
     most = 0
     for row in rows:
         pairwise = min(row.get(name, float("inf")) for name in PAIRWISE)

@@ -52,12 +52,12 @@ SUBJECTS = (
 
 
 class AnswerError(Exception):
-    """An answer that is not whole."""
+    """An answer that ended too early."""
 
 
 @dataclass
 class Run:
-    """What was asked, answered and broken."""
+    """The answers and faults so far."""
 
     reference: list[list[int]]
     answers: int = 0
@@ -75,7 +75,7 @@ class Run:
 async def generate(
     engine: Engine, prompt: int, tokens: int, times: list[float]
 ) -> tuple[list[int], pb.Finished]:
-    """One greedy answer; `times` gets the moment of every arrival.
+    """Request one greedy answer; append the time of every arrival to `times`.
 
     Raises:
         AnswerError: it ended too early.
@@ -100,7 +100,7 @@ async def generate(
 
 
 async def stream(engine: Engine, run: Run, number: int, seed: int) -> None:
-    """Ask one prompt after the other until the run is over."""
+    """Ask one prompt after another until the run is over."""
     chooser = random.Random(f"{seed} {number}")
     longest = len(run.reference[0])
     while not run.is_over:
@@ -134,7 +134,7 @@ def _compare(run: Run, prompt: int, token_ids: list[int]) -> None:
 
 
 async def inject(engine: Engine, run: Run, kind: str, chooser: random.Random) -> None:
-    """One fault, and its recovery."""
+    """Inject one fault and wait for the recovery."""
     if kind == "oom":
         await _inject_oom(engine, run, chooser.randrange(20))
         return
@@ -151,7 +151,7 @@ async def inject(engine: Engine, run: Run, kind: str, chooser: random.Random) ->
 
 
 async def _hit(engine: Engine, pid: int, kind: str) -> None:
-    """Signals a worker and waits until another is in its place."""
+    """Signal a worker and wait until another has replaced it."""
     with contextlib.suppress(ProcessLookupError):  # it may be ending by itself
         os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
     await _until(lambda: engine.worker_pid() not in (pid, None) or None)
@@ -176,7 +176,7 @@ def _first_token(run: Run, after: float) -> float | None:
 
 
 def _longest_pause(run: Run, after: float) -> float:
-    """Of one stream between two tokens, or since that moment."""
+    """Return the longest pause of a stream between two tokens, counted from `after` on."""
     pauses = [
         later - max(earlier, after)
         for times in run.arrivals.values()
@@ -187,7 +187,7 @@ def _longest_pause(run: Run, after: float) -> float:
 
 
 async def _until(condition: "Callable[[], T | None]") -> T:
-    """The first result that is not None."""
+    """Poll a condition; return its first result that is not None."""
     deadline = time.monotonic() + RECOVERY_S
     while (result := condition()) is None:
         if time.monotonic() > deadline:
@@ -202,7 +202,7 @@ async def references(engine: Engine, prompts: int, tokens: int) -> list[list[int
 
 
 def plan(faults: int, chooser: random.Random, only: str | None = None) -> list[str]:
-    """Return kinds in random order, each with its share and at least once, or one kind alone."""
+    """Return kinds in random order, by their shares and each at least once; or `only` one kind."""
     if only is not None:
         return [only] * faults
     kinds: list[str] = []
@@ -257,7 +257,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 async def _inject_all(
     engine: Engine, run: Run, kinds: Sequence[str], chooser: random.Random, deadline: float
 ) -> int:
-    """Injects the faults in order until time is up or something breaks; how many it were."""
+    """Inject the faults in order; return how many were injected.
+
+    Stop early at the deadline or after the first error.
+    """
     for number, kind in enumerate(kinds):
         if time.monotonic() > deadline or run.errors:
             return number

@@ -62,7 +62,7 @@ MODELS[LONG] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a step of decodes."""
+    """The cost of one step of decodes."""
 
     axis: str
     sequences: int
@@ -116,7 +116,10 @@ def report(cost: Cost) -> Cost:
 
 
 def schedule_costs(seconds: float) -> list[Cost]:
-    """Measures the scheduler's CPU time of a step, the mean of as many as fill a block."""
+    """Measure the CPU time of scheduling a step.
+
+    A figure is the mean over the steps that fill one block.
+    """
     costs = []
     for sequences, context in SCHEDULED:
         num_steps = 80 * WINDOW
@@ -136,7 +139,7 @@ def schedule_costs(seconds: float) -> list[Cost]:
 
 
 def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Scheduler, int]:
-    """Return a scheduler whose next step decodes all its sequences, and its blocks."""
+    """Return a scheduler whose next step decodes all its sequences, and its number of blocks."""
     num_blocks = sequences * (-(-(context + num_output) // BLOCK) + 1)
     profile = MemoryProfile(
         block_tokens=BLOCK,
@@ -167,7 +170,7 @@ def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Sch
 
 
 def scheduling_s(scheduler: Scheduler) -> float:
-    """Plans a step and commits invented tokens; returns the CPU seconds of both."""
+    """Plan a step and commit invented tokens; return the CPU seconds of both."""
     started = time.process_time()
     plan = scheduler.schedule()
     planned_s = time.process_time() - started
@@ -181,7 +184,7 @@ def scheduling_s(scheduler: Scheduler) -> float:
 
 
 def step_costs(source: str, dtype: torch.dtype, seconds: float) -> list[Cost]:
-    """Measures steps against the number of sequences, and against their context."""
+    """Measure steps by number of sequences, and by context."""
     device = torch.device("cpu")
     runner = load_runner(source, device, dtype, max_rows=max(SEQUENCES), warms_up=False)
     costs = [measure("sequences", runner, count, 256, 1024, seconds) for count in SEQUENCES]
@@ -194,7 +197,7 @@ def step_costs(source: str, dtype: torch.dtype, seconds: float) -> list[Cost]:
 
 
 def long_costs(dtype: torch.dtype, seconds: float) -> list[Cost]:
-    """Measures steps against long contexts and the size of the KV pool, on a small model."""
+    """Measure steps by long contexts and by size of the KV pool, on a small model."""
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         source = write_model(LONG, Path(folder) / "model")
@@ -222,7 +225,7 @@ def long_costs(dtype: torch.dtype, seconds: float) -> list[Cost]:
 def measure(
     axis: str, runner: ModelRunner, sequences: int, context: int, pool: int, seconds: float
 ) -> Cost:
-    """Measures the fastest of some steps of decodes in a pool of so many blocks."""
+    """Measure the fastest of several steps of decodes in a pool of `pool` blocks."""
     plan = StepPlan([chunk(row, 1, context - 1, pool) for row in range(sequences)])
     runner.execute(plan)
     best_s = best_cpu_s = float("inf")
@@ -242,8 +245,11 @@ def measure(
 
 
 def find_faults(costs: Sequence[Cost]) -> list[str]:
-    """Says which costs grow faster than the model's own: products are constant in everything,
-    attention is linear in the context, and scheduling has a bound of its own."""
+    """Return the costs that grow faster than the model's own.
+
+    Matrix products are constant on every axis, attention is linear in the context, and scheduling
+    has a bound of its own.
+    """
     faults: list[str] = []
     scheduled = [each for each in costs if each.axis == "scheduling"]
     faults += [
@@ -264,7 +270,7 @@ AXES = ("scheduling", "sequences", "context", "long context", "KV pool")
 
 
 def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> list[str]:
-    """Say where a cost that should not grow does, against the least of those before."""
+    """Return where a cost first exceeds the least before it, by more than TOLERANCE."""
     for index, each in enumerate(costs[1:], 1):
         least = min(value(before) for before in costs[:index])
         if value(each) > TOLERANCE * least:
@@ -274,9 +280,11 @@ def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> l
 
 
 def superlinear(costs: Sequence[Cost]) -> list[str]:
-    """Say where the last tokens of the longest context cost more than any before, which
-    attention's do not: caches that KV no longer fits make a step or two of the line steeper, but a
-    cost that grows with the context makes each as much steeper as it is longer."""
+    """Return the longest context if its last tokens cost more than any before.
+
+    Attention is linear. Where KV no longer fits a cache, one or two segments of the line get
+    steeper. A cost that grows with the context makes each segment steeper in proportion to it.
+    """
     slopes = [
         (each.cpu_ms - before.cpu_ms) / (each.context - before.context)
         for before, each in pairwise(costs)
@@ -288,7 +296,7 @@ def superlinear(costs: Sequence[Cost]) -> list[str]:
 
 
 def plot(path: Path, costs: Sequence[Cost]) -> None:
-    """Draws a panel for each axis."""
+    """Draw a panel for each axis."""
     panels = []
     for axis, title, unit, position, value in PLOTS:
         some = [each for each in costs if each.axis == axis]

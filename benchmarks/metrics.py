@@ -72,7 +72,7 @@ REPEATS = 20_000
 
 
 def made(action: str, queued_s: float = 0.0) -> Decision:
-    """Return a decision as most have it."""
+    """Return a typical decision."""
     reason = "QUEUE_FULL" if action == "reject" else "FITS"
     return Decision(action, "single", "single", reason, "engine-0", queued_s=queued_s)
 
@@ -86,7 +86,7 @@ class Router:
     record: RequestRecord
 
     def on_end(self) -> None:
-        """Count what ends with every request."""
+        """Record the end of a request."""
         record = self.record
         self.metrics.on_end(record)
         self.tenants.on_end(record.tenant, record.status, 100, record.output_tokens)
@@ -153,7 +153,7 @@ def busy_figures() -> Figures:
 
 
 def entry() -> Any:
-    """Return what the engine's metrics read of a request in the middle of its answer."""
+    """Return the part of a half-answered request that the engine's metrics read."""
     now = time.monotonic()
     request = SimpleNamespace(num_prompt_tokens=100)
     job = SimpleNamespace(request=request, degraded=())
@@ -208,7 +208,7 @@ def busy_operator() -> CollectorRegistry:
 
 
 def scrape(registry: CollectorRegistry) -> dict[str, float]:
-    """Return the processor time of one exposition, and its size."""
+    """Return the processor time of one exposition, its samples and its bytes."""
     text = exposition(registry)
     times = []
     for _ in range(30):
@@ -220,7 +220,7 @@ def scrape(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def cost_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the least processor time of a call among several rounds, in microseconds."""
+    """Return the processor time of a call in microseconds, the least of several rounds."""
     rounds = []
     for _ in range(5):
         started = time.thread_time()
@@ -291,7 +291,7 @@ class Service:
 
 
 def read(*urls: str) -> dict[str, float]:
-    """Return the sums of all samples by name."""
+    """Return the sum of all samples of each name."""
     sums: dict[str, float] = {}
     for url in urls:
         with urllib.request.urlopen(url, timeout=10) as response:
@@ -303,7 +303,7 @@ def read(*urls: str) -> dict[str, float]:
 
 
 def under_load(options: argparse.Namespace) -> dict[str, float]:
-    """Return what a service did for the requests, and how long that took."""
+    """Return the counts of a service over the load: requests, tokens, steps and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         state_file = Path(folder) / "state.json"
         process, _ = start(MANIFEST, state_file)
@@ -322,7 +322,7 @@ def under_load(options: argparse.Namespace) -> dict[str, float]:
 
 
 def shares(costs: Costs, did: dict[str, float]) -> dict[str, float]:
-    """Return metrics' shares of what the service took."""
+    """Return the shares of metrics in the time of the service."""
     router_s = 1e-6 * costs.request * did["requests"]
     server_s = 1e-6 * costs.token * did["tokens"]
     reports = min(did["steps"], REPORTS_A_SECOND * did["steps_s"])

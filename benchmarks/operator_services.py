@@ -73,7 +73,7 @@ def manifest(number: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def api_server() -> Iterator[None]:
-    """KUBECONFIG names an API server within the block."""
+    """Point KUBECONFIG to an API server within the block."""
     if os.environ.get("KUBECONFIG"):
         yield
         return
@@ -87,7 +87,7 @@ def api_server() -> Iterator[None]:
 
 @contextlib.contextmanager
 def operator() -> Iterator[tuple[psutil.Process, str]]:
-    """The operator as a process, and the URL of its metrics."""
+    """Run the operator within the block; yield its process and the URL of its metrics."""
     probes, metrics = free_ports(2)
     ports = [f"--probes-port={probes}", f"--metrics-port={metrics}", "--host=127.0.0.1"]
     flags = [f"--namespace={NAMESPACE}", "--log-level=warning"]
@@ -101,7 +101,10 @@ def operator() -> Iterator[tuple[psutil.Process, str]]:
 
 @contextlib.asynccontextmanager
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """With the namespace and the definition; the namespace goes at the end."""
+    """Connect to the API server, with the namespace and the CRD in place.
+
+    The namespace is deleted at the end.
+    """
     connection = Connection()
     api = await connection.api()
     headers = await connection.headers()
@@ -150,7 +153,7 @@ async def all_reported(api: httpx.AsyncClient, count: int) -> None:
 
 
 async def all_reconciled(api: httpx.AsyncClient, metrics: str, count: int) -> None:
-    """Wait until the operator has reconciled as often as there are services."""
+    """Wait until the operator has reconciled at least once for each service."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         with contextlib.suppress(httpx.ConnectError):  # it is still starting
@@ -161,13 +164,13 @@ async def all_reconciled(api: httpx.AsyncClient, metrics: str, count: int) -> No
 
 
 async def service_versions(api: httpx.AsyncClient) -> dict[str, str]:
-    """The resourceVersion of every service, by name."""
+    """Return the resourceVersion of every service, by name."""
     listed = (await api.get(SERVICE.path(NAMESPACE))).json()["items"]
     return {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in listed}
 
 
 async def edit(api: httpx.AsyncClient, number: int, replicas: int) -> float:
-    """Seconds from the edit's answer until the StatefulSet has it."""
+    """Return the seconds from the response to an edit until the StatefulSet has it."""
     body = {"spec": {"pools": {"single": {"replicas": replicas}}}}
     headers = {"Content-Type": "application/merge-patch+json"}
     path = SERVICE.path(NAMESPACE, f"s{number}")

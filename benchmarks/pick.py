@@ -127,7 +127,7 @@ def run_router(document: dict[str, Any], pipe: Connection) -> None:
 
 
 def entries(batch: int, is_like: bool) -> list[pb.PricedRequest]:
-    """So many requests: each of its own size, or all of one and asked for together."""
+    """Return `batch` requests: each of its own size, or one entry with their count."""
     if is_like:
         return [pb.PricedRequest(prompt_tokens=len(PROMPT), max_tokens=64, count=batch)]
     sizes = range(len(PROMPT), len(PROMPT) + batch)
@@ -135,7 +135,10 @@ def entries(batch: int, is_like: bool) -> list[pb.PricedRequest]:
 
 
 async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: int = 4) -> float:
-    """Requests placed a second; every pick is reported as ended with a later call."""
+    """Return the requests placed a second.
+
+    Every placed request is reported as ended with a later call.
+    """
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         asked = entries(batch, is_like)
@@ -157,7 +160,7 @@ async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: i
 
 
 async def answers(port: int, is_direct: bool, seconds: float) -> float:
-    """Whole answers a second with CLIENTS at once."""
+    """Return the whole answers a second with CLIENTS at once."""
     async with Client(f"127.0.0.1:{port}", is_direct=is_direct) as client:
         end = time.perf_counter() + seconds
         done = 0
@@ -177,7 +180,7 @@ async def answers(port: int, is_direct: bool, seconds: float) -> float:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Seconds of CPU that it has used."""
+    """Return the CPU seconds that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)
 

@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Case]]:
-    """Every configuration; of random models there is one in `folder` at a time."""
+    """Yield every configuration; one random model at a time is in `folder`."""
     yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16")
     yield "SmolLM2-135M", Case(SMOLLM2, "float32")
     yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16", "int8")
@@ -107,7 +107,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Case]]:
 
 
 def table(name: str, case: Case, lines: list[Line]) -> float:
-    """Print the lines of one configuration; the largest error among them."""
+    """Print the lines of one configuration; return the largest error among them."""
     format = "" if case.format == "none" else f", {case.format}"
     print(f"{name}, {case.dtype}{format}\n  {'':<18}{'predicted':>14}{'measured':>14}{'error':>9}")
     for line in lines:
@@ -116,7 +116,7 @@ def table(name: str, case: Case, lines: list[Line]) -> float:
 
 
 def in_child(case: Case) -> list[Line]:
-    """Measures in a new process, whose memory nothing else has grown."""
+    """Measure in a new process, whose memory nothing else has grown."""
     command = [sys.executable, "-m", "benchmarks", "predict", "--measure"]
     command += [case.source, case.dtype, case.format]
     environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
@@ -127,7 +127,7 @@ def in_child(case: Case) -> list[Line]:
 
 
 def measure(case: Case) -> list[Line]:
-    """Everything the ledger has a prediction for, in the order of a worker's start."""
+    """Compare everything that the ledger predicts, in the order of a worker's start."""
     dtype = DTYPES[case.dtype]
     quantization: Literal["none", "int8"] = "int8" if case.format == "int8" else "none"
     with tempfile.TemporaryDirectory() as folder:
@@ -165,10 +165,10 @@ def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
 
 
 def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelConfig:
-    """Do everything once on a small scale, and lets go of it.
+    """Run everything once on a small scale, and release it.
 
-    Code that the first use of a function reads in is no weight and no arena: a worker's ledger has
-    it under `workspace`, which is measured.
+    The first use of a function maps its code, which is neither weight nor arena. A worker's ledger
+    has it under `workspace`, which is measured.
     """
     small = StepLimits(
         max_tokens=32,
@@ -190,7 +190,7 @@ def mapped(loaded: LoadedModel) -> LoadedModel:
 
 
 def grown(act: Callable[[], T]) -> tuple[T, int]:
-    """What `act` returns, and by how much it made resident memory grow."""
+    """Return the result of `act`, and the growth of resident memory by it."""
     meter = MemoryMeter(CPU)
     give_back_freed()
     before = meter.used_bytes()
@@ -204,7 +204,7 @@ def new_states(model_config: ModelConfig, dtype: torch.dtype) -> StatePool:
 
 
 def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: float) -> Line:
-    """Requests one after the other; of each the most that it held of the pool."""
+    """Compare the predicted KV of requests, one after another, with the most that each held."""
     predicted = 0
     held = 0.0
     for prompt in PROMPTS:
@@ -214,7 +214,7 @@ def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: f
 
 
 class Watching:
-    """A runner that notes how much of the pool is allocated while it computes."""
+    """A runner that notes the most KV that is allocated while it computes."""
 
     def __init__(self, runner: ModelRunner, allocated: Callable[[], int]) -> None:
         self.most = 0
@@ -271,7 +271,7 @@ def make_profile(model_config: ModelConfig, dtype: torch.dtype) -> MemoryProfile
 
 
 def weights_bytes(model_config: ModelConfig, dtype: torch.dtype, format: Format) -> int:
-    """Every parameter once, without the padding between tensors."""
+    """Return the bytes of every parameter once, without the padding between tensors."""
     return sum(tensor_bytes(plan, dtype, format) for plan in plan_tensors(model_config))
 
 

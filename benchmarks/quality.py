@@ -106,7 +106,7 @@ def main() -> int:
 
 @contextmanager
 def prepared(source: str, form: str) -> Iterator[LoadedModel]:
-    """The model in one of the forms."""
+    """Load the model in one of the forms."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if form == "w8a8":
@@ -132,7 +132,7 @@ def load(source: str, quantization: str, folder: Path) -> LoadedModel:
 
 
 def write_shuffled(source: str, folder: Path) -> None:
-    """Write a Llama in bfloat16 that computes the same, with its channels in another order."""
+    """Write an equivalent Llama in bfloat16 with its channels in another order."""
     files = resolve_source(source)
     reader = open_checkpoint(files)
     assert isinstance(reader, GgufReader)
@@ -146,8 +146,11 @@ def write_shuffled(source: str, folder: Path) -> None:
 
 
 def shuffled(name: str, tensor: torch.Tensor, model_config: ModelConfig) -> torch.Tensor:
-    """Put a checkpoint tensor's channels in another order: those of hidden states, of a layer's
-    feed-forward, and of each head's values."""
+    """Return a checkpoint tensor with its channels in another order.
+
+    Shuffled are the channels of hidden states, of each layer's feed-forward and of each head's
+    values.
+    """
     hidden = order(model_config.hidden, 0)
     if tensor.dim() == 1:
         return tensor[hidden]
@@ -193,7 +196,7 @@ def measure(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype) -> Scores
 
 
 def kv_tokens(scores: Scores, room: float) -> float:
-    """Tokens whose KV fits beside the weights."""
+    """Return the tokens whose KV fits next to the weights."""
     return (room - scores.nbytes) / scores.token_bytes
 
 
@@ -210,7 +213,7 @@ def show(form: str, scores: Scores, base: Scores, room: float) -> None:
 
 
 def gates(scores: dict[str, Scores], room: float) -> Iterator[bool]:
-    """Each gate that applies, and what it says where it fails."""
+    """Check each gate that applies, print its outcome, and yield whether it holds."""
     base = scores["none"]
     for form, most in WORST.items():
         if form not in scores:

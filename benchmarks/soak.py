@@ -72,7 +72,7 @@ TIERS = ("device", "host", "file")
 
 @dataclass
 class Session:
-    """A conversation; its name changes when it begins anew."""
+    """A conversation; its name changes when it starts again."""
 
     number: int
     name: str = ""
@@ -83,7 +83,7 @@ class Session:
 
 @dataclass
 class Soak:
-    """What was asked and seen."""
+    """The conversations, and all that was measured."""
 
     sessions: list[Session]
     """The conversation that was continued last comes last."""
@@ -108,12 +108,12 @@ class Soak:
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens that the device has KV for."""
+        """Tokens that fit into the KV of the device."""
         return self.kv_mib * MIB / TOKEN_BYTES
 
 
 async def client(soak: Soak, channel: grpc.aio.Channel) -> None:
-    """Continues one conversation after the other, each of them twice in a row."""
+    """Continue one conversation after another, each of them twice in a row."""
     turns = 0
     while not soak.is_over:
         idle = [session for session in soak.sessions if not session.is_busy]
@@ -140,7 +140,7 @@ async def client(soak: Soak, channel: grpc.aio.Channel) -> None:
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether memory is short for a moment, which is an answer and no fault."""
+    """Return whether memory was short for a moment: an answer, and no failure."""
     return (
         isinstance(error, grpc.aio.AioRpcError)
         and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -176,7 +176,7 @@ def _count(soak: Soak, session: Session, answer: Answer) -> None:
 
 
 async def sample(soak: Soak, service: Service, files: Path, started: float) -> None:
-    """Read a row of figures every second; ends with the soak, or when there are no figures."""
+    """Read a row of figures every second, until the soak ends or a read fails."""
     while not soak.is_over:
         try:
             row = await asyncio.to_thread(_row, service, files)
@@ -191,7 +191,7 @@ async def sample(soak: Soak, service: Service, files: Path, started: float) -> N
 
 
 def _shared_files(service: Service) -> set[str]:
-    """Files of /dev/shm that the service's processes have mapped; nobody else's."""
+    """Return the files of /dev/shm that the service's processes have mapped."""
     root = psutil.Process(service.process.pid)
     paths = set[str]()
     for process in (root, *root.children(recursive=True)):
@@ -223,7 +223,7 @@ def _row(service: Service, files: Path) -> dict[str, float]:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """What the files take on the device, holes left out."""
+    """Return the bytes that files occupy on the device, without their holes."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -246,7 +246,11 @@ async def kill_worker(soak: Soak, service: Service, started: float, after_s: flo
 
 
 async def run(options: argparse.Namespace, folder: Path) -> Soak:
-    """Raise whatever a client or the sampler did not foresee; SIGTERM ends the service, too."""
+    """Run the soak; SIGTERM ends it, and the service with it.
+
+    Raises:
+        Exception: a client or the sampler met an error that it does not handle.
+    """
     if task := asyncio.current_task():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     files = folder / "kv"
@@ -277,14 +281,17 @@ async def run(options: argparse.Namespace, folder: Path) -> Soak:
 
 
 def is_enough(soak: Soak, passed_s: float, seconds: float) -> bool:
-    """Whether the time has passed and each tier was used; busy cores may need longer for that."""
+    """Return whether the time has passed and each tier was used.
+
+    Busy cores may need up to LATER_S more for the latter.
+    """
     is_used = all(soak.cached_by_tier.get(tier) for tier in TIERS)
     is_used &= soak.killed_s is None or bool(soak.after_kill.get("host"))
     return passed_s >= seconds + (0.0 if is_used else LATER_S)
 
 
 def faults(soak: Soak, e2e_s: float) -> list[str]:
-    """What is not as it must be, one line each."""
+    """Return one line for each check that failed."""
     rows = soak.samples
     if len(rows) < FEWEST_ROWS:
         return [*soak.errors, f"there are only {len(rows)} samples"]
@@ -317,10 +324,10 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
 
 
 def growth(soak: Soak, name: str) -> float | None:
-    """Return MiB that a process's resident memory has grown; None where it lived too briefly.
+    """Return the MiB by which a process's resident memory has grown; None if it lived too briefly.
 
-    The worker is another one after it was killed: of both lives the larger. A life is judged from
-    its first answers on, as loading and first steps allocate what is kept.
+    A killed worker has two lives, and the larger growth counts. A life is judged from its first
+    answers on, because loading and the first steps allocate memory that is kept.
     """
     num_before = soak.answers_at_kill
     lives: list[list[float]] = [[], []]

@@ -48,7 +48,7 @@ LONGEST = 1024
 
 @dataclass(frozen=True)
 class Run:
-    """What serving some requests took."""
+    """The time and the answers of one run."""
 
     seconds: float
     num_tokens: int
@@ -112,7 +112,7 @@ def serve(
     num_speculative_tokens: int,
     num_output: int,
 ) -> Run:
-    """Serve all prompts at once; the time is that of the steps after their prompts."""
+    """Serve all prompts at once; time the steps after their prompts."""
     engine = new_engine(runner, num_speculative_tokens)
     for number, prompt in enumerate(prompts):
         request = EngineRequest(

@@ -86,8 +86,12 @@ def load_runner(
     wrap: Wrap | None = None,
     fp8_kv: bool = False,
 ) -> ModelRunner:
-    """`is_chosen`: `dtype` is that of spec.model.dtype, which KV then has, too. `wrap` is put
-    between the model and its matrices, which torch then computes with."""
+    """Load a model; return a runner whose arena and KV pool are allocated.
+
+    Args:
+        is_chosen: `dtype` comes from spec.model.dtype, and KV has the same type.
+        wrap: put between the model and its matrices; torch then computes with them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark", quantization=quantization)
         loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
@@ -116,8 +120,11 @@ def load_runner(
 
 
 def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> Chunk:
-    """Greedy, of any tokens, or all would choose the same experts; sequences lie in strides across
-    the pool."""
+    """Return a greedy chunk of random tokens.
+
+    Equal tokens would all choose the same experts. The blocks of a sequence lie in strides across
+    the pool.
+    """
     token_ids = random.Random(f"{row} {start}").choices(range(4, 4096), k=tokens)
     blocks = -(-(start + tokens) // BLOCK)
     return Chunk(
@@ -133,7 +140,10 @@ def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> 
 
 
 def measure(runner: ModelRunner, plan: StepPlan) -> float:
-    """Median milliseconds; the sampled ids come to the host, so a device has finished too."""
+    """Return the median milliseconds of a plan.
+
+    The sampled ids come to the host, so a GPU has finished as well.
+    """
     times: list[float] = []
     deadline = time.perf_counter() + SECONDS_EACH
     while time.perf_counter() < deadline or len(times) < 3:

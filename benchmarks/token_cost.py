@@ -47,7 +47,7 @@ COMMAND = (sys.executable, "-m", "benchmarks", "token-cost")
 
 
 def run_worker(step_ms: Sequence[float], arguments: Sequence[str]) -> int:
-    """A worker whose steps take time and no CPU."""
+    """Run a worker whose steps take time and no CPU."""
     from ullage_engine.model_loader.source import resolve_source
     from ullage_engine.protocol.step_plan import SampledToken, StepPlan
     from ullage_engine.runner.model_runner import ModelRunner
@@ -74,7 +74,7 @@ def run_worker(step_ms: Sequence[float], arguments: Sequence[str]) -> int:
 
 
 def run_engine(step_ms: str, config_path: Path) -> int:
-    """An engine with such a worker; ends on SIGTERM."""
+    """Run an engine with this worker until SIGTERM."""
     from ullage_common.config.engine import EngineConfig
     from ullage_common.process.config_file import read_file
     from ullage_engine.server.app import EngineApp
@@ -99,7 +99,11 @@ def run_engine(step_ms: str, config_path: Path) -> int:
 
 
 def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, psutil.Process]]:
-    """Start all; return the router's URL and the processes when it has an engine."""
+    """Start engine and router.
+
+    Returns:
+        The router's URL, and the processes by name, once the router has the engine.
+    """
     grpc_port, metrics_port = free_ports(2)
     server = {"host": "127.0.0.1", "grpc_port": grpc_port, "metrics_port": metrics_port}
     config = {
@@ -118,12 +122,12 @@ def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, 
 
 
 def is_worker(command: list[str]) -> bool:
-    """Whether it is the worker that computes, and not one that stands by."""
+    """Return whether a process is the worker that computes, and not the standby."""
     return "worker" in command and "--standby" not in command
 
 
 def cpu_ns(process: psutil.Process) -> int:
-    """CPU time of all threads that live."""
+    """Return the CPU time of all living threads, in nanoseconds."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
     return sum(int(each.read_text().split()[0]) for each in tasks)
 
@@ -131,7 +135,7 @@ def cpu_ns(process: psutil.Process) -> int:
 def measure(
     url: str, processes: dict[str, psutil.Process], concurrency: int, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Microseconds of CPU for each token by process, at one concurrency."""
+    """Return the CPU microseconds of a token by process, at one concurrency."""
     requests = max(concurrency, options.tokens // options.output)
     load = partial(level, url, "fake", words=PROMPT_WORDS, tokens=options.output)
     uvloop.run(load(concurrency=concurrency, requests=concurrency))

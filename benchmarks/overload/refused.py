@@ -23,9 +23,11 @@ LIMIT_S = 300.0
 
 @dataclass
 class Client:
-    """A client that comes back when Retry-After says.
+    """A client that returns after Retry-After.
 
-    told_s: the seconds of each Retry-After.
+    Attributes:
+        number: makes its prompt unique.
+        told_s: seconds of each Retry-After.
     """
 
     number: int

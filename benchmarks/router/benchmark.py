@@ -63,7 +63,7 @@ class Row:
 
 
 def decision_us(ports: Sequence[int]) -> float:
-    """What router_decide.py says."""
+    """Return the microseconds of one decision, measured in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.router.decide", *map(str, ports)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -72,7 +72,7 @@ def decision_us(ports: Sequence[int]) -> float:
 
 
 def load(target: Target, *options: str) -> dict[str, Any]:
-    """What router_load.py says."""
+    """Send load to a target from a process of its own; return the figures."""
     command = [sys.executable, "-m", "benchmarks.router.clients", str(target.port), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -82,7 +82,7 @@ def load(target: Target, *options: str) -> dict[str, Any]:
 
 
 def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str, Row]:
-    """Requests/s in turns, then latency at the fixed rate."""
+    """Measure requests/s of all targets in turns, then latency at the fixed rate."""
     rows = {target.name: Row() for target in targets}
     for _ in range(options.rounds):
         for is_streamed in (False, True):
@@ -161,7 +161,7 @@ def ratio(own: Row, other: Row, is_streamed: bool) -> float:
 
 
 def memory(target: Target, requests: int) -> None:
-    """Resident memory before, in the middle and after."""
+    """Print the resident memory before, halfway through and after the requests."""
     load(target, "--requests", str(max(200, requests // 10)), "--seconds", "600")
     sizes = [target.resident_mb()]
     for _ in range(2):
@@ -172,7 +172,7 @@ def memory(target: Target, requests: int) -> None:
 
 
 def streams(machine: Machine, count: int) -> None:
-    """Open `count` streams at once, each of most of a second."""
+    """Open `count` streams at once, each most of a second long."""
     ports, _ = machine.engines("slow-engine", 1, "--interval-ms", "50")
     target = machine.router("streams", ports)
     options = ["--connections", str(count), "--requests", str(count), "--seconds", "60"]
@@ -181,7 +181,11 @@ def streams(machine: Machine, count: int) -> None:
 
 
 def measure_before(machine: Machine, num_engines: int, options: argparse.Namespace) -> list[Target]:
-    """Print one table; return its measurements."""
+    """Print the table of routers in front of `num_engines` engines.
+
+    Returns:
+        The targets that were measured.
+    """
     pace = ["--interval-ms", str(options.interval_ms)]
     http_ports, http_engine = machine.engines(f"http-{num_engines}", num_engines, "--http", *pace)
     grpc_ports, _ = machine.engines(f"engines-{num_engines}", num_engines, *pace)

@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._finish(False)
 
     async def ask(self, data: bytes) -> bool:
-        """Whether the answer was whole and good."""
+        """Send a request; return whether the answer was complete and good."""
         if self._transport is None:
             return False
         self._waiting = asyncio.get_running_loop().create_future()
@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
 
 
 class Load:
-    """What was sent and what came of it."""
+    """Requests to one port, and their latencies."""
 
     def __init__(self, port: int, is_streamed: bool) -> None:
         self._port = port

@@ -41,7 +41,7 @@ CONTEXT = 8192
 class Engine(
     inference_pb2_grpc.InferenceServiceServicer, headroom_pb2_grpc.HeadroomServiceServicer
 ):
-    """Never full, and as slow as it is told to be."""
+    """An engine that is never full and answers at the given interval."""
 
     def __init__(self, name: str, tokens: int, interval_s: float) -> None:
         self._name = name
@@ -88,7 +88,7 @@ class Engine(
                 await context.write(answer)
 
     def _events(self, together: int) -> list[pb.MultiplexEvent]:
-        """Acceptance, first token, the others joined, end."""
+        """Return the events of an answer: acceptance, first token, the coalesced rest, end."""
         events = self._joined.get(together)
         if events is None:
             accepted, first, *others, finished = self._responses
@@ -189,7 +189,7 @@ class OpenAIEngine(asyncio.Protocol):
             self._transport.write(self._models)
 
     def _send(self, number: int) -> None:
-        """One event after the other."""
+        """Send one event after another."""
         self._transport.write(self._events[number])
         if number + 1 < len(self._events):
             loop = asyncio.get_running_loop()
@@ -198,7 +198,7 @@ class OpenAIEngine(asyncio.Protocol):
 
 
 def until_step(interval_s: float, engine: object) -> float:
-    """Seconds until the engine's next step, which gives a token to each of its requests."""
+    """Return the seconds until the next step, which gives a token to each request."""
     if not interval_s:
         return 0.0
     shift_s = interval_s * (hash(engine) % 16) / 16

@@ -23,7 +23,7 @@ READY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that answers chat requests on a port."""
+    """A server of chat requests on a port."""
 
     name: str
     port: int
@@ -44,7 +44,7 @@ def addresses(ports: Sequence[int]) -> list[str]:
 
 
 class Machine:
-    """Starts processes and ends them."""
+    """Starts processes, and ends them with its stack."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         self._stack = stack
@@ -57,7 +57,7 @@ class Machine:
         return psutil.Process(process.pid)
 
     def start_listening(self, name: str, command: Sequence[str]) -> tuple[list[int], int]:
-        """Start a process that prints its ports; return them and its id."""
+        """Start a process that prints its ports; return the ports and its process id."""
         path = self._folder / f"{name}.log"
         log = self._stack.enter_context(path.open("wb"))
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
@@ -69,13 +69,13 @@ class Machine:
         return json.loads(line), process.pid
 
     def engines(self, name: str, count: int, *more: str) -> tuple[list[int], psutil.Process]:
-        """Start engines in one process, each on a port of its own; returns when all listen."""
+        """Start engines in one process, each on its own port; return when all listen."""
         command = [sys.executable, "-m", "benchmarks.router.engine", *["0"] * count, *more]
         ports, pid = self.start_listening(name, command)
         return ports, psutil.Process(pid)
 
     def collector(self) -> str:
-        """Start a thread that takes spans as an OpenTelemetry collector does; return its URL."""
+        """Start a thread that accepts spans like an OpenTelemetry collector; return its URL."""
         method = "opentelemetry.proto.collector.trace.v1.TraceService"
         export = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
         server = grpc.server(ThreadPoolExecutor(2))
@@ -90,7 +90,14 @@ class Machine:
     def router(
         self, name: str, engine_ports: Sequence[int], processes: int = 1, **more: Any
     ) -> Target:
-        """Start ours; `more` are further parts of its configuration."""
+        """Start Ullage's router.
+
+        Args:
+            name: name of the target and of its files.
+            engine_ports: ports of its engines.
+            processes: number of router processes.
+            more: further sections of its configuration.
+        """
         [port] = free_ports(1)
         host = {"host": "127.0.0.1", "port": 0}
         config = {

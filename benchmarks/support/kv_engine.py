@@ -45,12 +45,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def blocks_of(prompt_tokens: int, output_tokens: int) -> int:
-    """Blocks that a request holds."""
+    """Return the blocks that a request holds."""
     return -(-(prompt_tokens + output_tokens) // BLOCK_TOKENS)
 
 
 def byte_tokenizer() -> str:
-    """One token a byte."""
+    """Return a tokenizer with one token a byte, as JSON."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -61,7 +61,7 @@ def byte_tokenizer() -> str:
 
 @dataclass
 class Pool:
-    """Blocks, and how many tokens those in use wait for."""
+    """Blocks, and the remaining tokens of the requests that hold them."""
 
     blocks: int
     token_s: float
@@ -84,7 +84,7 @@ class Pool:
         return self.token_s + self.sequence_s * max(0, len(self.running) - 1)
 
     def take(self, key: int, blocks: int, tokens: int) -> bool:
-        """Whether there was room."""
+        """Reserve blocks; return whether there was room."""
         if blocks > self.free:
             self.refused += 1
             return False

@@ -32,7 +32,7 @@ class _NotAnswered(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back of one request; seconds."""
+    """The outcome of one request; times in seconds."""
 
     status: int
     """0: the connection broke, or the stream ended before its last token."""
@@ -46,7 +46,10 @@ class Answer:
 
 
 def messages(number: int, words: int) -> list[dict[str, str]]:
-    """A prompt that differs from those of other numbers before any cache finds a block of it."""
+    """Return the prompt of a number.
+
+    Prompts of different numbers differ before a prefix cache can match a block.
+    """
     chooser = random.Random(number)
     text = " ".join(chooser.choice(WORDS) for _ in range(words))
     return [{"role": "system", "content": text}, {"role": "user", "content": "Go on."}]
@@ -55,7 +58,7 @@ def messages(number: int, words: int) -> list[dict[str, str]]:
 async def ask(
     session: aiohttp.ClientSession, url: str, model: str, prompt: list[dict[str, str]], tokens: int
 ) -> Answer:
-    """Send one request and read its stream to the end, whatever that is."""
+    """Send one request and read its stream to the end, errors included."""
     body = {
         "model": model,
         "messages": prompt,
@@ -107,7 +110,7 @@ async def ask(
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Events of a stream; other lines are comments that keep it open, and its end."""
+    """Yield the events of a stream; skip keep-alive comments and the end marker."""
     async for line in response.content:
         if line.startswith(b"data: {"):
             yield json.loads(line.removeprefix(b"data: "))
@@ -123,13 +126,20 @@ async def level(
     seed: int = 0,
     server: str = "",
 ) -> dict[str, float]:
-    """Figures of one concurrency: every worker sends its next request when the last one ended.
+    """Return the figures of one concurrency in a closed loop.
 
-    Prompts of another concurrency or seed (below 1,000) are other ones. `server` is what messages
-    call it, in place of its URL.
+    Args:
+        url: base URL of the server.
+        model: name of its model.
+        concurrency: workers; each sends its next request when the last one has ended.
+        requests: number of requests.
+        words: words of each prompt.
+        tokens: tokens of each answer.
+        seed: below 1,000; another seed or concurrency has other prompts.
+        server: name of the server in messages, in place of its URL.
 
     Raises:
-        ServerError: a request was not answered with 200 and so many tokens.
+        ServerError: a request was not answered with 200 and all its tokens.
     """
     first = (concurrency * 1000 + seed) * 1000
     numbers = iter(range(first, first + requests))

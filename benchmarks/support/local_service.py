@@ -52,7 +52,7 @@ class Service:
         return None
 
     def figures(self, number: int) -> dict[str, float]:
-        """An engine's metrics by name, those of a tier as `name/tier`; labels are summed over."""
+        """Return an engine's metrics by name or `name/tier`, summed over all other labels."""
         url = self.state["engines"][number]["metrics_url"]
         with urllib.request.urlopen(url, timeout=30) as response:
             text = response.read().decode()
@@ -65,7 +65,7 @@ class Service:
 
 
 def start(manifest: Path, state_file: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """The running service and the seconds it took to be ready."""
+    """Start `ullage up`; return its process and the seconds until it was ready."""
     command = [sys.executable, "-m", "ullage_operator.cli.main", "up", "-f", str(manifest)]
     command += ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
     started = time.monotonic()
@@ -84,7 +84,7 @@ async def service_up(
     tiers: dict[str, Any],
     is_deterministic: bool = False,
 ) -> AsyncIterator[Service]:
-    """A service that is ready, with limits that no request of a benchmark meets; SIGTERM ends it.
+    """Run a service, with limits that no request of a benchmark meets, until the block ends.
 
     Raises:
         SystemExit: it does not start, or does not stop within a minute.
@@ -153,7 +153,7 @@ class Answer:
 async def ask(
     channel: grpc.aio.Channel, token_ids: Sequence[int], max_tokens: int, session: str = ""
 ) -> Answer:
-    """A greedy answer of exactly so many tokens.
+    """Request a greedy answer of exactly `max_tokens` tokens.
 
     Raises:
         grpc.aio.AioRpcError: it was refused or failed.

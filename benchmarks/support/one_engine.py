@@ -48,7 +48,7 @@ class Engine:
         return None
 
     async def ooms(self) -> int:
-        """Steps that ran out of memory since the engine started."""
+        """Return the steps that ran out of memory since the engine started."""
 
         def scrape() -> str:
             with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
@@ -67,7 +67,13 @@ class Engine:
 async def start_engine(
     folder: Path, log: str | None, **sections: dict[str, Any] | str
 ) -> AsyncIterator[Engine]:
-    """An engine that is ready; sections replace fields of the default configuration."""
+    """Run an engine until the block ends; yield once it is ready.
+
+    Args:
+        folder: its run directory, with its configuration and weights.
+        log: file for its log; None discards it.
+        sections: fields of its configuration by section, in place of the defaults.
+    """
     grpc_port, metrics_port = free_ports(2)
     path = folder / "engine.yaml"
     path.write_text(yaml.safe_dump(_config(folder, grpc_port, metrics_port, sections)))
@@ -125,7 +131,7 @@ async def _ready(engine: Engine, log: str | None) -> None:
 
 
 def _last_words(log: str | None) -> str:
-    """Return the last line of a log, behind the log's name; empty without a log."""
+    """Return the name and the last line of a log; empty without a log."""
     if log is None:
         return ""
     lines = Path(log).read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -34,8 +34,10 @@ class Panel:
 
 
 def draw(path: Path, unit: str, xs: Sequence[float], panels: Sequence[Panel]) -> None:
-    """Panels of lines below one another over the same positions, which increase, or each over its
-    own."""
+    """Draw panels of lines below one another.
+
+    They share the increasing positions `xs`, or each has positions of its own.
+    """
     body: list[str] = []
     top = TOP
     for panel in panels:
@@ -83,7 +85,7 @@ def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
 
 
 def draw_bars(path: Path, panels: Sequence[tuple[str, Mapping[str, float]]]) -> None:
-    """Panels of named bars below one another, each with a scale of its own from 0."""
+    """Draw panels of named bars below one another, each with its own scale from 0."""
     body: list[str] = []
     top = float(TOP)
     for title, bars in panels:

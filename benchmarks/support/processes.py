@@ -10,7 +10,7 @@ atexit.register(_held.close)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody else is given while this process lives; servers may bind them."""
+    """Reserve free ports while this process lives; servers can still bind them."""
     ports = []
     for _ in range(count):
         held = _held.enter_context(socket.socket())
@@ -23,7 +23,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float = 40.0) -> None:
-    """End a process with SIGTERM, and with SIGKILL after so many seconds."""
+    """End a process with SIGTERM, and with SIGKILL after `seconds`."""
     process.terminate()
     try:
         process.wait(seconds)

@@ -20,7 +20,7 @@ OBJECTIVES = MappingProxyType({"ttft_p95": TTFT_S, "e2e_p95": E2E_S})
 
 @contextlib.asynccontextmanager
 async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that is ended when the block ends."""
+    """Run a process until the block ends."""
     with log.open("wb") as errors:
         started = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=errors
@@ -40,7 +40,7 @@ async def start_router(
     to: Path,
     slo: Mapping[str, float] = OBJECTIVES,
 ) -> tuple[str, psutil.Process]:
-    """The URL of a new router, and its process."""
+    """Start a router; return its URL and its process."""
     anywhere = {"host": "127.0.0.1", "port": 0}
     config = {
         "model": model,
@@ -60,7 +60,7 @@ async def start_router(
 
 
 async def listening(log: Path) -> dict[str, Any]:
-    """The ports that a router's log names."""
+    """Return the ports that a router's log names, once it does."""
     async with asyncio.timeout(START_S):
         while True:
             if line := first_line(log, '"listening"'):
@@ -69,7 +69,7 @@ async def listening(log: Path) -> dict[str, Any]:
 
 
 def first_line(log: Path, word: str) -> str:
-    """The first line with the word; empty when there is none yet."""
+    """Return the first line that contains the word; empty if there is none yet."""
     return next((line for line in log.read_text().splitlines() if word in line), "")
 
 

@@ -57,7 +57,7 @@ def machine() -> str:
 
 
 def plot(rows: dict[str, dict[str, float]], path: Path) -> None:
-    """Draws the engine's rows as bars."""
+    """Draw the engine's rows as bars."""
     panels = [
         (f"{title}, ms", {where: row[name] for where, row in rows.items()})
         for title, name in (

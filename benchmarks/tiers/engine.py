@@ -38,7 +38,7 @@ ENGINE_LIMITS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A service with some tiers; its prompts are asked in turn."""
+    """A service with tiers, and the number of prompts it is asked in turn."""
 
     where: str
     """What answers a prompt that was asked before: a tier, or `recomputed`."""
@@ -65,7 +65,7 @@ SETUPS = (
 
 @dataclass
 class Row:
-    """Answers that were begun from one place."""
+    """Answers whose prefix came from the same tier."""
 
     answers: list[Answer] = field(default_factory=list)
 
@@ -114,7 +114,7 @@ class Pass:
         self.token_ids.setdefault(number, []).append(answer.token_ids)
 
     def equal_texts(self) -> tuple[int, int]:
-        """Return the answers that have the tokens of their prompt's first one, and all others."""
+        """Return the answers equal to the first one of their prompt, and all that were compared."""
         others = [(ids[0], each) for ids in self.token_ids.values() for each in ids[1:]]
         return sum(first == each for first, each in others), len(others)
 
@@ -122,7 +122,7 @@ class Pass:
 async def measure_pass(
     folder: Path, num_tokens: int, rounds: int, *, is_deterministic: bool
 ) -> Pass:
-    """Ask all services the same prompts in turn, once cold and then so many rounds.
+    """Ask all services the same prompts in turn, once cold and then for `rounds` rounds.
 
     Raises:
         SystemExit: an answer did not come from where its row claims.
@@ -194,10 +194,10 @@ def _check(answer: Answer, where: str, num_tokens: int) -> None:
 
 
 async def _quiet(service: Service) -> None:
-    """Return when nothing is copied between tiers any more.
+    """Wait until the tiers copy nothing.
 
     Raises:
-        SystemExit: it is not so within a minute.
+        SystemExit: they still copy after a minute.
     """
     names = ("queued", "blocks", "written_bytes_total")
     before: list[float] = []
@@ -216,7 +216,7 @@ async def _quiet(service: Service) -> None:
 
 
 def _traffic(figures: dict[str, float]) -> dict[str, float]:
-    """Blocks and bytes of each tier, by `tier/what`."""
+    """Return the blocks and bytes of each tier, by `tier/figure`."""
     kinds = {"hits": "hits", "misses": "misses", "read_bytes": "read", "written_bytes": "written"}
     return {
         f"{tier}/{short}": figures[f"ullage_kv_tier_{kind}_total/{tier}"]
@@ -227,7 +227,10 @@ def _traffic(figures: dict[str, float]) -> dict[str, float]:
 
 
 def measure_engine(num_tokens: int, rounds: int) -> dict[str, Any]:
-    """Times with the fast kernels; then texts with the deterministic ones, on shorter prompts."""
+    """Measure times with the fast kernels, then texts with the deterministic ones.
+
+    The texts have shorter prompts.
+    """
     with tempfile.TemporaryDirectory(prefix="ullage-tiers-") as name:
         times = asyncio.run(measure_pass(Path(name), num_tokens, rounds, is_deterministic=False))
         progress("texts of deterministic answers")

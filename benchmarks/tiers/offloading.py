@@ -35,7 +35,7 @@ ERROR = re.compile(r"(?:^|\s)([A-Z]\w*(?:Error|Exception)|Exception): (.+)$", re
 
 
 def measure_vllm(python: Path) -> dict[str, str]:
-    """Start vLLM with its own offloading to host memory, and say what it says."""
+    """Start vLLM with its own offloading to host memory; return its outcome."""
     if not python.exists():
         return {"outcome": "not installed", "detail": f"no {python}: make install-vllm"}
     with tempfile.TemporaryDirectory(prefix="ullage-vllm-") as name:

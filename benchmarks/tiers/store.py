@@ -41,7 +41,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(slots=True)
 class Comparison:
-    """Ours beside theirs, round by round."""
+    """Two bandwidths, round by round."""
 
     name: str
     beside: str
@@ -89,7 +89,7 @@ class Blocks:
         self.into = [np.full(block_bytes, 1, np.uint8) for _ in range(num_blocks)]
 
     def batches(self, part: int = 0, num_parts: int = 1) -> list[range]:
-        """Divides the blocks of one of several threads into calls."""
+        """Return the batches of one thread's share of the blocks."""
         first = part * self.num_blocks // num_parts
         end = (part + 1) * self.num_blocks // num_parts
         return [range(at, min(at + BATCH, end)) for at in range(first, end, BATCH)]
@@ -99,7 +99,7 @@ class Blocks:
 
 
 def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparison]:
-    """Put all blocks and get them again, by a new store each round."""
+    """Put and get all blocks, with a new store each round."""
     put = Comparison(f"host put, threads {num_threads}", "memcpy", FLOOR)
     get = Comparison(f"host get, threads {num_threads}", "memcpy", FLOOR)
     arena = Arena.create((blocks.num_blocks + 1) * (blocks.block_bytes + 4096))
@@ -121,7 +121,7 @@ def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparis
 
 
 def bandwidth(blocks: Blocks, move: Callable[[range], None], num_threads: int) -> float:
-    """Return the bytes a second at which some threads move all blocks, a batch at a time."""
+    """Return the bytes a second of `num_threads` threads that move all blocks in batches."""
 
     def work(part: int) -> None:
         for batch in blocks.batches(part, num_threads):
@@ -155,9 +155,9 @@ def get_blocks(store: Store, blocks: Blocks, batch: range) -> None:
 
 
 def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
-    """Save all blocks and load them again, each round after fio did the same beside them.
+    """Save and load all blocks, each round after fio did the same in the same folder.
 
-    Both overwrite files that were written before, as a tier does from when it is full.
+    Both overwrite files that were written before, as a full tier does.
     """
     folder = Path(tempfile.mkdtemp(prefix="ullage-tiers-", dir=path))
     try:
@@ -184,7 +184,7 @@ def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
 
 
 def save_all(tier: FileTier, blocks: Blocks) -> float:
-    """Return bytes a second; two batches wait at a time, so that no thread waits for the next."""
+    """Save all blocks, with two batches queued so that no thread idles; return bytes a second."""
     pending = []
     started = time.perf_counter()
     for batch in blocks.batches():
@@ -198,7 +198,7 @@ def save_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def load_all(tier: FileTier, blocks: Blocks) -> float:
-    """Return bytes a second."""
+    """Load all blocks; return bytes a second."""
     for into in blocks.into:
         into[:64] = 0
     started = time.perf_counter()
@@ -214,7 +214,7 @@ def load_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def fio(blocks: Blocks, path: Path, mode: str, num_threads: int, *, is_direct: bool) -> float:
-    """Return the bytes a second that fio moves: each block once, in any order."""
+    """Return the bytes a second of fio, which moves each block once, in random order."""
     slot_bytes = pad(blocks.block_bytes)
     size = blocks.num_blocks * slot_bytes
     options = {
@@ -252,7 +252,7 @@ def check_bytes(blocks: Blocks) -> None:
 
 
 def measure_store(arguments: argparse.Namespace) -> list[Comparison]:
-    """Measures the store alone, without an engine."""
+    """Measure the store alone, without an engine."""
     block_bytes = arguments.block_kib << 10
     blocks = Blocks(max(BATCH, (arguments.size_mib << 20) // block_bytes), block_bytes)
     comparisons = []

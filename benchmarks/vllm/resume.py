@@ -55,7 +55,7 @@ THREADS = 1
 
 @dataclass(frozen=True)
 class Setting:
-    """Fields of the engine's configuration by section, and variables of the environment."""
+    """Fields of the engine's configuration by section, and environment variables."""
 
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
@@ -123,9 +123,12 @@ class Engine:
     def answers(
         self, prompts: Sequence[tuple[list[int], int]], *, salt: str = "", together: bool
     ) -> list[Answer]:
-        """Answer prompts, with how many tokens of each are output, together or in turns.
+        """Answer prompts, together or one after another.
 
-        `salt`: requests share KV with earlier ones of the same salt; empty: with none.
+        Args:
+            prompts: token ids, with the number of output tokens at their end.
+            salt: requests share KV with earlier ones of the same salt; an empty salt shares none.
+            together: submit all prompts at once.
         """
         if not together:
             return [self.answers([each], salt=salt, together=True)[0] for each in prompts]
@@ -159,7 +162,7 @@ class Engine:
 
 
 def compare(found: Sequence[Answer], wanted: Sequence[Answer]) -> dict[str, Any]:
-    """Count the equal texts, and return the largest difference of log-probabilities."""
+    """Return the number of equal texts, and the largest difference of log-probabilities."""
     differences = []
     for one, other in zip(found, wanted, strict=True):
         for place, (token, wanted_token) in enumerate(

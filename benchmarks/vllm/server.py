@@ -73,7 +73,7 @@ async def ask(session: aiohttp.ClientSession, server: Server, number: int, outpu
 
 
 async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]:
-    """Kills what computes while 8 streams run."""
+    """Kill the computing process while 8 streams run; return the outcome of the streams."""
     streams = [
         asyncio.create_task(ask(session, server, 900_000 + index, 2 * OUTPUT)) for index in range(8)
     ]
@@ -113,7 +113,7 @@ def _quantile(ordered: list[float], share: float) -> float | None:
 
 @contextlib.asynccontextmanager
 async def ullage(folder: Path) -> AsyncIterator[Server]:
-    """Ullage's engine with vLLM, and a router."""
+    """Run Ullage's engine with vLLM behind a router."""
     run = folder / "ullage"
     run.mkdir()
     sections: dict[str, Any] = {
@@ -137,7 +137,7 @@ async def ullage(folder: Path) -> AsyncIterator[Server]:
 
 @contextlib.asynccontextmanager
 async def plain(folder: Path) -> AsyncIterator[Server]:
-    """vLLM's own server with the checkpoint that Ullage has made."""
+    """Run vLLM's own server with the checkpoint that Ullage converted."""
     [checkpoint] = (folder / "weights").glob("vllm-*")
     [port] = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
@@ -182,7 +182,7 @@ async def _ready(url: str, process: asyncio.subprocess.Process) -> None:
 
 
 async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -> dict[str, Any]:
-    """Measures both servers in turns; medians of all rounds."""
+    """Measure both servers in turns; return the medians of all rounds."""
     rows: dict[tuple[int, str], list[dict[str, float]]] = {}
     for turn in range(rounds):
         for level in levels:
@@ -214,7 +214,7 @@ async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -
 async def closed_loop(
     server: Server, concurrency: int, requests: int, seed: int
 ) -> dict[str, float]:
-    """Return the figures of load.py for one server."""
+    """Return the figures of one concurrency for one server."""
     return await load.level(server.url, MODEL, concurrency, requests, seed=seed, server=server.name)
 
 
