@@ -42,7 +42,7 @@ SORTED = ("sorted", "grouped", "triton")
 PAIRWISE = ("by pair", "picked")
 
 MOST_PAIRWISE = 64
-"""Pairs beyond which computing each by itself is not measured; it would take minutes."""
+"""Most pairs for which computing them one by one is measured; more would take minutes."""
 
 SECONDS_EACH = 0.7
 SEED = 14
@@ -105,7 +105,7 @@ Kind = Callable[[torch.Tensor], ExpertLinears]
 
 
 class Forced:
-    """Experts by the path that is to be measured."""
+    """Experts that are always computed by the measured implementation."""
 
     def __init__(self, matrices: ExpertLinears, few_pairs: int) -> None:
         self.forward = matrices.forward

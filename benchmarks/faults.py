@@ -56,7 +56,7 @@ class AnswerError(Exception):
 
 
 @dataclass
-class Run:
+class FaultRun:
     """The answers and faults so far."""
 
     reference: list[list[int]]
@@ -99,7 +99,7 @@ async def generate(
     return token_ids, finished
 
 
-async def stream(engine: Engine, run: Run, number: int, seed: int) -> None:
+async def stream(engine: Engine, run: FaultRun, number: int, seed: int) -> None:
     """Ask one prompt after another until the run is over."""
     chooser = random.Random(f"{seed} {number}")
     longest = len(run.reference[0])
@@ -124,7 +124,7 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _compare(run: Run, prompt: int, token_ids: list[int]) -> None:
+def _compare(run: FaultRun, prompt: int, token_ids: list[int]) -> None:
     wanted = run.reference[prompt][: len(token_ids)]
     if token_ids != wanted:
         place = next(
@@ -133,7 +133,7 @@ def _compare(run: Run, prompt: int, token_ids: list[int]) -> None:
         run.errors.append(f"prompt {prompt} differs from token {place} of {len(token_ids)} on")
 
 
-async def inject(engine: Engine, run: Run, kind: str, chooser: random.Random) -> None:
+async def inject(engine: Engine, run: FaultRun, kind: str, chooser: random.Random) -> None:
     """Inject one fault and wait for the recovery."""
     if kind == "oom":
         await _inject_oom(engine, run, chooser.randrange(20))
@@ -141,11 +141,11 @@ async def inject(engine: Engine, run: Run, kind: str, chooser: random.Random) ->
     at = time.monotonic()
     pid = await _until(engine.worker_pid)
     await _hit(engine, pid, kind)
-    if chooser.random() < 0.15:  # another one while the next worker loads
+    if chooser.random() < 0.15:  # a second one while the next worker loads
         await asyncio.sleep(chooser.uniform(0.0, 3.0))
         await _hit(engine, await _until(engine.worker_pid), "kill")
         kind = "twice"
-    # What arrives now was computed after the fault: loading takes longer than a message.
+    # Loading takes longer than a message in flight: later arrivals were computed after the fault.
     changed = time.monotonic() + 0.2
     run.recoveries[kind].append(await _until(lambda: _first_token(run, changed)) - at)
 
@@ -157,7 +157,7 @@ async def _hit(engine: Engine, pid: int, kind: str) -> None:
     await _until(lambda: engine.worker_pid() not in (pid, None) or None)
 
 
-async def _inject_oom(engine: Engine, run: Run, after_steps: int) -> None:
+async def _inject_oom(engine: Engine, run: FaultRun, after_steps: int) -> None:
     before = await engine.ooms()
     at = time.monotonic()
     request = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_OOM, after_steps=after_steps)
@@ -170,12 +170,12 @@ async def _inject_oom(engine: Engine, run: Run, after_steps: int) -> None:
     run.recoveries["oom"].append(_longest_pause(run, at))
 
 
-def _first_token(run: Run, after: float) -> float | None:
+def _first_token(run: FaultRun, after: float) -> float | None:
     later = [at for times in run.arrivals.values() for at in times[1:] if at > after]
     return min(later, default=None)
 
 
-def _longest_pause(run: Run, after: float) -> float:
+def _longest_pause(run: FaultRun, after: float) -> float:
     """Return the longest pause of a stream between two tokens, counted from `after` on."""
     pauses = [
         later - max(earlier, after)
@@ -220,7 +220,7 @@ def _sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "dtype": options.dtype,
             "deterministic": options.deterministic,
         },
-        # Room for all streams at their longest and little more.
+        # Room for all streams at their full length, and little more.
         "memory": {
             "device_bytes": 1500 << 20,
             "safety_reserve": 32 << 20,
@@ -235,7 +235,7 @@ def _sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     chooser = random.Random(options.seed)
     async with start_engine(folder, options.log, **_sections(options)) as running:
-        run = Run(await references(running, options.prompts, options.tokens))
+        run = FaultRun(await references(running, options.prompts, options.tokens))
         await _idle(running)
         before = await running.state()
         started = time.monotonic()
@@ -255,7 +255,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def _inject_all(
-    engine: Engine, run: Run, kinds: Sequence[str], chooser: random.Random, deadline: float
+    engine: Engine, run: FaultRun, kinds: Sequence[str], chooser: random.Random, deadline: float
 ) -> int:
     """Inject the faults in order; return how many were injected.
 
@@ -281,7 +281,7 @@ async def _idle(engine: Engine) -> None:
     await asyncio.sleep(0.7)
 
 
-def _result(run: Run, injected: int, took: float) -> dict[str, Any]:
+def _result(run: FaultRun, injected: int, took: float) -> dict[str, Any]:
     return {
         "faults": injected,
         "answers": run.answers,

@@ -41,13 +41,13 @@ CONTEXTS = (256, 1024, 4096, 8192)
 LONG_CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 POOLS = (512, 2048, 8192)
 SCHEDULED = ((1, 256), (8, 256), (32, 256), (64, 256), (256, 256), (256, 2048), (256, 8192))
-"""Sequences and their context, tokens."""
+"""Numbers of sequences, each with its context in tokens."""
 
 MAX_SCHEDULE_MS = 0.5
 WINDOW = BLOCK
-"""Steps in which each sequence needs one block more."""
+"""Steps after which each sequence has needed one more block."""
 TOLERANCE = 1.25
-"""Times by which a measured cost may exceed what it is compared with."""
+"""Largest ratio of a measured cost to its reference."""
 LONG = "llama, long context"
 MODELS[LONG] = {
     **MODELS["llama, grouped heads, tied"],
@@ -58,6 +58,49 @@ MODELS[LONG] = {
     "intermediate_size": 512,
     "max_position_embeddings": max(LONG_CONTEXTS),
 }
+
+
+AXES = ("scheduling", "sequences", "context", "long context", "KV pool")
+
+
+PLOTS: "tuple[tuple[str, str, str, Callable[[Cost], int], Callable[[Cost], float]], ...]" = (
+    (
+        "scheduling",
+        "scheduling: CPU ms a step, contexts of 256 tokens",
+        "sequences",
+        lambda cost: cost.sequences,
+        lambda cost: cost.cpu_ms,
+    ),
+    (
+        "sequences",
+        "CPU ms a token, contexts of 256 tokens",
+        "sequences",
+        lambda cost: cost.sequences,
+        lambda cost: cost.cpu_ms_a_token,
+    ),
+    (
+        "context",
+        "CPU ms a token, 4 sequences",
+        "tokens of context",
+        lambda cost: cost.context,
+        lambda cost: cost.cpu_ms_a_token,
+    ),
+    (
+        "long context",
+        "CPU ms a token, one sequence of a small model",
+        "tokens of context",
+        lambda cost: cost.context,
+        lambda cost: cost.cpu_ms_a_token,
+    ),
+    (
+        "KV pool",
+        "CPU ms a token, 8 sequences of 1,024 tokens of a small model",
+        "blocks of the KV pool",
+        lambda cost: cost.pool_blocks,
+        lambda cost: cost.cpu_ms_a_token,
+    ),
+)
+"""Axis of the costs, title, unit, and the values of both axes of the plot."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +202,7 @@ def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Sch
     for number in range(sequences):
         request = EngineRequest(
             request_id=f"request-{number}",
-            token_ids=[number] * context,  # no two share a prefix
+            token_ids=[number] * context,  # no two prompts share a prefix
             num_prompt_tokens=context,
             max_tokens=num_output,
             sampling=SamplingParams(),
@@ -266,9 +309,6 @@ def find_faults(costs: Sequence[Cost]) -> list[str]:
     return faults
 
 
-AXES = ("scheduling", "sequences", "context", "long context", "KV pool")
-
-
 def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> list[str]:
     """Return where a cost first exceeds the least before it, by more than TOLERANCE."""
     for index, each in enumerate(costs[1:], 1):
@@ -306,46 +346,3 @@ def plot(path: Path, costs: Sequence[Cost]) -> None:
             lines = [Line("", [value(each) for each in some])]
             panels.append(Panel(title, lines, [float(position(each)) for each in some], unit))
     draw(path, "", (), panels)
-
-
-PLOTS: tuple[
-    tuple[str, str, str, Callable[[Cost], int], Callable[[Cost], float]],
-    ...,
-] = (
-    (
-        "scheduling",
-        "scheduling: CPU ms a step, contexts of 256 tokens",
-        "sequences",
-        lambda cost: cost.sequences,
-        lambda cost: cost.cpu_ms,
-    ),
-    (
-        "sequences",
-        "CPU ms a token, contexts of 256 tokens",
-        "sequences",
-        lambda cost: cost.sequences,
-        lambda cost: cost.cpu_ms_a_token,
-    ),
-    (
-        "context",
-        "CPU ms a token, 4 sequences",
-        "tokens of context",
-        lambda cost: cost.context,
-        lambda cost: cost.cpu_ms_a_token,
-    ),
-    (
-        "long context",
-        "CPU ms a token, one sequence of a small model",
-        "tokens of context",
-        lambda cost: cost.context,
-        lambda cost: cost.cpu_ms_a_token,
-    ),
-    (
-        "KV pool",
-        "CPU ms a token, 8 sequences of 1,024 tokens of a small model",
-        "blocks of the KV pool",
-        lambda cost: cost.pool_blocks,
-        lambda cost: cost.cpu_ms_a_token,
-    ),
-)
-"""Axis, title, unit, and what stands across and up."""

@@ -67,8 +67,19 @@ FLOORS = f"floors: each scrape <= {MOST_SCRAPE_MS:g} ms, router, worker and whol
 TENANTS = tuple(f"tenant-{number}" for number in range(20))
 CODES = (200, 400, 401, 429, 499, 500, 503, 504)
 REPORTS_A_SECOND = 10
-"""Reports of a busy worker."""
+"""Reports a second of a busy worker."""
 REPEATS = 20_000
+
+
+PROFILE = MemoryProfile(
+    block_tokens=16,
+    groups=(CacheGroup(bytes_per_token=10),),
+    state_bytes_per_sequence=0,
+    activation_bytes_per_token=0,
+    sampler_bytes_per_sequence=0,
+    prefill_chunk_tokens=64,
+    kv_pool_bytes=16_000,
+)
 
 
 def made(action: str, queued_s: float = 0.0) -> Decision:
@@ -78,8 +89,8 @@ def made(action: str, queued_s: float = 0.0) -> Decision:
 
 
 @dataclass
-class Router:
-    """The router's metrics as a busy router has them."""
+class BusyRouter:
+    """Metrics with the series of a busy router."""
 
     metrics: Metrics
     tenants: TenantMetrics
@@ -92,7 +103,7 @@ class Router:
         self.tenants.on_end(record.tenant, record.status, 100, record.output_tokens)
 
 
-def busy_router() -> Router:
+def busy_router() -> BusyRouter:
     metrics = Metrics(TENANTS)
     tenants = TenantMetrics(metrics.registry, TENANTS)
     registered = {family.name for family in metrics.registry.collect()}
@@ -101,7 +112,7 @@ def busy_router() -> Router:
             metrics.watch(name, float)
         elif isinstance(name, CounterName) and not name.labels and name.name not in registered:
             metrics.count(name, float)
-    router = Router(metrics, tenants, RequestRecord("r"))
+    router = BusyRouter(metrics, tenants, RequestRecord("r"))
     for tenant in TENANTS:
         for code in CODES:
             for priority in (-1, 0, 1):
@@ -119,17 +130,6 @@ def busy_router() -> Router:
     router.record.output_tokens = 50
     router.record.ended = router.record.arrived + 2
     return router
-
-
-PROFILE = MemoryProfile(
-    block_tokens=16,
-    groups=(CacheGroup(bytes_per_token=10),),
-    state_bytes_per_sequence=0,
-    activation_bytes_per_token=0,
-    sampler_bytes_per_sequence=0,
-    prefill_chunk_tokens=64,
-    kv_pool_bytes=16_000,
-)
 
 
 def worker_state(figures: Figures) -> WorkerState:
@@ -232,16 +232,16 @@ def cost_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """What metrics cost in processor time, microseconds."""
+    """Processor time of metrics, microseconds."""
 
     request: float
-    """Of the router."""
+    """A request in the router."""
     token: float
-    """Of the engine's server, where each token comes in a step of its own."""
+    """A token in the engine's server, where each token comes in its own step."""
     step: float
-    """Of the worker."""
+    """A step in the worker."""
     report: float
-    """Of the worker, what a report has of steps and queue times."""
+    """The figures of steps and queue times in a report of the worker."""
 
 
 def measure_costs() -> Costs:
@@ -270,7 +270,7 @@ def measure_costs() -> Costs:
     )
 
 
-class Service:
+class ServiceCounters:
     """Counts of a service's processes, from their own metrics."""
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -309,7 +309,7 @@ def under_load(options: argparse.Namespace) -> dict[str, float]:
         process, _ = start(MANIFEST, state_file)
         try:
             state = json.loads(state_file.read_text())
-            service = Service(state)
+            service = ServiceCounters(state)
             ask = (state["http_url"], state["model"])
             asyncio.run(level(*ask, options.concurrency, options.concurrency, 20, 4))
             before = service.counts()

@@ -41,7 +41,7 @@ POOL_BYTES = 1 << 40
 class FakeEngine(
     inference_pb2_grpc.InferenceServiceServicer, headroom_pb2_grpc.HeadroomServiceServicer
 ):
-    """Answers at once."""
+    """An engine that answers at once with one token."""
 
     def __init__(self, name: str) -> None:
         self._headroom = headroom_pb2.Headroom(
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--engines", type=int, default=4)
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
+    context = multiprocessing.get_context("spawn")  # gRPC breaks after a fork
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.mkdir()

@@ -43,10 +43,11 @@ from ullage_engine.worker.engine import EngineCore
 
 TOLERANCE = 0.03
 TIME_LIMIT_S = 120
-"""For one configuration; all of them take about a minute on two idle cores."""
+"""Seconds for one configuration."""
 NUM_BLOCKS = 256
 PROMPTS = range(20, 356, 21)
-"""Every remainder of a block once: one in 16 is priced a block that its last token never needs."""
+"""Every remainder of a block once. One prompt in 16 is priced with a block that its last token
+never needs."""
 OUTPUT = 2
 LIMITS = StepLimits(
     max_tokens=256 + 16, max_rows=16, max_model_len=1024, gather_tokens=2048, itemsize=0
@@ -63,11 +64,11 @@ class Case:
     source: str
     dtype: str
     format: Format = "none"
-    """int8 is made of the weights; mxfp4 is what the checkpoint's experts are in."""
+    """int8 is quantized from the weights; mxfp4 is the checkpoint's own format of experts."""
 
 
 @dataclass(frozen=True)
-class Line:
+class Prediction:
     """One comparison, bytes."""
 
     what: str
@@ -106,7 +107,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Case]]:
         shutil.rmtree(folder / "model")
 
 
-def table(name: str, case: Case, lines: list[Line]) -> float:
+def table(name: str, case: Case, lines: list[Prediction]) -> float:
     """Print the lines of one configuration; return the largest error among them."""
     format = "" if case.format == "none" else f", {case.format}"
     print(f"{name}, {case.dtype}{format}\n  {'':<18}{'predicted':>14}{'measured':>14}{'error':>9}")
@@ -115,7 +116,7 @@ def table(name: str, case: Case, lines: list[Line]) -> float:
     return max(abs(line.error) for line in lines)
 
 
-def in_child(case: Case) -> list[Line]:
+def in_child(case: Case) -> list[Prediction]:
     """Measure in a new process, whose memory nothing else has grown."""
     command = [sys.executable, "-m", "benchmarks", "predict", "--measure"]
     command += [case.source, case.dtype, case.format]
@@ -123,10 +124,10 @@ def in_child(case: Case) -> list[Line]:
     done = subprocess.run(
         command, stdout=subprocess.PIPE, env=environment, timeout=TIME_LIMIT_S, check=True
     )
-    return [Line(**line) for line in json.loads(done.stdout)]
+    return [Prediction(**line) for line in json.loads(done.stdout)]
 
 
-def measure(case: Case) -> list[Line]:
+def measure(case: Case) -> list[Prediction]:
     """Compare everything that the ledger predicts, in the order of a worker's start."""
     dtype = DTYPES[case.dtype]
     quantization: Literal["none", "int8"] = "int8" if case.format == "int8" else "none"
@@ -141,13 +142,13 @@ def measure(case: Case) -> list[Line]:
     runner = ModelRunner(loaded, CPU, dtype, replace(LIMITS, itemsize=dtype.itemsize))
     _, arenas = grown(runner.allocate_arena)
     lines = [
-        Line("weights", weights_bytes(model_config, dtype, case.format), weights),
-        Line("arenas", runner.step_arena_bytes + runner.sampler_arena_bytes, arenas),
+        Prediction("weights", weights_bytes(model_config, dtype, case.format), weights),
+        Prediction("arenas", runner.step_arena_bytes + runner.sampler_arena_bytes, arenas),
     ]
     return lines + pool_lines(runner, dtype)
 
 
-def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
+def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Prediction]:
     model_config = runner.model_config
     _, pools = grown(lambda: runner.allocate_kv(NUM_BLOCKS))
     _, states = grown(lambda: new_states(model_config, dtype))
@@ -155,12 +156,12 @@ def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
     num_blocks = NUM_BLOCKS + scratch_blocks(model_config)
     pool = pools - states
     lines = [
-        Line("KV pool", num_blocks * profile.block_bytes, pool),
+        Prediction("KV pool", num_blocks * profile.block_bytes, pool),
         requests_line(runner, profile, pool / num_blocks),
     ]
     if model_config.num_conv_layers:
         size = profile.state_bytes_per_sequence
-        lines.append(Line("state pool", state_slots(LIMITS.max_rows) * size, states))
+        lines.append(Prediction("state pool", state_slots(LIMITS.max_rows) * size, states))
     return lines
 
 
@@ -203,14 +204,14 @@ def new_states(model_config: ModelConfig, dtype: torch.dtype) -> StatePool:
     return StatePool(model_config, state_slots(LIMITS.max_rows), dtype, CPU)
 
 
-def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: float) -> Line:
+def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: float) -> Prediction:
     """Compare the predicted KV of requests, one after another, with the most that each held."""
     predicted = 0
     held = 0.0
     for prompt in PROMPTS:
         predicted += predict(profile, prompt, OUTPUT, OUTPUT).kv_bytes
         held += blocks_held(runner, profile, prompt) * measured_block
-    return Line(f"{len(PROMPTS)} requests' KV", predicted, round(held))
+    return Prediction(f"{len(PROMPTS)} requests' KV", predicted, round(held))
 
 
 class Watching:

@@ -64,20 +64,20 @@ WORST = {
     "fp8 KV": 0.01,
     "auto, fp8 KV": 0.015,
 }
-"""Most by which perplexity may grow."""
+"""Largest growth of perplexity, as a share."""
 LEAST_ROOM = 0.15
-"""Least by which the tokens whose KV there is room for must grow; not of `auto`, which is `none`
-where the C++ library does not compute."""
+"""Smallest growth of the tokens whose KV fits, as a share. `auto` is exempt: it is `none` where the
+C++ library does not compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     perplexity: float
     choices: torch.Tensor
-    """The likeliest token after each."""
+    """The likeliest token after each position."""
     nbytes: int
     token_bytes: int
-    """Of one token's KV."""
+    """KV bytes of one token."""
 
 
 def main() -> int:

@@ -56,16 +56,16 @@ FILE_SHARE = 3.0
 LONGEST_SHARE = 0.5
 """Share of the device's KV after which a conversation ends and another begins."""
 TURN_SHARES = (0.02, 0.05, 0.1, 0.2)
-"""What a client says in a turn, as shares of the device's KV."""
+"""Length of a client's turn, as shares of the device's KV."""
 ANSWER_SHARES = (0.003, 0.006, 0.018)
 FLAT_MIB = 32
-"""Most that a process's resident memory may grow."""
+"""Most MiB by which a process's resident memory may grow."""
 MEMORY_SHARE = 0.85
-"""Most of the device's memory that the worker may take; a CPU's device is the process itself."""
+"""Largest share of the device's memory for the worker; the device of a CPU is the process."""
 LATER_S = 600.0
-"""Most seconds more than asked for, until each tier has given something."""
+"""Most extra seconds until each tier has served blocks."""
 FEWEST_ROWS = 20
-"""Samples from which growth can be judged."""
+"""Fewest samples from which growth can be judged."""
 CLIENTS = 4
 TIERS = ("device", "host", "file")
 
@@ -86,7 +86,7 @@ class Soak:
     """The conversations, and all that was measured."""
 
     sessions: list[Session]
-    """The conversation that was continued last comes last."""
+    """In the order of their last turn."""
     chooser: random.Random
     kv_mib: int = 60
     pause_s: float = 0.25
@@ -104,7 +104,7 @@ class Soak:
     shared_files: set[str] = field(default_factory=set)
     """Files of /dev/shm that the service's processes have mapped."""
     is_over: bool = False
-    """Clients and sampler end."""
+    """Whether clients and sampler have to end."""
 
     @property
     def kv_tokens(self) -> float:
@@ -117,7 +117,7 @@ async def client(soak: Soak, channel: grpc.aio.Channel) -> None:
     turns = 0
     while not soak.is_over:
         idle = [session for session in soak.sessions if not session.is_busy]
-        # Each client has one at a time, so that there is always one more.
+        # Each client has one conversation at a time, and there are more conversations than clients.
         session = idle[0 if turns % 2 else len(idle) // 2]
         turns += 1
         session.is_busy = True
@@ -195,7 +195,7 @@ def _shared_files(service: Service) -> set[str]:
     root = psutil.Process(service.process.pid)
     paths = set[str]()
     for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
             paths |= {word for word in maps.split() if word.startswith("/dev/shm/")}
     return paths
@@ -271,7 +271,7 @@ async def run(options: argparse.Namespace, folder: Path) -> Soak:
             asyncio.create_task(sample(soak, service, files, started)),
             *(asyncio.create_task(client(soak, channel)) for _ in range(CLIENTS)),
         ]
-        ended: set[asyncio.Task[None]] = set()  # they end early only with an error
+        ended: set[asyncio.Task[None]] = set()  # tasks end early only after an error
         while not ended and not is_enough(soak, time.monotonic() - started, seconds):
             ended, _ = await asyncio.wait(work, timeout=1, return_when=asyncio.FIRST_COMPLETED)
         soak.is_over = True

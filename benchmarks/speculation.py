@@ -47,12 +47,12 @@ LONGEST = 1024
 
 
 @dataclass(frozen=True)
-class Run:
+class ServedRun:
     """The time and the answers of one run."""
 
     seconds: float
     num_tokens: int
-    """Tokens that came in this time."""
+    """Tokens that arrived in these seconds."""
     answers: dict[str, list[int]]
     num_steps: int
     num_draft_tokens: int
@@ -85,7 +85,7 @@ def main() -> int:
         prompt = tokenizer.encode(text).ids
         for count in arguments.sequences:
             prompts = [prompt[number : PROMPT_TOKENS + number] for number in range(count)]
-            runs: dict[int, list[Run]] = {0: [], arguments.tokens: []}
+            runs: dict[int, list[ServedRun]] = {0: [], arguments.tokens: []}
             for _ in range(arguments.rounds):
                 for tokens, some in runs.items():
                     some.append(serve(runner, prompts, sampling, tokens, arguments.output))
@@ -111,7 +111,7 @@ def serve(
     sampling: SamplingParams,
     num_speculative_tokens: int,
     num_output: int,
-) -> Run:
+) -> ServedRun:
     """Serve all prompts at once; time the steps after their prompts."""
     engine = new_engine(runner, num_speculative_tokens)
     for number, prompt in enumerate(prompts):
@@ -135,7 +135,7 @@ def serve(
             answers.setdefault(output.request_id, []).extend(output.token_ids)
     seconds = time.perf_counter() - started
     after = engine.scheduler.stats()
-    return Run(
+    return ServedRun(
         seconds,
         sum(map(len, answers.values())) - num_before,
         answers,

@@ -39,9 +39,9 @@ TEXT = (
     " The harbour lay quiet under a grey sky, and the boats moved only as much as the tide would"
     ' have it. "Nothing will come of it," said the pilot; yet at 7:45 the first lamp was lit.\n'
 )
-"""What answers consist of, so that their tokens are of ordinary lengths."""
+"""Source of the answers, so that their tokens have ordinary lengths."""
 BOUNDS_US = {1: 1500.0, 32: 250.0}
-"""Most CPU microseconds of a token over all processes, by streams."""
+"""Most CPU microseconds of a token over all processes, by number of streams."""
 PROMPT_WORDS = 153
 COMMAND = (sys.executable, "-m", "benchmarks", "token-cost")
 

@@ -64,7 +64,7 @@ QUALITY = (sys.executable, "-m", "benchmarks", "quality", "--forms", "auto")
 OURS = "ullage"
 REQUESTS = 32
 WARM_UP = ((1, 2), (8, 8))
-"""Concurrencies and requests of what is not measured."""
+"""Concurrencies and requests of the warm-up."""
 WARM_UP_SEED = 999
 LEAST_THROUGHPUT = 1.5
 MOST_TTFT = 0.6
@@ -372,7 +372,7 @@ def run(options: argparse.Namespace, makers: Makers, sitting: Sitting) -> None:
     servers = [makers[name](options.file if name == OURS else folder) for name in options.only]
     sitting.machine = machine()
     for turn in range(options.rounds):
-        # The first of a round is the last of the next one.
+        # The order reverses each round.
         for server in servers if turn % 2 == 0 else servers[::-1]:
             log = options.folder / f"{server.name}-{turn + 1}.log"
             sitting.add(server, measure(server, options.concurrency, log))
@@ -460,7 +460,7 @@ def main(makers: Makers = SERVERS, quality: Sequence[str] = QUALITY) -> int:
     except ServerError as error:
         print(error, file=sys.stderr)
         return FAILED
-    except Exception:  # by itself it would end with the status of a missed goal
+    except Exception:  # an uncaught error would exit with 1, the status of a missed goal
         traceback.print_exc()
         return FAILED
     result = sitting.result()

@@ -26,17 +26,17 @@ from ullage_engine.model_loader.source import resolve_source
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "examples" / "bench.yaml"
 NAME = "smollm2"
-"""What every server calls the model, unless a manifest says otherwise."""
+"""Name of the model on every server, unless a manifest has another."""
 CORES = sorted(os.sched_getaffinity(0))
 LLAMA_CPP = "11434.0.0"
 LLAMA_BUILD = {
-    # Else it would start a compiler for every file at once.
+    # Without a limit, the build starts a compiler for every file at once.
     "LLAMA_CPP_BUILD_JOBS": str(len(CORES)),
     "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF",
 }
 LLAMA_OPTIONS = "-np 32 -c 16384"
-"""A slot for each of 32 requests at once, with KV of its own for 512 tokens: `--kv-unified` has one
-cache for all."""
+"""A slot for each of 32 concurrent requests, with KV for 512 tokens each. With `--kv-unified` they
+would share one cache."""
 MAX_SEQUENCES = 64
 KV_GIB = 1
 PROGRESS_S = 5.0
@@ -46,25 +46,25 @@ STOP_S = 30.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is installed, and how it is started."""
+    """An installed server, and the command that starts it."""
 
     name: str
     version: str
     how: str
-    """What of its settings matters to figures."""
+    """Settings that matter to figures."""
     command: Callable[[int], list[str]]
-    """By the port of HTTP."""
+    """Command by HTTP port."""
     environment: Mapping[str, str] = field(default_factory=dict)
     model: str = NAME
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that has answered."""
+    """A server that has answered a request."""
 
     url: str
     ready_s: float
-    """From its start to the first answered request, seconds."""
+    """Seconds from its start to the first answered request."""
     process: psutil.Process
 
     def family(self) -> list[psutil.Process]:
@@ -81,7 +81,7 @@ class Running:
     def _sum(self, figure: Callable[[psutil.Process], float]) -> float:
         total = 0.0
         for process in self.family():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended
                 total += figure(process)
         return total
 
@@ -182,7 +182,7 @@ SERVERS: Mapping[str, Callable[[Path], Server]] = {
     "vllm": vllm,
     "ullage": ullage,
 }
-"""What makes a server of a path: Ullage's of a manifest, others' of the folder to install in."""
+"""Makers of servers from a path: a manifest for Ullage, the installation folder for others."""
 
 
 def _environment(folder: Path) -> Path:
@@ -251,7 +251,7 @@ def running(server: Server, log: Path) -> Iterator[Running]:
     url = f"http://127.0.0.1:{port}"
     started = time.monotonic()
     with log.open("wb") as output:
-        # In a session of its own: Ctrl-C reaches this program, which ends the server in order.
+        # A session of its own keeps Ctrl-C from the server: this program ends it gracefully.
         process = subprocess.Popen(
             server.command(port),
             env={**os.environ, **server.environment},
@@ -302,7 +302,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
         _await_end(family, 1.0)
-    # Of a server that ended by itself, children are known by its session alone.
+    # The children of a server that ended by itself are known only by its session.
     survivors = {
         *family,
         *(each for each in psutil.process_iter() if _session(each) == process.pid),

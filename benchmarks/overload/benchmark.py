@@ -87,7 +87,7 @@ HEADROOM_ALERT = "UllageHeadroomExhausted"
 FIRING = 'ALERTS{alertstate="firing"}'
 CLEAR_S = 180.0
 GAP_S = 2.5
-"""Seconds without a sample after which an alert has cleared; there is one every second."""
+"""Seconds without a sample after which an alert has cleared; samples come every second."""
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
 FLOORS = (
@@ -97,12 +97,12 @@ FLOORS = (
 REAL_MODEL = "smollm2"
 PROMPTS = (40, 100, 250)
 OUTPUTS = (10, 40, 90)
-"""Lengths of prompts, in characters or, of the real model, in words, and of outputs, in tokens."""
+"""Lengths of outputs in tokens; those of PROMPTS are in characters, or in words with --real."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the mix."""
+    """Lengths of one request of the mix."""
 
     prompt: int
     output: int
@@ -117,7 +117,7 @@ MIX = [Ask(prompt, output) for prompt in PROMPTS for output in OUTPUTS]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run."""
+    """The parameters of one run."""
 
     seconds: float
     factor: float
@@ -153,10 +153,10 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Outcome:
     ask: Ask
     status: int
-    """0: it hung."""
+    """HTTP status; 0 if the request hung, -1 if its connection or stream broke."""
     code: str
     has_waited: bool
     ended: float
@@ -230,11 +230,11 @@ def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | 
 
 
 class Client:
-    """Sends requests.
+    """A client of one router.
 
     Args:
         session: its connections.
-        url: of the router.
+        url: URL of the router.
         model: name of the served model.
     """
 
@@ -256,7 +256,7 @@ class Client:
             "stream": True,
         }
 
-    async def ask(self, ask: Ask) -> Answer:
+    async def ask(self, ask: Ask) -> Outcome:
         """Send one request and read its answer to the last byte."""
         started = time.monotonic()
         ttft_s = 0.0
@@ -284,7 +284,7 @@ class Client:
             status = -1
             code = type(error).__name__
         now = time.monotonic()
-        return Answer(ask, status, code, has_waited, now, ttft_s, now - started)
+        return Outcome(ask, status, code, has_waited, now, ttft_s, now - started)
 
 
 async def measured_capacity(client: Client, plan: Plan) -> float:
@@ -294,7 +294,7 @@ async def measured_capacity(client: Client, plan: Plan) -> float:
     """
     asks = itertools.cycle(random.Random(3).sample(MIX * 20, k=20 * len(MIX)))
     end = time.monotonic() + max(5.0, plan.seconds / 2)
-    answers = list[Answer]()
+    answers = list[Outcome]()
 
     async def go_on() -> None:
         while time.monotonic() < end:
@@ -308,7 +308,7 @@ async def measured_capacity(client: Client, plan: Plan) -> float:
     return served / (time.monotonic() - started)
 
 
-async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Answer]]:
+async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Outcome]]:
     """Send the load; return the time when it began, and every answer."""
     started = time.monotonic()
     rate = plan.factor * capacity / plan.mean_worth
@@ -321,7 +321,7 @@ async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list
 
 
 def figures(
-    plan: Plan, capacity: float, started: float, answers: Sequence[Answer]
+    plan: Plan, capacity: float, started: float, answers: Sequence[Outcome]
 ) -> dict[str, Any]:
     """Return the figures to print."""
     begin = started + plan.ramp_s

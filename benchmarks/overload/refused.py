@@ -22,7 +22,7 @@ LIMIT_S = 300.0
 
 
 @dataclass
-class Client:
+class ReturningClient:
     """A client that returns after Retry-After.
 
     Attributes:
@@ -64,13 +64,13 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await ready(session, url, 1)
 
-        clients = list[Client]()
+        clients = list[ReturningClient]()
         tasks = list[asyncio.Task[None]]()
         numbers = itertools.count()
         began = time.monotonic()
         async with asyncio.timeout(LIMIT_S):
             while sum(bool(client.told_s) for client in clients) < refused:
-                clients.append(Client(next(numbers)))
+                clients.append(ReturningClient(next(numbers)))
                 tasks.append(asyncio.create_task(clients[-1].ask(session, url)))
                 await asyncio.sleep(0.005)
             await asyncio.gather(*tasks)

@@ -50,15 +50,15 @@ FLOORS = (
 
 
 @dataclass(slots=True)
-class Row:
+class Measurements:
     """The measurements of one target."""
 
     per_second: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    """By whether answers were streamed."""
+    """By whether answers were streamed, as all dictionaries here."""
     cpu_us: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     p50_ms: float | None = None
     p99_ms: float | None = None
-    """At the fixed rate."""
+    """Latencies at the fixed rate."""
     errors: int = 0
 
 
@@ -81,9 +81,9 @@ def load(target: Target, *options: str) -> dict[str, Any]:
     return figures
 
 
-def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str, Row]:
+def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str, Measurements]:
     """Measure requests/s of all targets in turns, then latency at the fixed rate."""
-    rows = {target.name: Row() for target in targets}
+    rows = {target.name: Measurements() for target in targets}
     for _ in range(options.rounds):
         for is_streamed in (False, True):
             for target in targets:
@@ -96,7 +96,9 @@ def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str,
     return rows
 
 
-def throughput(target: Target, row: Row, is_streamed: bool, options: argparse.Namespace) -> None:
+def throughput(
+    target: Target, row: Measurements, is_streamed: bool, options: argparse.Namespace
+) -> None:
     kind = ["--stream"] if is_streamed else []
     before = target.cpu_s()
     result = load(
@@ -135,7 +137,7 @@ def make_venv(folder: Path, packages: list[str]) -> Path:
     return folder
 
 
-def table(rows: dict[str, Row], base: str) -> None:
+def table(rows: dict[str, Measurements], base: str) -> None:
     head = ("router", "req/s", "CPU us", "streamed/s", "CPU us", "added p50", "p99 ms", "errors")
     print("{:28}{:>10}{:>9}{:>12}{:>9}{:>11}{:>9}{:>8}".format(*head))
     for name, row in rows.items():
@@ -148,14 +150,14 @@ def table(rows: dict[str, Row], base: str) -> None:
         print("{:28}{:>10}{:>9}{:>12}{:>9}{:>11}{:>9}{:>8}".format(*cells, row.errors))
 
 
-def ratios(rows: dict[str, Row], name: str) -> None:
+def ratios(rows: dict[str, Measurements], name: str) -> None:
     for other in rows:
         if "(" in other:
             unary, streamed = (ratio(rows[name], rows[other], kind) for kind in (False, True))
             print(f"{name} / {other}: {unary:.2f} x requests/s, {streamed:.2f} x streamed")
 
 
-def ratio(own: Row, other: Row, is_streamed: bool) -> float:
+def ratio(own: Measurements, other: Measurements, is_streamed: bool) -> float:
     medians = [statistics.median(row.per_second[is_streamed]) for row in (own, other)]
     return medians[0] / medians[1]
 

@@ -22,7 +22,7 @@ import uvloop
 
 QUESTION = "hello there how are you"
 PLACE = b"00000000"
-"""In a request, where its number goes: a router that keeps what it tokenised gains nothing."""
+"""Placeholder for the number of a request, which makes a tokenizer cache useless."""
 END_OF_CHUNKS = b"0\r\n\r\n"
 CLIENT_TIMEOUT_S = 60.0
 
@@ -43,7 +43,7 @@ def request(is_streamed: bool) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Sends one request at a time."""
+    """A connection with one request in flight."""
 
     def __init__(self, last_words: bytes) -> None:
         self._last_words = last_words
@@ -92,7 +92,7 @@ class Load:
     def __init__(self, port: int, is_streamed: bool) -> None:
         self._port = port
         self._before, self._after = request(is_streamed).split(PLACE)
-        self._number = random.randrange(10 ** (len(PLACE) - 1))  # other than in runs before
+        self._number = random.randrange(10 ** (len(PLACE) - 1))  # differs from earlier runs
         self._last_words = b"data: [DONE]" if is_streamed else b'"finish_reason"'
         self.latencies: list[float] = []
         self.errors = 0

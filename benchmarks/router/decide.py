@@ -57,7 +57,7 @@ async def median_us(service: RouterService) -> float:
     model = service.engines.served_model("")
     took = []
     for _ in range(BATCHES):
-        await asyncio.sleep(0.002)  # reports come in between
+        await asyncio.sleep(0.002)  # let reports come in between
         calls = [new_call(Prompt(model, prompt_tokens())) for _ in range(BATCH)]
         started = time.thread_time()
         for call in calls:

@@ -38,7 +38,12 @@ BYTES_PER_TOKEN = 23_040
 CONTEXT = 8192
 
 
-class Engine(
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+class InstantEngine(
     inference_pb2_grpc.InferenceServiceServicer, headroom_pb2_grpc.HeadroomServiceServicer
 ):
     """An engine that is never full and answers at the given interval."""
@@ -55,7 +60,7 @@ class Engine(
             pb.GenerateResponse(finished=finished),
         ]
         self._joined: dict[int, list[pb.MultiplexEvent]] = {}
-        """The events of an answer, by how many tokens may leave together."""
+        """Events of an answer, by the number of coalesced tokens."""
         self._model = _model()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
@@ -143,7 +148,7 @@ def _model() -> pb.GetModelResponse:
 
 
 class OpenAIEngine(asyncio.Protocol):
-    """One connection of a client that sends a request and waits for its answer."""
+    """A connection of a client that sends one request at a time."""
 
     def __init__(self, tokens: int, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -203,13 +208,8 @@ def until_step(interval_s: float, engine: object) -> float:
         return 0.0
     shift_s = interval_s * (hash(engine) % 16) / 16
     passed_s = (asyncio.get_running_loop().time() + shift_s) % interval_s
-    # Timers are not exact: just before a step it is the one that has been.
+    # Timers are inexact: one that fires just before a step counts as that step.
     return interval_s - passed_s if passed_s < interval_s / 2 else 2 * interval_s - passed_s
-
-
-STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-)
 
 
 def _http(body: str) -> bytes:
@@ -234,11 +234,11 @@ async def serve_http(ports: Sequence[int], tokens: int, interval_s: float) -> No
 
 
 async def serve(ports: Sequence[int], tokens: int, interval_s: float) -> None:
-    servers = [new_server() for _ in ports]  # one that is not kept ends
+    servers = [new_server() for _ in ports]  # a server without a reference ends
     listening = []
     for port, server in zip(ports, servers, strict=True):
         listening.append(server.add_insecure_port(f"127.0.0.1:{port}"))
-        engine = Engine(f"{MODEL}-{listening[-1]}", tokens, interval_s)
+        engine = InstantEngine(f"{MODEL}-{listening[-1]}", tokens, interval_s)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
         await server.start()

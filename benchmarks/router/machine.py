@@ -113,7 +113,7 @@ class Machine:
         path.write_text(json.dumps(config))
         command = [sys.executable, "-m", "ullage_router.main", "--config", str(path)]
         target = Target(name, port, self.start(name, command))
-        for _ in range(5 * processes):  # so that each of several is likely to have been asked
+        for _ in range(5 * processes):  # so that each process has probably been asked
             wait_ready(port, "/readyz")
         return target
 

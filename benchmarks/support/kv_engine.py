@@ -39,7 +39,7 @@ HEARTBEAT_S = 1.0
 PUSH_INTERVAL_S = 0.1
 TOKENS_A_MESSAGE = 8
 A = 64
-"""The token of the letter a: where it is in the tokenizer's order."""
+"""Token id of the letter a in byte_tokenizer()."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -68,7 +68,7 @@ class Pool:
     sequence_s: float
     free: int = 0
     running: dict[int, list[int]] = field(default_factory=dict)
-    """Tokens left and blocks of each request."""
+    """Remaining tokens and blocks of each request."""
     step_seconds: list[float] = field(default_factory=list)
     served: int = 0
     cancelled: int = 0

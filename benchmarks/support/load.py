@@ -23,11 +23,11 @@ OUTPUT = 64
 
 
 class ServerError(SystemExit):
-    """A server that did not start or did not answer as it must; ends programs with its message."""
+    """A server failed to start or to answer; its message ends the program."""
 
 
 class _NotAnswered(Exception):
-    """The first request that went wrong."""
+    """A request failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Answer:
     """The outcome of one request; times in seconds."""
 
     status: int
-    """0: the connection broke, or the stream ended before its last token."""
+    """HTTP status; 0 if the connection broke, or the stream ended before its last token."""
     error: str
-    """What the server did wrong; empty if it is an answer of so many tokens."""
+    """The server's failure; empty for a complete answer."""
     ttft: float
     e2e: float
     longest_pause: float
@@ -144,7 +144,7 @@ async def level(
     first = (concurrency * 1000 + seed) * 1000
     numbers = iter(range(first, first + requests))
     answers: list[Answer] = []
-    # Some servers close a connection after a stream, while the next request is on its way.
+    # Some servers close a connection after a stream, while the next request is in flight.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:

@@ -25,7 +25,7 @@ from ullage.inference.v1 import inference_pb2_grpc
 STOP_S = 60.0
 DEVICE_MIB = 1500
 TOKEN_BYTES = 23_040
-"""KV of one token of SmolLM2-135M in bfloat16."""
+"""KV bytes of one token of SmolLM2-135M in bfloat16."""
 FIGURE = re.compile(r"^(ullage_\w+)\{(.*)\} (\S+)$", re.M)
 TIER = re.compile(r'tier="(\w+)"')
 
@@ -141,7 +141,7 @@ def _manifest(max_kv: str, tiers: dict[str, Any], is_deterministic: bool) -> dic
 
 @dataclass
 class Answer:
-    """One answer; seconds since the request was sent, one for each token."""
+    """One answer; `arrivals_s` has the seconds from request to token, for each token."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)

@@ -31,7 +31,7 @@ START_S = 120.0
 
 @dataclass(frozen=True)
 class Engine:
-    """A running engine and stubs of a client of it."""
+    """A running engine, with gRPC stubs."""
 
     process: asyncio.subprocess.Process
     address: str

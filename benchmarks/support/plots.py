@@ -28,9 +28,9 @@ class Panel:
     title: str
     lines: Sequence[Line]
     xs: Sequence[float] = ()
-    """Positions of its own; empty: those of all panels."""
+    """Positions of this panel; empty for those of all panels."""
     unit: str = ""
-    """Unit of its own positions."""
+    """Unit of the positions of this panel."""
 
 
 def draw(path: Path, unit: str, xs: Sequence[float], panels: Sequence[Panel]) -> None:

@@ -15,7 +15,7 @@ def free_ports(count: int) -> list[int]:
     for _ in range(count):
         held = _held.enter_context(socket.socket())
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # llama.cpp sets this one alone.
+        # llama.cpp sets only SO_REUSEPORT.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         ports.append(int(held.getsockname()[1]))

@@ -76,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "gpt_oss, packed": {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
 }
-"""config.json of each, for about 20 to 40 million parameters."""
+"""config.json of each model, with about 20 to 40 million parameters."""
 
 
 def write_model(name: str, folder: Path, changes: dict[str, Any] | None = None) -> str:

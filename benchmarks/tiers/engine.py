@@ -21,11 +21,11 @@ from ullage_common.wire.channels import open_channel
 MIB = 1 << 20
 TAIL = 16
 OUTPUT = 32
-"""Tokens of a prompt behind its long prefix, and of an answer."""
+"""Tokens of an answer; TAIL is the number of prompt tokens after the long prefix."""
 TEXT_PROMPT = 512
 WAIT_S = 60.0
 FROM_TIER = 0.85
-"""Least share of a prefix that must come from the tier which a row claims."""
+"""Smallest share of a prefix that must come from the tier of its row."""
 
 
 ENGINE_LIMITS = {
@@ -33,7 +33,7 @@ ENGINE_LIMITS = {
     "ttft_file_share": (1 / 3, "first token from files / recomputed"),
     "inter_token_share": (1.03, "between tokens, with a host tier / without"),
 }
-"""Most that each may be."""
+"""Upper limit and title of each figure."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Setup:
     """A service with tiers, and the number of prompts it is asked in turn."""
 
     where: str
-    """What answers a prompt that was asked before: a tier, or `recomputed`."""
+    """Tier that serves a repeated prompt, or `recomputed`."""
     prompts: int
     host_share: float
-    """Sizes of the tiers, as shares of one prompt's KV."""
+    """Size of the host tier, as a share of one prompt's KV; `file_share` likewise."""
     file_share: float = 0.0
 
     def tiers(self, prompt_mib: float, folder: Path) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Setup:
 SETUPS = (
     Setup("recomputed", prompts=2, host_share=0),
     Setup("host", prompts=2, host_share=3),
-    # The host tier holds one prompt, and the one that is asked was used longest ago.
+    # The host tier holds one prompt, and each prompt asked is the least recently used.
     Setup("file", prompts=3, host_share=1.25, file_share=6),
 )
 
@@ -104,9 +104,9 @@ class Pass:
 
     rows: dict[str, Row] = field(default_factory=dict)
     token_ids: dict[int, list[list[int]]] = field(default_factory=dict)
-    """By prompt; each answer's."""
+    """Token ids of each answer, by prompt."""
     slower: list[float] = field(default_factory=list)
-    """Time between tokens with a host tier, as a share of that without, pair by pair."""
+    """Ratios of the time between tokens with and without a host tier, for each pair."""
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, where: str, number: int, answer: Answer) -> None:
@@ -128,7 +128,7 @@ async def measure_pass(
         SystemExit: an answer did not come from where its row claims.
     """
     prompt_mib = num_tokens * TOKEN_BYTES / MIB
-    # One prompt with its answer, and hardly a block more: each is gone when the next is computed.
+    # One prompt with its answer, and hardly a block more: the next prompt evicts it.
     max_kv = f"{(num_tokens + TAIL + OUTPUT) * 1.1 * TOKEN_BYTES / MIB:.0f}Mi"
     chooser = random.Random(num_tokens)
     result = Pass()
@@ -166,7 +166,7 @@ async def _ask(
     result: Pass, turn: int, number: int, prompt: list[int], setup: Setup, channel: Any
 ) -> Answer:
     where = setup.where if turn or setup.where == "recomputed" else "cold"
-    # A session's blocks go to files with their first use.
+    # The blocks of a session are saved to files at their first use.
     session = f"session-{number}" if setup.file_share else ""
     answer = await ask(channel, prompt, OUTPUT, session)
     _check(answer, where, len(prompt))
@@ -183,7 +183,7 @@ async def _ask(
 def _check(answer: Answer, where: str, num_tokens: int) -> None:
     cached = answer.cached_by_tier
     if where in ("cold", "recomputed"):
-        # What the device had room for beside the other prompt.
+        # The device has room for a few blocks next to the other prompt.
         is_so = answer.cached_tokens <= (1 - FROM_TIER) * num_tokens and not set(cached) - {
             "device"
         }

@@ -30,7 +30,7 @@ SHAPE = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
-"""SmolLM2-135M's; whether vLLM offloads KV here does not depend on the weights."""
+"""Shape of SmolLM2-135M; whether vLLM offloads KV does not depend on the weights."""
 ERROR = re.compile(r"(?:^|\s)([A-Z]\w*(?:Error|Exception)|Exception): (.+)$", re.MULTILINE)
 
 

@@ -32,7 +32,7 @@ from ullage_kv.file_tier import NUM_LOADING, NUM_SAVING
 SPACE = namespace({"benchmark": "tiers"})
 FLOOR = 0.8
 BATCH = 16
-"""Blocks of one call, about what a step of a long prompt completes."""
+"""Blocks of one call, about as many as a step of a long prompt completes."""
 GIB = 1 << 30
 WAIT_S = 600.0
 
@@ -68,14 +68,14 @@ def pad(num_bytes: int) -> int:
 
 
 class Blocks:
-    """The blocks that all measurements move, and memory of the same size to move them to."""
+    """The blocks that all measurements move, and their destination."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.total_bytes = num_blocks * block_bytes
         self.keys = block_keys(SPACE, range(num_blocks), 1)
-        # At beginnings of pages, as slots of the host tier and fio's buffers are.
+        # Page-aligned, like slots of the host tier and fio's buffers.
         slot_bytes = pad(block_bytes)
         memory = memoryview(mmap.mmap(-1, num_blocks * slot_bytes))
         self.sources = [
@@ -85,7 +85,7 @@ class Blocks:
         one = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
         for number, source in enumerate(self.sources):
             source[:] = np.roll(one, number)
-        # Touched, as a page that comes with its first byte costs more than the byte.
+        # Touched in advance, because a page fault costs more than the copy.
         self.into = [np.full(block_bytes, 1, np.uint8) for _ in range(num_blocks)]
 
     def batches(self, part: int = 0, num_parts: int = 1) -> list[range]:

@@ -45,12 +45,12 @@ from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parents[1] / "quality.txt"
 PROMPTS = (12, 70, 300)
-"""Lengths of the prompts, tokens."""
+"""Tokens of each prompt."""
 LENGTH = 32
 CUTS = (5, 17)
 SEQUENCES = 16
 THREADS = 1
-"""Of the settings that name none: beside busy neighbours, threads wait for one another."""
+"""Default of settings: on busy cores, threads wait for one another."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,17 @@ SETTINGS: dict[str, Setting] = {
 
 
 @dataclass
-class Answer:
+class ScoredText:
     """Tokens and their log-probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    def after(self, num_tokens: int) -> "Answer":
-        return Answer(self.token_ids[num_tokens:], self.logprobs[num_tokens:])
+    def after(self, num_tokens: int) -> "ScoredText":
+        return ScoredText(self.token_ids[num_tokens:], self.logprobs[num_tokens:])
 
 
-class Engine:
+class InProcessEngine:
     """An engine with vLLM in this process."""
 
     def __init__(self, setting: Setting, source: str, folder: Path, weights: Path) -> None:
@@ -122,7 +122,7 @@ class Engine:
 
     def answers(
         self, prompts: Sequence[tuple[list[int], int]], *, salt: str = "", together: bool
-    ) -> list[Answer]:
+    ) -> list[ScoredText]:
         """Answer prompts, together or one after another.
 
         Args:
@@ -133,7 +133,7 @@ class Engine:
         if not together:
             return [self.answers([each], salt=salt, together=True)[0] for each in prompts]
 
-        answers_by_id: dict[str, Answer] = {}
+        answers_by_id: dict[str, ScoredText] = {}
         for token_ids, num_sent in prompts:
             self._num_asked += 1
             name = str(self._num_asked)
@@ -146,7 +146,7 @@ class Engine:
                 sampling=SamplingParams(temperature=0.0, top_logprobs=0),
                 cache_salt=salt or name,
             )
-            answers_by_id[name] = Answer()
+            answers_by_id[name] = ScoredText()
             refusal = self._engine.submit_group([request], resumed=num_sent > 0)
             assert refusal == [], refusal
         while self._engine.has_work:
@@ -161,7 +161,7 @@ class Engine:
         self._started.stop()
 
 
-def compare(found: Sequence[Answer], wanted: Sequence[Answer]) -> dict[str, Any]:
+def compare(found: Sequence[ScoredText], wanted: Sequence[ScoredText]) -> dict[str, Any]:
     """Return the number of equal texts, and the largest difference of log-probabilities."""
     differences = []
     for one, other in zip(found, wanted, strict=True):
@@ -183,7 +183,7 @@ def measure(setting: Setting, source: str, weights: Path) -> dict[str, Any]:
     prompts = [(tokens[1000 * n : 1000 * n + length], 0) for n, length in enumerate(PROMPTS)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            engine = Engine(setting, source, Path(folder), weights)
+            engine = InProcessEngine(setting, source, Path(folder), weights)
         except (WorkerStartError, WeightsError) as error:
             return {"refused": str(error)}
         first = engine.answers(prompts, salt="kept", together=False)

@@ -49,21 +49,23 @@ KV_BYTES = 1 << 30
 WARM_UP_SEED = 999
 
 
+_EXPLAINED = set[tuple[str, int]]()
+"""Servers and statuses with an answer already printed."""
+
+
 @dataclass(frozen=True)
-class Server:
+class ServerUnderTest:
     """A server under test."""
 
     name: str
     url: str
     compute_pid: Callable[[], int]
-    """Process that computes."""
+    """Return the id of the process that computes."""
 
 
-_EXPLAINED = set[tuple[str, int]]()
-"""Servers and statuses of which an answer was printed."""
-
-
-async def ask(session: aiohttp.ClientSession, server: Server, number: int, output: int) -> Answer:
+async def ask(
+    session: aiohttp.ClientSession, server: ServerUnderTest, number: int, output: int
+) -> Answer:
     """Send one streamed request and read it to its end."""
     answer = await load.ask(session, server.url, MODEL, messages(number, INPUT_WORDS), output)
     if answer.error and (server.name, answer.status) not in _EXPLAINED:
@@ -72,7 +74,7 @@ async def ask(session: aiohttp.ClientSession, server: Server, number: int, outpu
     return answer
 
 
-async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]:
+async def kill(session: aiohttp.ClientSession, server: ServerUnderTest) -> dict[str, Any]:
     """Kill the computing process while 8 streams run; return the outcome of the streams."""
     streams = [
         asyncio.create_task(ask(session, server, 900_000 + index, 2 * OUTPUT)) for index in range(8)
@@ -86,7 +88,7 @@ async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]
 
 
 async def overload(
-    session: aiohttp.ClientSession, server: Server, rate: float, seconds: float
+    session: aiohttp.ClientSession, server: ServerUnderTest, rate: float, seconds: float
 ) -> dict[str, Any]:
     """Send `rate` requests a second at even intervals, without waiting for answers."""
     tasks = list[asyncio.Task[Answer]]()
@@ -112,7 +114,7 @@ def _quantile(ordered: list[float], share: float) -> float | None:
 
 
 @contextlib.asynccontextmanager
-async def ullage(folder: Path) -> AsyncIterator[Server]:
+async def ullage(folder: Path) -> AsyncIterator[ServerUnderTest]:
     """Run Ullage's engine with vLLM behind a router."""
     run = folder / "ullage"
     run.mkdir()
@@ -132,11 +134,11 @@ async def ullage(folder: Path) -> AsyncIterator[Server]:
         async with aiohttp.ClientSession() as session:
             await ready(session, url, 1)
         pid = engine.worker_pid
-        yield Server("ullage", url, lambda: pid() or 0)
+        yield ServerUnderTest("ullage", url, lambda: pid() or 0)
 
 
 @contextlib.asynccontextmanager
-async def plain(folder: Path) -> AsyncIterator[Server]:
+async def plain(folder: Path) -> AsyncIterator[ServerUnderTest]:
     """Run vLLM's own server with the checkpoint that Ullage converted."""
     [checkpoint] = (folder / "weights").glob("vllm-*")
     [port] = free_ports(1)
@@ -154,7 +156,7 @@ async def plain(folder: Path) -> AsyncIterator[Server]:
 
     try:
         await _ready(url, process)
-        yield Server("vllm", url, compute_pid)
+        yield ServerUnderTest("vllm", url, compute_pid)
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if _runs(process) else []
         for each in children:
@@ -181,12 +183,14 @@ async def _ready(url: str, process: asyncio.subprocess.Process) -> None:
             await asyncio.sleep(0.5)
 
 
-async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -> dict[str, Any]:
+async def measure_speed(
+    servers: list[ServerUnderTest], levels: list[int], rounds: int
+) -> dict[str, Any]:
     """Measure both servers in turns; return the medians of all rounds."""
     rows: dict[tuple[int, str], list[dict[str, float]]] = {}
     for turn in range(rounds):
         for level in levels:
-            # The first of a turn is the last of the next one.
+            # The order reverses each turn.
             for server in servers if turn % 2 == 0 else servers[::-1]:
                 row = await closed_loop(server, level, max(32, level), seed=turn)
                 rows.setdefault((level, server.name), []).append(row)
@@ -212,7 +216,7 @@ async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -
 
 
 async def closed_loop(
-    server: Server, concurrency: int, requests: int, seed: int
+    server: ServerUnderTest, concurrency: int, requests: int, seed: int
 ) -> dict[str, float]:
     """Return the figures of one concurrency for one server."""
     return await load.level(server.url, MODEL, concurrency, requests, seed=seed, server=server.name)
@@ -230,14 +234,14 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             plain(Path(name)) as theirs,
         ):
             servers = [ours, theirs]
-            for server in servers:  # libraries compile and allocate at the first steps
+            for server in servers:  # the first steps compile and allocate
                 await closed_loop(server, 8, 16, WARM_UP_SEED)
             result["speed"] = await measure_speed(servers, levels, options.rounds)
-            steps: list[tuple[str, Callable[[Server], Awaitable[dict[str, Any]]]]] = []
+            steps: list[tuple[str, Callable[[ServerUnderTest], Awaitable[dict[str, Any]]]]] = []
             top = result["speed"][str(levels[-1])]
             rate = 10 * top["vllm"]["output_tokens_per_s"] / OUTPUT
             steps.append(("overload", lambda s: overload(session, s, rate, options.overload_s)))
-            # Last, since vLLM's own server does not come back.
+            # Killed last, because vLLM's own server does not restart.
             steps.append(("kill", lambda server: kill(session, server)))
             for kind, step in steps:
                 for server in servers:
