@@ -58,10 +58,12 @@ def main() -> None:
     parser.add_argument("--chosen", type=int, default=4, help="experts of a token")
     parser.add_argument("--skew", type=float, default=0.5, help="spread of the router's bias")
     arguments = parser.parse_args()
+
     torch.manual_seed(SEED)
     paths = build_paths(arguments)
     print(f"{arguments.dtype}, {torch.get_num_threads()} threads, median ms a layer")
     print(f"{'tokens':>7} {'pairs':>7} " + " ".join(f"{name:>10}" for name in paths))
+
     rows = [measure_all(paths, tokens, arguments) for tokens in TOKENS]
     print(json.dumps({"benchmark": "experts", "few_pairs": crossover(rows), "rows": rows}))
 

@@ -87,6 +87,7 @@ async def generate(
         stop=pb.StopConditions(max_tokens=tokens, ignore_eos=True),
         output=pb.OutputOptions(return_token_ids=True),
     )
+
     finished = pb.Finished()
     async for response in engine.inference.Generate(request):
         token_ids += response.delta.token_ids
@@ -94,6 +95,7 @@ async def generate(
             times.append(time.monotonic())
         if response.HasField("finished"):
             finished = response.finished
+
     if finished.reason != pb.FINISH_REASON_LENGTH or len(token_ids) != tokens:
         raise AnswerError(f"{len(token_ids)} of {tokens} tokens, reason {finished.reason}")
     return token_ids, finished
@@ -237,17 +239,21 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     async with start_engine(folder, options.log, **_sections(options)) as running:
         run = FaultRun(await references(running, options.prompts, options.tokens))
         await _idle(running)
+
         before = await running.state()
         started = time.monotonic()
         streams = [
             asyncio.create_task(stream(running, run, number, options.seed))
             for number in range(options.streams)
         ]
+
         kinds = plan(options.faults, chooser, options.only)
         injected = await _inject_all(running, run, kinds, chooser, started + 60 * options.minutes)
+
         run.is_over = True
         await asyncio.gather(*streams)
         await _idle(running)
+
         after = await running.state()
         if after.headroom_bytes != before.headroom_bytes:
             run.errors.append(f"headroom {before.headroom_bytes} is now {after.headroom_bytes}")
@@ -322,8 +328,10 @@ def main() -> int:
     parser.add_argument("--weights-dir", help="prepared weights, kept for the next run")
     parser.add_argument("--log", help="file for the engine's log")
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory(prefix="ull") as folder:
         result = asyncio.run(measure(options, Path(folder)))
+
     print(json.dumps(result))
     print(table(result))
     return 1 if result["errors"] else 0

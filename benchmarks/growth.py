@@ -129,18 +129,22 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw all figures as SVG")
     arguments = parser.parse_args()
+
     costs: list[Cost] = []
     print("cost of       sequences  context  pool blocks  ms a step     CPU ms  CPU ms a token")
+
     if arguments.only != "steps":
         costs += schedule_costs(arguments.seconds)
     if arguments.only != "scheduling":
         dtype = resolve_dtype(arguments.dtype, torch.device("cpu"))
         costs += step_costs(arguments.source, dtype, arguments.seconds)
         costs += long_costs(dtype, arguments.seconds)
+
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(each) for each in costs], indent=1) + "\n")
     if arguments.plot:
         plot(arguments.plot, costs)
+
     faults = find_faults(costs)
     for fault in faults:
         print(f"fault: {fault}")
@@ -184,6 +188,7 @@ def schedule_costs(seconds: float) -> list[Cost]:
 def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Scheduler, int]:
     """Return a scheduler whose next step decodes all its sequences, and its number of blocks."""
     num_blocks = sequences * (-(-(context + num_output) // BLOCK) + 1)
+
     profile = MemoryProfile(
         block_tokens=BLOCK,
         groups=(CacheGroup(bytes_per_token=1),),
@@ -197,8 +202,10 @@ def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Sch
         is_chunked=True,
         decode_tokens=1 << 40,
     )
+
     lengths = OutputLengthEstimator(num_output, start=num_output)
     scheduler = Scheduler(profile, limits, ThroughputEstimator(), lengths)
+
     for number in range(sequences):
         request = EngineRequest(
             request_id=f"request-{number}",
@@ -208,6 +215,7 @@ def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Sch
             sampling=SamplingParams(),
         )
         assert scheduler.submit(request) is None, "refused"
+
     scheduling_s(scheduler)
     return scheduler, num_blocks
 

@@ -106,12 +106,14 @@ class BusyRouter:
 def busy_router() -> BusyRouter:
     metrics = Metrics(TENANTS)
     tenants = TenantMetrics(metrics.registry, TENANTS)
+
     registered = {family.name for family in metrics.registry.collect()}
     for name in metric_names(router_names):
         if isinstance(name, GaugeName) and not name.labels and name.name not in registered:
             metrics.watch(name, float)
         elif isinstance(name, CounterName) and not name.labels and name.name not in registered:
             metrics.count(name, float)
+
     router = BusyRouter(metrics, tenants, RequestRecord("r"))
     for tenant in TENANTS:
         for code in CODES:
@@ -124,6 +126,7 @@ def busy_router() -> BusyRouter:
                 record.cached = (CachedTokens("device", 64, 0.0),)
                 router.record = record
                 router.on_end()
+
     router.record = RequestRecord("r", tenant=TENANTS[0], status=200)
     router.record.decision = made("accept")
     router.record.ttft_s = 0.1
@@ -165,6 +168,7 @@ def entry() -> Any:
 def busy_engine() -> EngineMetrics:
     metrics = EngineMetrics("model")
     state = worker_state(busy_figures())
+
     places = [
         RankPlace(
             rank=rank,
@@ -179,13 +183,16 @@ def busy_engine() -> EngineMetrics:
         )
         for rank in range(8)
     ]
+
     profile = {"profile": PROFILE, "max_model_len": 64, "vocab_size": 9, "dtype": "float32"}
     metrics.worker_ready(Ready(**profile, ranks=places, state=state))  # type: ignore[arg-type]
+
     tiers = [TierStats(name, "threads") for name in ("host", "remote", "file")]
     missed = {(tier.name, reason): 1 for tier in tiers for reason in ("slower", "unused", "late")}
     metrics.watch_tiers(lambda: tiers, lambda: missed)
     traffic = PeerTraffic(*range(7))
     metrics.watch_peers(lambda: traffic)
+
     for outcome in ("stop", "length", "timeout", "cancelled", "INVALID_FIELD", "KV_HEADROOM"):
         metrics.ended(entry(), outcome)
     metrics.tokens(entry(), 1)
@@ -343,18 +350,22 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="measure no service")
     options = parser.parse_args()
+
     registries = {
         "router": busy_router().metrics.registry,
         "engine": busy_engine().registry,
         "operator": busy_operator(),
     }
+
     scrapes = {name: scrape(registry) for name, registry in registries.items()}
     costs = measure_costs()
     missed = [f"scrape of {name}" for name, each in scrapes.items() if each["ms"] > MOST_SCRAPE_MS]
+
     report: dict[str, Any] = {
         "scrape": scrapes,
         "us": {name: round(value, 3) for name, value in vars(costs).items()},
     }
+
     if not options.quick:
         print("measuring a service under load ...", file=sys.stderr)
         did = under_load(options)
@@ -363,5 +374,6 @@ def main() -> int:
             report[name] = round(share, 5)
             if share > MOST_SHARE and name != "server_share":
                 missed.append(name)
+
     print(json.dumps(report | {"missed": missed}, indent=2))
     return 1 if missed else 0

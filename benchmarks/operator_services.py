@@ -110,12 +110,14 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     headers = await connection.headers()
     await connection.close()
     verify = api.rest_client.ssl_context
+
     async with httpx.AsyncClient(
         base_url=api.configuration.host, verify=verify, headers=headers, timeout=60
     ) as opened:
         await opened.post("/api/v1/namespaces", json={"metadata": {"name": NAMESPACE}})
         await opened.post(CRDS, json=yaml.safe_load(CRD.read_text()))
         await is_served(opened)
+
         try:
             yield opened
         finally:
@@ -191,12 +193,14 @@ async def figures(api: httpx.AsyncClient, options: argparse.Namespace) -> AsyncI
     begun = time.perf_counter()
     await create(api, options.services)
     yield "created", time.perf_counter() - begun, "s"
+
     with operator() as (process, metrics):
         begun = time.perf_counter()
         await all_reported(api, options.services)
         yield "reconciled from nothing", time.perf_counter() - begun, "s"
         yield "its CPU a service", 1000 * cpu_s(process) / options.services, "ms"
         await asyncio.sleep(options.settle)
+
     versions = await service_versions(api)
     with operator() as (process, metrics):
         begun = time.perf_counter()
@@ -206,12 +210,15 @@ async def figures(api: httpx.AsyncClient, options: argparse.Namespace) -> AsyncI
         rewritten = versions.items() ^ (await service_versions(api)).items()
         yield "statuses written by it", len({name for name, _ in rewritten}), ""
         await asyncio.sleep(options.settle)
+
         before = cpu_s(process)
         await asyncio.sleep(options.seconds)
         yield "CPU at rest", 100 * (cpu_s(process) - before) / options.seconds, "% of a core"
         yield "memory", process.memory_info().rss / 2**20, "MiB"
+
         async for figure in edits(api, options):
             yield figure
+
         metrics_text = (await api.get(metrics)).text
         yield "mean reconciliation", 1000 * mean_s(metrics_text), "ms"
         yield "objects watched", watched(metrics_text), ""

@@ -204,14 +204,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--engines", type=int, default=4)
     options = parser.parse_args()
+
     context = multiprocessing.get_context("spawn")  # gRPC breaks after a fork
+
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.mkdir()
         (keys / "key").write_text("k" * 32)
+
         ours, theirs = context.Pipe()
         engines = context.Process(target=run_engines, args=(options.engines, theirs), daemon=True)
         engines.start()
+
         here: dict[str, Any] = {"host": "127.0.0.1", "port": 0}
         document = {
             "model": MODEL,
@@ -223,8 +227,10 @@ def main() -> None:
             "log_level": "error",
             "folder": folder,
         }
+
         router = context.Process(target=run_router, args=(document, theirs), daemon=True)
         router.start()
+
         try:
             uvloop.run(measure(ours.recv(), psutil.Process(router.pid), options.seconds))
         finally:

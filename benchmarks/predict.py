@@ -139,6 +139,7 @@ def measure(case: Case) -> list[Prediction]:
 
         model_config = rehearse(mapped(load()), dtype)
         loaded, weights = grown(lambda: mapped(load()))
+
     runner = ModelRunner(loaded, CPU, dtype, replace(LIMITS, itemsize=dtype.itemsize))
     _, arenas = grown(runner.allocate_arena)
     lines = [
@@ -239,10 +240,12 @@ def blocks_held(runner: ModelRunner, profile: MemoryProfile, prompt: int) -> int
         2048,
         replay_tokens=runner.model_config.replay_tokens,
     )
+
     throughput = ThroughputEstimator()
     scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(LIMITS.max_model_len))
     watching = Watching(runner, lambda: profile.kv_pool_bytes - scheduler.stats().kv_free_bytes)
     engine = EngineCore(scheduler, watching, throughput)
+
     request = EngineRequest(
         request_id="r",
         token_ids=[7 + i % 97 for i in range(prompt)],
@@ -250,6 +253,7 @@ def blocks_held(runner: ModelRunner, profile: MemoryProfile, prompt: int) -> int
         max_tokens=OUTPUT,
         sampling=SamplingParams(temperature=0.0),
     )
+
     if refusal := engine.submit(request):
         raise RuntimeError(f"the request was refused: {refusal}")
     while engine.has_work:

@@ -88,19 +88,23 @@ def main() -> int:
     parser.add_argument("--device-mib", type=int, default=1024, help="(default: %(default)s)")
     parser.add_argument("--other-mib", type=int, default=256, help="beside weights and KV")
     options = parser.parse_args()
+
     tokens = load_tokenizer(resolve_source(options.source).path).encode_text(TEXT.read_text())
     tokens = tokens[: options.tokens]
+
     wanted = dict.fromkeys(["none", *options.forms])
     scores = {}
     print(
         f"{len(tokens)} tokens; room for KV on {options.device_mib} MiB at 85 %, less "
         f"{options.other_mib} MiB"
     )
+
     for form in wanted:
         with prepared(options.source, form) as loaded:
             scores[form] = measure(loaded, tokens, "fp8" if form.endswith("fp8 KV") else "auto")
         room = 0.85 * options.device_mib * 2**20 - options.other_mib * 2**20
         show(form, scores[form], scores["none"], room)
+
     return 0 if all([*gates(scores, room)]) else 1
 
 
@@ -157,12 +161,15 @@ def shuffled(name: str, tensor: torch.Tensor, model_config: ModelConfig) -> torc
     kind = name.removesuffix(".weight").rpartition(".")[2]
     if kind in ("embed_tokens", "q_proj", "k_proj"):
         return tensor[:, hidden]
+
     layer = 1 + int(name.split(".")[2])
     inner = order(model_config.intermediate, layer)
     num_heads = model_config.num_heads
     num_kv_heads = model_config.num_kv_heads
     width = model_config.head_dim
+
     heads = torch.stack([order(width, 1_000 * layer + head) for head in range(num_kv_heads)])
+
     match kind:
         case "v_proj":
             rows = heads + width * torch.arange(num_kv_heads).unsqueeze(1)

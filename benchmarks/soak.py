@@ -204,6 +204,7 @@ def _shared_files(service: Service) -> set[str]:
 def _row(service: Service, files: Path) -> dict[str, float]:
     figures = service.figures(0)
     worker = service.worker_pid(0)
+
     row = {
         "worker": 0.0,
         "server": float(psutil.Process(service.server_pid(0)).memory_info().rss),
@@ -213,12 +214,15 @@ def _row(service: Service, files: Path) -> dict[str, float]:
         "restarts": figures.get("ullage_worker_restarts_total", 0.0),
         "failures": sum(v for k, v in figures.items() if k.startswith("ullage_kv_tier_failures")),
     }
+
     for tier in ("host", "file"):
         row[tier] = figures[f"ullage_kv_tier_used_bytes/{tier}"]
         row[f"{tier}_hits"] = figures[f"ullage_kv_tier_hits_total/{tier}"]
+
     if worker is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
             row["worker"] = float(psutil.Process(worker).memory_info().rss)
+
     return row
 
 
@@ -253,27 +257,33 @@ async def run(options: argparse.Namespace, folder: Path) -> Soak:
     """
     if task := asyncio.current_task():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
     files = folder / "kv"
     tiers = {
         "host": {"size": f"{HOST_SHARE * options.kv_mib:.0f}Mi"},
         "file": {"path": str(files), "size": f"{FILE_SHARE * options.kv_mib:.0f}Mi"},
     }
+
     sessions = [Session(number) for number in range(options.sessions)]
     soak = Soak(sessions, random.Random(options.seed), options.kv_mib, options.pause_s)
+
     async with (
         service_up(folder, f"{options.kv_mib}Mi", tiers) as service,
         open_channel(service.target) as channel,
     ):
         started = time.monotonic()
         seconds = 60 * options.minutes
+
         killer = asyncio.create_task(kill_worker(soak, service, started, options.kill_s))
         work = [
             asyncio.create_task(sample(soak, service, files, started)),
             *(asyncio.create_task(client(soak, channel)) for _ in range(CLIENTS)),
         ]
+
         ended: set[asyncio.Task[None]] = set()  # tasks end early only after an error
         while not ended and not is_enough(soak, time.monotonic() - started, seconds):
             ended, _ = await asyncio.wait(work, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+
         soak.is_over = True
         killer.cancel()
         await asyncio.gather(*work)
@@ -295,9 +305,11 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
     rows = soak.samples
     if len(rows) < FEWEST_ROWS:
         return [*soak.errors, f"there are only {len(rows)} samples"]
+
     last = rows[-1]
     shared = sorted(filter(os.path.exists, soak.shared_files))
     quota = FILE_SHARE * soak.kv_mib * MIB
+
     checks = {
         "blocks of KV failed in a tier": last["failures"] == 0,
         "the KV pool is not constant": len({row["kv_pool"] for row in rows}) == 1,
@@ -309,17 +321,21 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
             max(row["worker"] for row in rows) <= MEMORY_SHARE * DEVICE_MIB * MIB
         ),
     }
+
     if soak.killed_s is not None:
         checks |= {
             "the killed worker is not replaced": last["restarts"] == 1 and last["worker"] > 0,
             "sessions of the killed worker are not there": soak.after_kill.get("host", 0) > 0,
         }
+
     for tier in TIERS:
         checks[f"nothing was cached on {tier}"] = soak.cached_by_tier.get(tier, 0) > 0
+
     for name in ("worker", "server"):
         grown = growth(soak, name)
         checks[f"the {name} lived too briefly to judge its growth"] = grown is not None
         checks[f"the {name} grows by {grown or 0:.0f} MiB"] = (grown or 0.0) <= FLAT_MIB
+
     return [*soak.errors, *(text for text, is_well in checks.items() if not is_well)]
 
 
@@ -407,18 +423,23 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write result and samples here")
     parser.add_argument("--plot", type=Path, help="draw the samples as SVG")
     options = parser.parse_args()
+
     options.kill_s = math.inf if options.no_kill else 30 * options.minutes
     if options.sessions <= CLIENTS:
         parser.error(f"--sessions {options.sessions}: give at least {CLIENTS + 1}")
+
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
         soak = asyncio.run(run(options, Path(folder)))
+
     problems = faults(soak, options.e2e_s)
     row = result(soak, problems)
     print(json.dumps(row))
+
     if options.json:
         options.json.write_text(json.dumps({**row, "samples": soak.samples}))
     if options.plot and soak.samples:
         plot(soak, options.plot)
+
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0

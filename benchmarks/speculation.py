@@ -74,12 +74,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (%(default)s)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4], metavar="N")
     arguments = parser.parse_args()
+
     device = torch.device("cpu")
     dtype = resolve_dtype(arguments.dtype, device)
     runner = load_runner(arguments.source, device, dtype, arguments.deterministic, warms_up=False)
     tokenizer = load_tokenizer(resolve_source(arguments.source).path).tokenizer
+
     differs = False
+
     print("text                    sequences  tokens/s off      on  ratio  accepted  steps off  on")
+
     for name in arguments.texts:
         text, sampling = TEXTS[name]
         prompt = tokenizer.encode(text).ids
@@ -89,6 +93,7 @@ def main() -> int:
             for _ in range(arguments.rounds):
                 for tokens, some in runs.items():
                     some.append(serve(runner, prompts, sampling, tokens, arguments.output))
+
             off, on = (min(some, key=lambda run: run.seconds) for some in runs.values())
             answers = [run.answers for some in runs.values() for run in some]
             is_other = any(each != answers[0] for each in answers)
@@ -101,6 +106,7 @@ def main() -> int:
                 f"{on.num_steps}{'  DIFFERS' if is_other else ''}",
                 flush=True,
             )
+
     is_exact = arguments.deterministic or runner._native is not None
     return int(differs and is_exact)
 
@@ -114,6 +120,7 @@ def serve(
 ) -> ServedRun:
     """Serve all prompts at once; time the steps after their prompts."""
     engine = new_engine(runner, num_speculative_tokens)
+
     for number, prompt in enumerate(prompts):
         request = EngineRequest(
             request_id=str(number),
@@ -123,10 +130,12 @@ def serve(
             sampling=sampling,
         )
         assert engine.submit(request) is None, "refused"
+
     answers: dict[str, list[int]] = {}
     while engine.scheduler.stats().prefill_backlog_tokens:
         for output in engine.step():
             answers.setdefault(output.request_id, []).extend(output.token_ids)
+
     before = engine.scheduler.stats()
     num_before = sum(map(len, answers.values()))
     started = time.perf_counter()
@@ -134,6 +143,7 @@ def serve(
         for output in engine.step():
             answers.setdefault(output.request_id, []).extend(output.token_ids)
     seconds = time.perf_counter() - started
+
     after = engine.scheduler.stats()
     return ServedRun(
         seconds,

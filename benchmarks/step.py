@@ -51,8 +51,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=250, help="tokens behind each decode")
     parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
     arguments = parser.parse_args()
+
     device = torch.device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
+
     runner = load_runner(
         arguments.source,
         device,
@@ -63,10 +65,12 @@ def main() -> None:
         is_chosen=arguments.dtype != "auto",
         wrap=(lambda _, matrix: matrix) if arguments.torch else None,
     )
+
     print(f"{dtype}, {torch.get_num_threads()} threads, median ms a step")
     for batch in (1, 8, 32):
         plan = StepPlan([chunk(row, 1, arguments.context) for row in range(batch)])
         print(f"decode  batch {batch:3}  context {arguments.context}: {measure(runner, plan):8.2f}")
+
     for tokens in (256, 512):
         plan = StepPlan([chunk(0, tokens, 0)])
         print(f"prefill tokens {tokens:3}: {measure(runner, plan):8.2f}")
@@ -95,6 +99,7 @@ def load_runner(
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark", quantization=quantization)
         loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
+
     limits = StepLimits(
         max_tokens=512 + max_rows,
         max_rows=max_rows,
@@ -104,15 +109,19 @@ def load_runner(
         deterministic=deterministic,
         fp8_kv=fp8_kv,
     )
+
     refusal = library_refusal(loaded, limits, device, dtype)
     kv_type = dtype if is_chosen or wrap else auto_kv_type(refusal, dtype)
     runner = ModelRunner(loaded, device, dtype, limits, wrap=wrap, kv_type=kv_type)
+
     runner.allocate_arena()
     runner.allocate_kv(POOL_BLOCKS)
+
     started = time.perf_counter()
     error = runner.verify_row_invariance()
     if error is not None:
         raise SystemExit(error)
+
     if warms_up:
         runner.warm_up()
         print(f"warm-up {time.perf_counter() - started:.1f} s")

@@ -114,9 +114,11 @@ def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, 
     }
     path = folder / "engine.yaml"
     path.write_text(yaml.safe_dump(config))
+
     engine = machine.start("engine", [*COMMAND, "engine", step_ms, str(path)])
     router = machine.router("router", [grpc_port])
     worker = next(each for each in engine.children() if is_worker(each.cmdline()))
+
     url = f"http://127.0.0.1:{router.port}"
     return url, {"worker": worker, "server": engine, "router": router.process}
 
@@ -173,6 +175,7 @@ def main() -> int:
         return run_worker(numbers(sys.argv[2]), sys.argv[3:])
     if sys.argv[1:2] == ["engine"]:
         return run_engine(sys.argv[2], Path(sys.argv[3]))
+
     parser = new_parser("token-cost", __doc__)
     parser.add_argument(
         "--concurrency", type=numbers, default=[1, 8, 32], help="streams (default: 1,8,32)"
@@ -185,10 +188,12 @@ def main() -> int:
         default="4.4,0.65,0.15",
         help="of a step, a decoding sequence and a token of a prompt (%(default)s)",
     )
+
     options = parser.parse_args()
     options.concurrency = [int(each) for each in options.concurrency]
     with tempfile.TemporaryDirectory() as folder:
         faults = run(Path(folder), options)
+
     for fault in faults:
         print(f"fault: {fault}")
     if not faults:

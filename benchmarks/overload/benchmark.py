@@ -192,13 +192,16 @@ def start_prometheus(stack: contextlib.AsyncExitStack, metrics_port: int, to: Pa
         sys.exit(
             "error: no prometheus: run tests/charts/get_prometheus.py or set ULLAGE_PROMETHEUS"
         )
+
     kind = {"apiVersion": "serving.ullage.dev/v1alpha1", "kind": "LLMService"}
     spec = {"model": {"source": "file:///model", "name": MODEL}, "pools": {"single": {}}}
     service = parse({**kind, "metadata": {"name": "overload"}, "spec": spec})
+
     pod = "overload-router-6c9f8d7b5-x2x4z"
     labels = {"namespace": service.namespace, "llmservice": service.name, "pod": pod}
     targets = [{"targets": [f"127.0.0.1:{metrics_port}"], "labels": labels}]
     jobs = [{"job_name": "router", "static_configs": targets}]
+
     folder = to / "prometheus"
     folder.mkdir()
     rules = rule_groups(service, Settings())
@@ -215,11 +218,13 @@ def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | 
     end = time.monotonic() + CLEAR_S
     while prometheus.query(firing) and time.monotonic() < end:
         time.sleep(1)
+
     still = {each["metric"]["alertname"] for each in prometheus.query(FIRING)}
     spells_by_alert = dict[str, list[list[float | None]]]()
     for series in prometheus.query(f"{FIRING}[1h]"):
         name = series["metric"]["alertname"]
         spells = spells_by_alert.setdefault(name, [])
+
         times = [at for at, _ in series["values"]]
         gaps = [n for n in range(1, len(times)) if times[n] - times[n - 1] > GAP_S]
         for first, last in itertools.pairwise([0, *gaps, len(times)]):
@@ -262,6 +267,7 @@ class Client:
         ttft_s = 0.0
         code = ""
         has_waited = False
+
         try:
             async with (
                 asyncio.timeout(HANG_S),
@@ -283,6 +289,7 @@ class Client:
         except aiohttp.ClientError as error:
             status = -1
             code = type(error).__name__
+
         now = time.monotonic()
         return Outcome(ask, status, code, has_waited, now, ttft_s, now - started)
 
@@ -328,10 +335,12 @@ def figures(
     end = started + plan.seconds
     good = [a for a in answers if a.is_good and begin <= a.ended < end]
     goodput = sum(plan.worth(answer.ask) for answer in good) / (end - begin)
+
     served = [answer for answer in answers if answer.status == 200]
     refused = [a for a in answers if a.status == 429 and not a.has_waited]
     refused_ms = sorted(1e3 * answer.took_s for answer in refused)
     counts = Counter(f"{a.status} {a.code}".strip() for a in answers)
+
     return {
         "seconds": plan.seconds,
         "capacity": round(capacity, 2),
@@ -370,20 +379,24 @@ async def run(plan: Plan, with_prometheus: bool) -> dict[str, Any]:
         to = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         addresses = [await start_engine(stack, plan, n, to) for n in range(plan.engines)]
         url, router = await start_router(stack, model, addresses, to)
+
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await ready(session, url, plan.engines)
         port = (await listening(to / "router.log"))["metrics_port"]
         prometheus = start_prometheus(stack, port, to) if with_prometheus else None
+
         client = Client(session, url, model)
         capacity = plan.engines * plan.blocks / plan.token_s
         if plan.is_timed:
             capacity = await measured_capacity(client, plan)
+
         before = cpu_s(router)
         began = time.time()
         started, answers = await load(client, plan, capacity)
         used_ms = 1e3 * (cpu_s(router) - before) / len(answers)
         report = {**figures(plan, capacity, started, answers), "router_cpu_ms": round(used_ms, 3)}
+
         if prometheus:
             report["alerts"] = await asyncio.to_thread(alerts, prometheus, began)
     return report
@@ -422,14 +435,18 @@ def main() -> int:
         o.seconds = 3.0
         o.slots = 2
         o.token_s = 0.01
+
     engines = 1 if o.real else o.engines
     plan = Plan(o.seconds, o.factor, engines, o.slots, o.token_s, o.sequence_s, o.real, o.clients)
+
     figures = asyncio.run(run(plan, o.prometheus))
     figures["missed"] = [] if o.quick else missed(figures)
+
     for name, spells in figures.get("alerts", {}).items():
         for fired, cleared in spells:
             end = "did not clear" if cleared is None else f"cleared at {cleared:g} s"
             print(f"alert {name} fired at {fired:g} s, {end}", file=sys.stderr)
+
     if o.prometheus and not o.quick and not has_fired_and_cleared(figures["alerts"]):
         figures["missed"].append(HEADROOM_ALERT)
     print(json.dumps(figures))

@@ -60,6 +60,7 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
         line = await asyncio.wait_for(engine.stdout.readline(), START_S)
         address = f"127.0.0.1:{json.loads(line)['port']}"
         url, _ = await start_router(stack, MODEL, [address], to)
+
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await ready(session, url, 1)
@@ -68,12 +69,14 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
         tasks = list[asyncio.Task[None]]()
         numbers = itertools.count()
         began = time.monotonic()
+
         async with asyncio.timeout(LIMIT_S):
             while sum(bool(client.told_s) for client in clients) < refused:
                 clients.append(ReturningClient(next(numbers)))
                 tasks.append(asyncio.create_task(clients[-1].ask(session, url)))
                 await asyncio.sleep(0.005)
             await asyncio.gather(*tasks)
+
         delays = Counter(client.told_s[0] for client in clients if client.told_s)
         return {
             "clients": len(clients),

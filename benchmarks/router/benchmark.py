@@ -194,18 +194,22 @@ def measure_before(machine: Machine, num_engines: int, options: argparse.Namespa
     for port in http_ports:
         wait_ready(port, "/v1/models")
     print(f"{num_engines} engines: a decision takes {decision_us(grpc_ports):.0f} us", flush=True)
+
     targets = [
         Target("none", http_ports[0], http_engine),
         machine.router("ullage", grpc_ports),
         machine.router("ullage x2", grpc_ports, processes=2),
     ]
+
     if options.traced:
         url = machine.collector()
         for name, percent in (("ullage, traced", 100), ("ullage, a tenth traced", 10)):
             tracing = {"endpoint": url, "sample_percent": percent}
             targets.append(machine.router(name, grpc_ports, tracing=tracing))
+
     if options.peers:
         targets += peers(machine, http_ports, options)
+
     rows = measure(targets, options)
     table(rows, "none")
     ratios(rows, "ullage")
@@ -242,6 +246,7 @@ def main() -> None:
     parser.add_argument("--peers", help="folder of the other routers' virtual environments")
     parser.add_argument("--production-stack", default=PRODUCTION_STACK)
     options = parser.parse_args()
+
     if options.quick:
         options.rounds = 1
         options.seconds = 0.5
@@ -249,5 +254,6 @@ def main() -> None:
         options.streams = 50
         options.connections = 8
         options.rate = 20.0
+
     with contextlib.ExitStack() as stack:
         run(Path(stack.enter_context(tempfile.TemporaryDirectory())), options)

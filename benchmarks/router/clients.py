@@ -152,11 +152,13 @@ def percentile(values: list[float], share: float) -> float | None:
 async def main(options: argparse.Namespace) -> None:
     load = Load(options.port, options.stream)
     started = time.perf_counter()
+
     async with asyncio.timeout(options.seconds + CLIENT_TIMEOUT_S):
         if options.rate:
             await load.open(options.rate, options.seconds)
         else:
             await load.closed(options.connections, options.seconds, options.requests)
+
     wall = time.perf_counter() - started
     ms = [1000 * latency for latency in load.latencies]
     result = {

@@ -179,6 +179,7 @@ class OpenAIEngine(asyncio.Protocol):
         _, _, length = head.lower().partition(b"content-length:")
         if len(rest) < int(length.split(b"\r\n")[0] or 0):
             return
+
         self._read = b""
         if head.startswith(b"POST"):
             is_streamed = b'"stream":true' in rest.replace(b" ", b"")

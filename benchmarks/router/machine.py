@@ -109,8 +109,10 @@ class Machine:
             "pools": [{"name": "single", "targets": addresses(engine_ports)}],
             **more,
         }
+
         path = self._folder / f"{name}.json"
         path.write_text(json.dumps(config))
+
         command = [sys.executable, "-m", "ullage_router.main", "--config", str(path)]
         target = Target(name, port, self.start(name, command))
         for _ in range(5 * processes):  # so that each process has probably been asked

@@ -151,6 +151,7 @@ class KVEngine(
             headroom_pb2.Release(after_ms=int(1e3 * remaining * pool.step_s), bytes=n * BLOCK_BYTES)
             for remaining, n in sorted(pool.running.values())[:32]
         ]
+
         return headroom_pb2.Headroom(
             engine=self._name,
             epoch=self._epoch,
@@ -181,6 +182,7 @@ class KVEngine(
         if not self.pool.take(key, blocks, tokens):
             full = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "no blocks left")
             await abort(context, full)
+
         try:
             received = sum(len(answer.token_ids) for answer in request.continuation.answers)
             accepted = pb.Accepted(
@@ -194,6 +196,7 @@ class KVEngine(
             raise
         finally:
             self.pool.give_back(key)
+
         self.pool.served += 1
         usage = pb.Usage(prompt_tokens=len(request.token_ids.ids), completion_tokens=tokens)
         finished = pb.Finished(reason=pb.FINISH_REASON_LENGTH, usage=usage)
@@ -212,14 +215,17 @@ async def serve(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
     pool = Pool(options.blocks, options.token_s, options.sequence_s)
     engine = KVEngine(options.name, pool)
     server = new_server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
     headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
+
     port = server.add_insecure_port(f"127.0.0.1:{options.port}")
     await server.start()
     print(json.dumps({"port": port}), flush=True)
+
     await stop.wait()
     await server.stop(None)
     totals = {"served": pool.served, "cancelled": pool.cancelled, "refused": pool.refused}

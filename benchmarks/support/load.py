@@ -68,12 +68,14 @@ async def ask(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
     started = last = time.perf_counter()
     status = 0
     error = ""
     first = 0.0
     pause = 0.0
     usage = {"prompt_tokens": 0, "completion_tokens": 0}
+
     try:
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
             status = response.status
@@ -89,12 +91,14 @@ async def ask(
                     pause = max(pause, now - last)
                     last = now
                 usage = chunk.get("usage") or usage
+
         if not error and usage["completion_tokens"] != tokens:
             error = f"sent {usage['completion_tokens']} of {tokens} tokens"
     except TimeoutError:
         error = f"was silent or slow for {time.perf_counter() - started:.0f} s"
     except (aiohttp.ClientError, json.JSONDecodeError) as broken:
         error = f"broke off an answer: {broken or type(broken).__name__}"
+
     ended = time.perf_counter()
     if error and status == 200:
         status = 0
@@ -147,6 +151,7 @@ async def level(
     # Some servers close a connection after a stream, while the next request is in flight.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=600)
+
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def worker() -> None:

@@ -167,19 +167,23 @@ async def ask(
         output=pb.OutputOptions(return_token_ids=True),
         session_id=session,
     )
+
     answer = Answer()
     finished = pb.Finished()
     started = time.perf_counter()
+
     async for response in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request):
         now = time.perf_counter() - started
         answer.token_ids += response.delta.token_ids
         answer.arrivals_s += [now] * len(response.delta.token_ids)
         if response.HasField("finished"):
             finished = response.finished
+
     if len(answer.token_ids) != max_tokens:
         raise RuntimeError(
             f"{len(answer.token_ids)} of {max_tokens} tokens, reason {finished.reason}"
         )
+
     usage = finished.usage
     answer.prompt_tokens = usage.prompt_tokens
     answer.cached_tokens = usage.cached_tokens

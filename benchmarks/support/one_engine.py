@@ -77,10 +77,12 @@ async def start_engine(
     grpc_port, metrics_port = free_ports(2)
     path = folder / "engine.yaml"
     path.write_text(yaml.safe_dump(_config(folder, grpc_port, metrics_port, sections)))
+
     command = [sys.executable, "-m", "ullage_engine.main", "--config", str(path)]
     stderr = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     process = await asyncio.create_subprocess_exec(*command, stderr=stderr)
     os.close(stderr)
+
     async with open_channel(f"127.0.0.1:{grpc_port}") as channel:
         engine = Engine(
             process,
@@ -90,6 +92,7 @@ async def start_engine(
             admin_pb2_grpc.AdminServiceStub(channel),
             headroom_pb2_grpc.HeadroomServiceStub(channel),
         )
+
         try:
             await _ready(engine, log)
             yield engine

@@ -63,6 +63,7 @@ def _positions(xs: Sequence[float], unit: str, top: float) -> list[str]:
 def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
     most = max((max(line.values) for line in panel.lines), default=0.0) or 1.0
     body = [_text(LEFT, top - 8, panel.title, "start")]
+
     for share in (0.0, 0.5, 1.0):
         y = top + (1 - share) * HEIGHT
         body.append(
@@ -70,6 +71,7 @@ def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
             'stroke="#888" stroke-opacity="0.4"/>'
         )
         body.append(_text(LEFT - 6, y + 4, f"{share * most:.4g}", "end"))
+
     end = WIDTH - RIGHT
     for line, color in reversed(list(zip(panel.lines, COLORS, strict=False))):
         body.append(_text(end, top - 8, line.name, "end", color))
@@ -90,6 +92,7 @@ def draw_bars(path: Path, panels: Sequence[tuple[str, Mapping[str, float]]]) -> 
     top = float(TOP)
     for title, bars in panels:
         body.append(_text(BARS_LEFT, top - 8, title, "start"))
+
         most = max(bars.values(), default=0.0) or 1.0
         for (name, value), color in zip(bars.items(), cycle(COLORS), strict=False):
             width = value / most * (WIDTH - BARS_LEFT - 3 * RIGHT)
@@ -100,6 +103,7 @@ def draw_bars(path: Path, panels: Sequence[tuple[str, Mapping[str, float]]]) -> 
             body.append(_text(BARS_LEFT + width + 6, top + 13, f"{value:.4g}", "start"))
             top += 22
         top += GAP - 6
+
     _write(path, top - GAP + 20, body)
 
 

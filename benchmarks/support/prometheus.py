@@ -74,6 +74,7 @@ def running(
     """
     often = [{name: each for name, each in group.items() if name != "interval"} for group in groups]
     (folder / "rules.json").write_text(json.dumps({"groups": often}))
+
     interval = f"{round(1000 * seconds)}ms"
     config = {
         "global": {
@@ -83,12 +84,15 @@ def running(
         "scrape_configs": list(jobs),
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+
     command = [program, f"--config.file={folder / 'prometheus.yml'}", "--log.level=warn"]
     command += [f"--storage.tsdb.path={folder / 'data'}"]
     address = f"127.0.0.1:{free_ports(1)[0]}"
     command += [f"--web.listen-address={address}"]
+
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
+
     try:
         _wait_ready(process, f"http://{address}", folder / "log")
         yield Prometheus(f"http://{address}")

@@ -50,10 +50,12 @@ async def start_router(
         "pools": [{"name": "single", "targets": addresses}],
         "slo": dict(slo),
     }
+
     path = to / "router.yaml"
     log = to / "router.log"
     path.write_text(json.dumps(config))
     command = (sys.executable, "-m", "ullage_router.main", "--config", str(path))
+
     router = await stack.enter_async_context(process(*command, log=log))
     port = (await listening(log))["http_port"]
     return f"http://127.0.0.1:{port}", psutil.Process(router.pid)

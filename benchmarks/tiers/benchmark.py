@@ -82,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, default=VLLM, help="python that has vLLM")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="draw the engine's figures as SVG")
+
     options = parser.parse_args()
     if options.quick:
         options.size_mib = 64
@@ -94,23 +95,29 @@ def main() -> int:
     options = parse()
     result: dict[str, Any] = {"machine": machine()}
     print(result["machine"])
+
     is_well = True
+
     if "store" in options.only:
         print(f"blocks of {options.block_kib} KiB, {options.size_mib} MiB, {options.path}")
         comparisons = measure_store(options)
         is_well &= print_store(comparisons)
         result["store"] = [{**asdict(each), "ratio": each.ratio} for each in comparisons]
+
     if "engine" in options.only:
         engine = measure_engine(options.prompt_tokens, options.rounds)
         is_well &= print_engine(engine)
         result["engine"] = engine
         if options.plot:
             plot(engine["rows"], options.plot)
+
     if "vllm" in options.only:
         result["vllm"] = measure_vllm(options.vllm)
         print("vLLM's own offloading to host memory: {outcome}: {detail}".format(**result["vllm"]))
+
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
     if options.quick:
         equal, total = result.get("engine", {}).get("equal_texts", (0, 0))
         return int(equal != total)

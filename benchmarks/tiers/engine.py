@@ -130,12 +130,14 @@ async def measure_pass(
     prompt_mib = num_tokens * TOKEN_BYTES / MIB
     # One prompt with its answer, and hardly a block more: the next prompt evicts it.
     max_kv = f"{(num_tokens + TAIL + OUTPUT) * 1.1 * TOKEN_BYTES / MIB:.0f}Mi"
+
     chooser = random.Random(num_tokens)
     result = Pass()
     prompts = [
         [chooser.randrange(100, 40_000) for _ in range(num_tokens + TAIL)]
         for _ in range(max(setup.prompts for setup in SETUPS))
     ]
+
     async with contextlib.AsyncExitStack() as stack:
         running: list[tuple[Setup, Service, grpc.aio.Channel]] = []
         for setup in SETUPS:
@@ -147,6 +149,7 @@ async def measure_pass(
             await ask(channel, [5, 6, 7], 4)
             running.append((setup, service, channel))
             progress(f"service for `{setup.where}` is ready")
+
         for turn in range(rounds + 1):
             for number, prompt in enumerate(prompts):
                 begun = {}
@@ -157,6 +160,7 @@ async def measure_pass(
                         await _quiet(service)
                 if "host" in begun:
                     result.slower.append(begun["host"] / begun["recomputed"])
+
         for setup, service, _ in running:
             result.tiers[setup.where] = _traffic(await asyncio.to_thread(service.figures, 0))
     return result
@@ -236,10 +240,13 @@ def measure_engine(num_tokens: int, rounds: int) -> dict[str, Any]:
         progress("texts of deterministic answers")
         short = min(num_tokens, TEXT_PROMPT)
         texts = asyncio.run(measure_pass(Path(name), short, 1, is_deterministic=True))
+
     rows = {where: row.figures() for where, row in times.rows.items()}
     recomputed = rows["recomputed"]["ttft_p50_ms"]
+
     equal, total = texts.equal_texts()
     fast_equal, fast_total = times.equal_texts()
+
     return {
         "prompt_tokens": num_tokens,
         "rows": rows,
@@ -260,17 +267,20 @@ def print_engine(result: dict[str, Any]) -> bool:
     print("".join(f"{title:>11}" for title in titles))
     for where, row in result["rows"].items():
         print(f"{where:28}" + "".join(f"{row[name]:11.2f}" for name in names))
+
     for where, traffic in result["tiers"].items():
         amounts = {
             key: f"{value / MIB:.0f} MiB" if key.endswith(("read", "written")) else int(value)
             for key, value in traffic.items()
         }
         print(f"tiers of `{where}`: {amounts}")
+
     is_well = True
     for key, (most, title) in ENGINE_LIMITS.items():
         is_within = result[key] <= most
         is_well &= is_within
         print(f"{title:48} {result[key]:6.3f}  {'ok' if is_within else f'ABOVE {most:.3f}'}")
+
     (equal, total), fast = result["equal_texts"], result["equal_texts_fast"]
     is_equal = equal == total
     print(

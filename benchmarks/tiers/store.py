@@ -75,6 +75,7 @@ class Blocks:
         self.block_bytes = block_bytes
         self.total_bytes = num_blocks * block_bytes
         self.keys = block_keys(SPACE, range(num_blocks), 1)
+
         # Page-aligned, like slots of the host tier and fio's buffers.
         slot_bytes = pad(block_bytes)
         memory = memoryview(mmap.mmap(-1, num_blocks * slot_bytes))
@@ -82,9 +83,11 @@ class Blocks:
             np.frombuffer(memory[number * slot_bytes :][:block_bytes], np.uint8)
             for number in range(num_blocks)
         ]
+
         one = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
         for number, source in enumerate(self.sources):
             source[:] = np.roll(one, number)
+
         # Touched in advance, because a page fault costs more than the copy.
         self.into = [np.full(block_bytes, 1, np.uint8) for _ in range(num_blocks)]
 
@@ -103,6 +106,7 @@ def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparis
     put = Comparison(f"host put, threads {num_threads}", "memcpy", FLOOR)
     get = Comparison(f"host get, threads {num_threads}", "memcpy", FLOOR)
     arena = Arena.create((blocks.num_blocks + 1) * (blocks.block_bytes + 4096))
+
     for _ in range(rounds):
         store = Store(arena, blocks.block_bytes)
         slots = [
@@ -116,6 +120,7 @@ def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparis
         check_bytes(blocks)
         store.close()
         slots.clear()
+
     arena.close()
     return [put, get]
 
@@ -230,11 +235,13 @@ def fio(blocks: Blocks, path: Path, mode: str, num_threads: int, *, is_direct: b
         "fallocate": "posix",
         "output-format": "json",
     }
+
     command = ["fio", "--thread", "--group_reporting"]
     command += [f"--{name}={value}" for name, value in options.items()]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"error: {' '.join(command)}: {result.stderr.strip()[-400:]}")
+
     [job] = json.loads(result.stdout[result.stdout.index("{") :])["jobs"]
     return float(job["read" if mode == "randread" else "write"]["bw_bytes"])
 

@@ -181,6 +181,7 @@ def measure(setting: Setting, source: str, weights: Path) -> dict[str, Any]:
     """Measure one setting in this process."""
     tokens = load_tokenizer(resolve_source(source).path).encode_text(TEXT.read_text())
     prompts = [(tokens[1000 * n : 1000 * n + length], 0) for n, length in enumerate(PROMPTS)]
+
     with tempfile.TemporaryDirectory() as folder:
         try:
             engine = InProcessEngine(setting, source, Path(folder), weights)
@@ -188,12 +189,14 @@ def measure(setting: Setting, source: str, weights: Path) -> dict[str, Any]:
             return {"refused": str(error)}
         first = engine.answers(prompts, salt="kept", together=False)
         assert all(len(each.token_ids) == LENGTH for each in first)
+
         cut = [
             (prompt + answer.token_ids[:num_sent], num_sent)
             for (prompt, _), answer in zip(prompts, first, strict=True)
             for num_sent in CUTS
         ]
         rest = [answer.after(num_sent) for answer in first for num_sent in CUTS]
+
         results = {
             "batch": compare(engine.answers(prompts, together=True), first),
             "resumed": compare(engine.answers(cut, together=False), rest),
@@ -210,6 +213,7 @@ def measure_apart(name: str, source: str, weights: Path) -> dict[str, Any]:
     command += ["--source", source]
     command += ["--weights", str(weights)]
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **vllm_env(THREADS)}
+
     with tempfile.NamedTemporaryFile() as output:
         process = subprocess.run(
             [*command, "--output", output.name],
@@ -218,6 +222,7 @@ def measure_apart(name: str, source: str, weights: Path) -> dict[str, Any]:
             stderr=subprocess.PIPE,
             check=False,
         )
+
         if process.returncode:
             return {"broken": process.stderr.decode(errors="replace").splitlines()[-1:]}
         result: dict[str, Any] = json.loads(Path(output.name).read_text())

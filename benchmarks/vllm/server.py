@@ -96,6 +96,7 @@ async def overload(
     for number in range(int(rate * seconds)):
         await asyncio.sleep(max(0.0, started + number / rate - time.perf_counter()))
         tasks.append(asyncio.create_task(ask(session, server, 500_000 + number, OUTPUT)))
+
     answers = await asyncio.gather(*tasks)
     refused = sorted(each.e2e * 1e3 for each in answers if each.status == 429)
     served = sorted(each.ttft for each in answers if each.status == 200)
@@ -126,9 +127,11 @@ async def ullage(folder: Path) -> AsyncIterator[ServerUnderTest]:
         "model": {"max_model_len": 4096, "dtype": "bfloat16"},
         "server": {"weights_dir": str(folder / "weights"), "owns_cores": True},
     }
+
     log = str(folder / "engine.log")
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(start_engine(run, log, **sections))
+
         slo = {"ttft_p95": 15.0, "e2e_p95": 40.0}
         url, _ = await start_router(stack, MODEL, [engine.address], folder, slo)
         async with aiohttp.ClientSession() as session:
@@ -195,6 +198,7 @@ async def measure_speed(
                 row = await closed_loop(server, level, max(32, level), seed=turn)
                 rows.setdefault((level, server.name), []).append(row)
                 print(f"{server.name:7} {row}", file=sys.stderr, flush=True)
+
     result: dict[str, Any] = {}
     for level in levels:
         medians = {
@@ -204,6 +208,7 @@ async def measure_speed(
             }
             for server in servers
         }
+
         ours = medians["ullage"]
         theirs = medians["vllm"]
         ratio = ours["output_tokens_per_s"] / theirs["output_tokens_per_s"]
@@ -227,6 +232,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)
     result: dict[str, Any] = {"kill": {}, "overload": {}}
+
     with tempfile.TemporaryDirectory() as name:
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
@@ -237,12 +243,14 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             for server in servers:  # the first steps compile and allocate
                 await closed_loop(server, 8, 16, WARM_UP_SEED)
             result["speed"] = await measure_speed(servers, levels, options.rounds)
+
             steps: list[tuple[str, Callable[[ServerUnderTest], Awaitable[dict[str, Any]]]]] = []
             top = result["speed"][str(levels[-1])]
             rate = 10 * top["vllm"]["output_tokens_per_s"] / OUTPUT
             steps.append(("overload", lambda s: overload(session, s, rate, options.overload_s)))
             # Killed last, because vLLM's own server does not restart.
             steps.append(("kill", lambda server: kill(session, server)))
+
             for kind, step in steps:
                 for server in servers:
                     result[kind][server.name] = await step(server)
