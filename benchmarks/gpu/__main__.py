@@ -232,6 +232,7 @@ def _chosen(
             limit_s += BY_NAME[word].seconds
         else:
             parser.error(f"there is no part {word!r}; choose from {', '.join(BY_NAME)}")
+
     limit_s *= REHEARSAL_FACTOR if options.tiny else 1.0
     parts = [part for part in PARTS if part.name in names]
     return parts, limit_s if options.limit is None else options.limit

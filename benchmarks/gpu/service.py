@@ -105,11 +105,14 @@ async def router_up(
         ],
         **(sections or {}),
     }
+
     path = job.scratch / "router.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+
     command = (sys.executable, "-m", "ullage_router.main", "--config", str(path))
     with (job.out / "router.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(*command, stderr=log, stdout=log)
+
     try:
         router = Router(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
         await _ready(router, process)

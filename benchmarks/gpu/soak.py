@@ -120,6 +120,7 @@ async def session(soak: Soak, channel: Any, number: int) -> None:
     vocab = service_shape(soak.job).vocab
     tokens: list[int] = []
     conversation = 0
+
     while not soak.is_over:
         if len(tokens) > soak.longest:
             tokens = []
