@@ -58,10 +58,10 @@ ORACLE = "oracle.json"
 KERNEL_FILES = (".cubin", ".json", ".ptx", ".so")
 
 MODELS_BYTES = 30 << 30
-"""Bytes that a run writes at most: a checkpoint, and its prepared weights in two types."""
+"""Most bytes that a run writes: a checkpoint, and its prepared weights in two types."""
 
 SCRATCH = "ullage-gpu-scratch-"
-"""How the names of folders of models begin."""
+"""Prefix of the names of model folders."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def obstacle() -> str | None:
-    """Return why nothing can be measured here, in one line; None: it can."""
+    """Return why nothing can be measured here, in one line; None if it can."""
     import torch
 
     if torch.version.cuda is None:
@@ -140,7 +140,7 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: float) -> int:
-    # A time limit around the programme ends it so; its processes and models are removed then, too.
+    # A time limit around the programme sends SIGTERM; end its processes and remove its models.
     signal.signal(signal.SIGTERM, _interrupt)
     options.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -162,7 +162,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder for models, locked while it is used; remove those of runs that were killed."""
+    """Make a folder for models, locked while in use; remove those of killed runs."""
     for place in {"/dev/shm", tempfile.gettempdir()}:
         remove_abandoned(Path(place))
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=_memory_folder()) as name:
@@ -175,9 +175,9 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the folders of models that no run has locked: a lock ends with its process."""
+    """Remove the model folders that no run has locked; a lock ends with its process."""
     for folder in place.glob(f"{SCRATCH}*"):
-        # Another user's cannot be opened, and one in use cannot be locked.
+        # A folder of another user cannot be opened, and one in use cannot be locked.
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY)
             try:
@@ -188,7 +188,7 @@ def remove_abandoned(place: Path) -> None:
 
 
 def pack_logs(folder: Path) -> None:
-    """Move all logs of a folder into its logs.tar.gz, next to those of other parts in there."""
+    """Move all logs of a folder into its logs.tar.gz, which keeps those of other parts."""
     packed = folder / "logs.tar.gz"
     if packed.exists():
         with tarfile.open(packed) as archive:
@@ -219,7 +219,7 @@ def pack_kernels(folder: Path) -> None:
 def _chosen(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> tuple[list[Part], float]:
-    """Return the parts that were asked for, in their order, and the seconds for all of them."""
+    """Return the chosen parts in their order, and the limit of seconds for all of them."""
     names = set[str]()
     limit_s = 0.0
     for word in options.command:
@@ -239,7 +239,7 @@ def _chosen(
 
 
 def _memory_folder() -> str | None:
-    """Return a folder in memory for models: gigabytes that are written once and mapped."""
+    """Return a folder in memory for models, which are gigabytes, written once and mapped."""
     is_roomy = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > MODELS_BYTES
     return "/dev/shm" if is_roomy else None
 
@@ -247,7 +247,7 @@ def _memory_folder() -> str | None:
 def _run_part(name: str, job: Job) -> int:
     """Run one part in this process, which the programme started for it.
 
-    Its traceback is kept next to the results if it raises, dies of a signal or is cut.
+    If the part raises, dies of a signal or is cut, its traceback stays next to the results.
     """
     end_with_parent()
     results = Results(job.out)
@@ -259,7 +259,7 @@ def _run_part(name: str, job: Job) -> int:
     log = job.out / traceback_log(name)
     with log.open("w", encoding="utf-8") as file:
         faulthandler.enable(file)
-        # The programme sends this signal when a part's time is over.
+        # The programme sends SIGTERM when a part's time is over.
         faulthandler.register(signal.SIGTERM, file, chain=True)
         try:
             importlib.import_module(f"benchmarks.gpu.{name}").run(job, report)

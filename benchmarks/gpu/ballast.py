@@ -10,7 +10,7 @@ import torch
 
 ON_CPU_BYTES = 64 << 20
 STEP_BYTES = 16 << 20
-"""Rest that counts as taken, since an allocation may take more than it asks for."""
+"""Rest that counts as taken, because an allocation may be rounded up."""
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def take(device: torch.device, leave: int) -> list[torch.Tensor]:
         try:
             held.append(torch.empty(spare - STEP_BYTES // 2, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError:
-            # No single range is as large as all that is free: half of it may be.
+            # Free memory is fragmented: half of it may fit one range.
             held.append(torch.empty(spare // 2, dtype=torch.uint8, device=device))
     return held
 

@@ -59,10 +59,10 @@ LISTS = ROOT / "tests" / "engine" / "kernels" / "triton" / "compile_kernels.py"
 INTERRUPTED = 130
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Shared memory that one program may have, by architecture (CUDA programming guide)."""
+"""Most shared memory of one thread block, by architecture (CUDA programming guide)."""
 
 MAX_TOKENS = 1024
-"""Tokens of the longest step: four experts each fill the largest tiles of 32 experts."""
+"""Tokens of the longest step. With four experts each, they fill the largest tiles of 32 experts."""
 MAX_ROWS = 128
 MAX_MODEL_LEN = 16_384
 NUM_BLOCKS = 64
@@ -94,13 +94,13 @@ class Compiled:
     shared: int = 0
     """Bytes of shared memory of one program."""
     spilled: int | None = None
-    """Bytes of registers that are spilled; None: it was in the cache, which does not say."""
+    """Bytes of spilled registers; None for a kernel from the cache, which does not record it."""
     uses_tensor_cores: bool = False
     error: str = ""
 
     @property
     def fault(self) -> str:
-        """Why this kernel cannot run on such a GPU; empty if it can."""
+        """Why this kernel cannot run on its architecture; empty if it can."""
         if self.error:
             return self.error
         limit = SHARED_BYTES.get(self.arch)
@@ -158,7 +158,7 @@ def family(name: str) -> Case:
 
 
 CASES: Mapping[str, Callable[[], Case]] = {
-    # Those that take longest begin first.
+    # The longest begin first.
     "llama-8b float32": lambda: Case(llama(), torch.float32),
     "lfm2-8b-a1b float32": lambda: Case(lfm2_moe(), torch.float32),
     **{f"small {name}": functools.partial(family, name) for name in MODELS},
@@ -184,10 +184,10 @@ class SkippedLinear:
         self.shape = shape
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Leave out as it is."""
+        """Skip the product."""
 
     def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Leave out as it is."""
+        """Skip the product."""
 
 
 def skip_plain(name: str, linear: Linear) -> Linear:
@@ -196,8 +196,10 @@ def skip_plain(name: str, linear: Linear) -> Linear:
 
 
 def as_on_cuda(loaded: LoadedModel, name: str, experts: ExpertLinears) -> ExpertLinears:
-    """Return the experts as CUDA has them: plain ones are multiplied by a kernel where few rows
-    choose them, and by another library's where many do."""
+    """Return the experts as CUDA has them.
+
+    Plain experts are multiplied by a kernel with few rows, and by a library with many.
+    """
     if not isinstance(experts, LoopedExperts):
         return experts
     plain = packed_experts(loaded.tensors[name], None, "plain")
@@ -220,7 +222,7 @@ def empty_model(case: Case) -> LoadedModel:
 
 
 def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
-    """Return how a tensor is stored; None: as plain numbers. MXFP4 is for experts alone."""
+    """Return the encoding of a tensor; None for plain numbers. MXFP4 is for experts alone."""
     if format is None or not is_matrix(plan):
         return None
     *stacked, columns = plan.shape
@@ -232,7 +234,7 @@ def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
 
 
 def run_steps(case: Case) -> None:
-    """Take the steps of a warm-up; kernels are compiled in place of running."""
+    """Run the steps of a warm-up; kernels are compiled instead of launched."""
     loaded = empty_model(case)
     limits = StepLimits(
         max_tokens=MAX_TOKENS,
@@ -264,14 +266,14 @@ class Recorder:
         self._arch = arch
         self._finish = finish
         self._compiled: dict[str, Compiled] = {}
-        """By the binary's hash, or by what failed."""
+        """By the binary's hash, or by the name of a failed kernel."""
 
     @property
     def compiled(self) -> list[Compiled]:
         return list(self._compiled.values())
 
     def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Stand in for kernel[grid], which returns what launches."""
+        """Stand in for kernel[grid]; return the launcher."""
 
         def compile_only(*args: object, **constants: object) -> None:
             attempt = f"{kernel.__name__} {constants}"
@@ -284,7 +286,7 @@ class Recorder:
                     binary = kernel.warmup(*args, grid=grid, **constants)
                     if self._finish is not None and binary.hash not in self._compiled:
                         self._finish(binary)
-            except Exception as error:  # whatever Triton, LLVM and ptxas raise
+            except Exception as error:  # Triton, LLVM and ptxas raise many types
                 took = time.perf_counter() - started
                 self._compiled[attempt] = self._failed(kernel.__name__, took, error)
             else:
@@ -311,9 +313,9 @@ class Recorder:
 
 
 def build_launcher(binary: Any) -> None:
-    """Compile the host's side of a launch, where Triton makes one for each signature: before 3.7.
+    """Compile the host's side of a launch, which Triton before 3.7 makes for each signature.
 
-    It is linked with the driver's library, and the compiler takes half a second.
+    It links the driver's library, and takes the compiler half a second.
     """
     from triton.backends.nvidia import driver
 
@@ -322,7 +324,7 @@ def build_launcher(binary: Any) -> None:
 
 
 def compile_case(name: str, arch: int, threads: int) -> list[Compiled]:
-    """Compile what one case launches, in a process of its own: Triton is changed for good."""
+    """Compile the kernels of one case in a process of its own, because Triton stays patched."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -361,7 +363,7 @@ def listed() -> dict[str, Callable[[], Iterator[tuple[str, Callable[[], None]]]]
     spec = importlib.util.spec_from_file_location("compile_kernels", LISTS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look it up
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     lists: dict[str, Any] = module.LISTS
     return lists
@@ -455,8 +457,10 @@ def read_arch(text: str) -> int:
 
 
 def arch_here() -> int:
-    """Return the architecture of this machine's GPU, as the driver says without a context on it;
-    sm90 where there is no GPU."""
+    """Return the architecture of this machine's GPU, or sm90 without a GPU.
+
+    The driver reports it without a context on the GPU.
+    """
     try:
         import pynvml
 

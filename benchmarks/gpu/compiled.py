@@ -13,7 +13,7 @@ from benchmarks.gpu.programme import ROOT
 
 MOST_PROCESSES = 12
 REHEARSED = "llama-8b"
-"""The case of a rehearsal, which compiles for sm90, too: that needs no GPU."""
+"""The case of a rehearsal, which also compiles for sm90: that needs no GPU."""
 
 
 def run(job: Job, report: Report) -> None:

@@ -53,7 +53,7 @@ class Sizes:
     """Models and context of the measurements."""
 
     models: dict[str, dict[str, object]]
-    """config.json by name."""
+    """Contents of config.json by name."""
     context: int
     """Tokens that each decode attends, its own included."""
 
@@ -98,12 +98,12 @@ def decode_figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
             chunks = [decode_of(row, sizes.context, blocks, vocab, GREEDY) for row in range(batch)]
             took = seconds_of(partial(runner.execute, StepPlan(chunks)), device)
             yield Figure(f"{name}, step of {batch} x {sizes.context}", took * 1e3, "ms")
-        # The next model needs the memory.
+        # Free the memory for the next model.
         del runner, loaded
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def config_of(values: dict[str, object]) -> ModelConfig:
-    """Read a config.json that is no file."""
+    """Parse a configuration that has no file."""
     return read_model_config(HFConfig(Path("config.json"), values))

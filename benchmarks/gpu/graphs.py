@@ -32,9 +32,9 @@ from ullage_engine.runner.step_graphs import Action, Capture, CudaCapture, NewCa
 PROMPT_TOKENS = 40
 OUTPUT_TOKENS = 64
 LEAST_GAIN = 1.0
-"""A step may not take longer for being a graph."""
+"""Smallest speed of a step as a graph, relative to launches."""
 JUDGED = (1, 8)
-"""Rows at which the host's launches are waited for; with more, the device is."""
+"""Rows up to which a step is bound by launches of the host; with more, by the device."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -48,7 +48,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def again() -> Capture:
-    """Return what repeats an action by calling it, where there are no graphs."""
+    """Return a function that repeats an action by calling it, for devices without graphs."""
 
     def capture(action: Action) -> Action:
         return action
@@ -57,7 +57,7 @@ def again() -> Capture:
 
 
 def same_tokens(job: Job, new_capture: NewCapture, report: Report) -> None:
-    """Compare tokens in float32 of steps that are launched and of graphs."""
+    """Compare the float32 tokens of launched steps with those of graphs."""
     device = torch.device(job.device)
     name, changes = next(iter(families(job.tiny).items()))
     if job.tiny:
@@ -77,7 +77,7 @@ def outputs(
     tiny: bool,
     report: Report,
 ) -> Outputs:
-    """Continue a few prompts together; with `new_capture` by graphs, whose number is judged."""
+    """Continue a few prompts together; with `new_capture`, judge the number of graphs."""
     runner = make_runner(loaded, device, torch.float32, TURNS, TURNS * BLOCKS_EACH, 96, new_capture)
     runner.run_largest()
     if new_capture is not None:
@@ -94,7 +94,7 @@ def outputs(
 
 
 def times(job: Job, new_capture: NewCapture, report: Report) -> None:
-    """Report how long decode steps of Llama-3-8B's shape take, and how long capturing them."""
+    """Report the time of decode steps in Llama-3-8B's shape, and of capturing them."""
     device = torch.device(job.device)
     loaded = random_model(dense_config(job.tiny), torch.bfloat16, device)
     vocab = loaded.model_config.vocab

@@ -29,7 +29,7 @@ async def _run(job: Job, report: Report) -> None:
     memory = {"max_kv": kv_bytes(job, 4 * threshold)}
     routing = PATIENT | {"routing": {"large_request_tokens": threshold}}
 
-    # One after the other: each measures its own memory at its start.
+    # One after another, because each measures its own memory at its start.
     async with (
         engine_up(job, "single", {"memory": memory}) as single,
         engine_up(job, "large", {"memory": memory, "server": {"pool": "large"}}) as large,

@@ -62,7 +62,7 @@ def run(job: Job, report: Report) -> None:
     report(at_most(f"reserved more after {steps} mixed steps", grown, "MiB", limit))
     report(at_most("the device has less free", lost, "MiB", limit))
     if job.on_gpu:
-        # One that fits what is reserved is no call of cudaMalloc.
+        # An allocation from reserved memory does not call cudaMalloc.
         report(at_most("calls of cudaMalloc", after.allocations - before.allocations, "", 4))
     report(none_of("allocations that had to free memory first", after.retries - before.retries))
 

@@ -48,7 +48,7 @@ def rates(device: torch.device, tiny: bool) -> tuple[float, float]:
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """Measure an action: on a GPU the median of many runs, each with a cold L2 cache."""
+    """Measure an action; on a GPU, take the median of many runs with a cold L2 cache."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -100,7 +100,7 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Measure what one launch of the smallest kernel costs the host, one behind the other."""
+    """Measure the host's time for one launch of the smallest kernel, in a queue of launches."""
     x = torch.zeros(1, device=device)
 
     def launch_many() -> None:

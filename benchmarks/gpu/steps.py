@@ -27,7 +27,7 @@ from ullage_engine.runner.model_runner import ModelRunner
 
 BATCHES = (1, 32, 256)
 JUDGED = (1, 32)
-"""Batches that wait for weights, and so have to be near the floor."""
+"""Memory-bound batches, whose steps have to be near the floor."""
 LEAST_SHARE = 0.5
 CONTEXT = 1024
 KINDS = {"greedy": GREEDY, "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1)}
@@ -46,7 +46,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def formats(job: Job) -> tuple[Format | None, ...]:
-    """Return the formats of weights; None: the computing type."""
+    """Return the formats of weights; None is the computing type."""
     return (None, "int8") if job.tiny else (None, "int8", "int4")
 
 
@@ -78,7 +78,7 @@ def measure(
     copied: float,
     report: Report,
 ) -> None:
-    """Report the milliseconds of steps, and the share of their time that the floor is."""
+    """Report the milliseconds of steps, and the floor as a share of them."""
     device = torch.device(job.device)
     context = CONTEXT if not job.tiny else 40
     batches = BATCHES if not job.tiny else (1, 3)
@@ -109,7 +109,7 @@ def measure(
 def floor_seconds(
     loaded: LoadedModel, dtype: torch.dtype, batch: int, context: int, copied: float
 ) -> float:
-    """Return the seconds in which the device copies the bytes of a step: weights and KV."""
+    """Return the time in which the device copies a step's bytes: weights and KV."""
     kv = context * loaded.model_config.kv_bytes_per_token(dtype.itemsize)
     embedding = loaded.tensors["embedding"].nbytes  # a step reads a row of it for each sequence
     return float((loaded.nbytes - embedding + batch * kv) / copied)
@@ -118,12 +118,12 @@ def floor_seconds(
 def decodes(
     batch: int, context: int, blocks: int, vocab: int, sampling: SamplingParams
 ) -> StepPlan:
-    """Return a step of so many decodes."""
+    """Return a step of decodes."""
     return StepPlan([decode_of(row, context, blocks, vocab, sampling) for row in range(batch)])
 
 
 def profile(job: Job, runner: ModelRunner, plan: StepPlan, kind: str, report: Report) -> None:
-    """Keep a trace of one step, and report its kernels and copies."""
+    """Write a trace of one step, and report its kernels and copies."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -148,7 +148,7 @@ def profile(job: Job, runner: ModelRunner, plan: StepPlan, kind: str, report: Re
 
 
 def device_events(trace: Path) -> Iterator[dict[str, Any]]:
-    """Yield what ran on the device."""
+    """Yield the events that ran on the device."""
     for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             yield event

@@ -42,16 +42,16 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "llama, grouped heads, tied": _NARROW,
     "lfm2_moe": {**_NARROW, "moe_intermediate_size": 32},
 }
-"""Models of a rehearsal, and what their configurations have instead."""
+"""Models of a rehearsal, with the changes of their configurations."""
 
 Outputs = list[dict[str, list[Any]]]
-"""Of each sequence its tokens, and the gaps behind them."""
+"""Tokens of each sequence, and the gaps behind them."""
 
 
 def run(job: Job, report: Report) -> None:
     oracle = read_oracle(job)
     if oracle is None:
-        # Slow, and yet better than nothing where only the tracked files came along.
+        # Slow, but possible where only the tracked files are present.
         report(Fact("oracle", f"computed here, which takes minutes: --bundle has no {ORACLE}"))
         oracle = {name: outputs(job.scratch, name, job.tiny, "cpu") for name in families(job.tiny)}
     near_ties = 0
@@ -68,7 +68,7 @@ def families(tiny: bool) -> dict[str, dict[str, Any]]:
 
 
 def read_oracle(job: Job) -> dict[str, Outputs] | None:
-    """Return the tokens that travelled; None: there are none for this size."""
+    """Return the tokens of the bundle; None if it has none for this size."""
     path = job.bundle / ORACLE if job.bundle else None
     if path is None or not path.is_file():
         return None
@@ -78,7 +78,7 @@ def read_oracle(job: Job) -> dict[str, Outputs] | None:
 
 
 def write_oracle(path: Path, *, tiny: bool) -> None:
-    """Compute the tokens of all models on this CPU, and write them for runs elsewhere."""
+    """Compute the tokens of all models on this CPU, and write them for other machines."""
     import tempfile
 
     oracle = {}
@@ -125,7 +125,7 @@ def load_family(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> LoadedModel:
-    """Write a random model of a family where it is missing, and load it as an engine does."""
+    """Write a random model of a family unless it is there, and load it as an engine does."""
     folder = scratch / "families" / name.replace(" ", "-").replace(",", "")
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
