@@ -121,6 +121,7 @@ def type_of(node: Schema) -> str:
         return "quantity"
     if "ms" in node.get("pattern", "") and "h|m" in node["pattern"]:
         return "duration"
+
     kind = str(node["type"])
     if kind == "array":
         return f"list of at most {node.get('maxItems', 'any number of')}"

@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
     add = parser.add_argument
     add("command", nargs="+", help=f"{', '.join(COMMANDS)}, or parts by name")
     add("--out", type=Path, default=Path("gpu-results"), help="folder of results (%(default)s)")
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{REHEARSAL_FACTOR:g} with --tiny)",
     )
     add("--scratch", type=Path, help="folder for models made on the way (a new one in /dev/shm)")
+
     return parser
 
 

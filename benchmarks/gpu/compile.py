@@ -236,6 +236,7 @@ def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
 def run_steps(case: Case) -> None:
     """Run the steps of a warm-up; kernels are compiled instead of launched."""
     loaded = empty_model(case)
+
     limits = StepLimits(
         max_tokens=MAX_TOKENS,
         max_rows=MAX_ROWS,
@@ -244,6 +245,7 @@ def run_steps(case: Case) -> None:
         itemsize=case.dtype.itemsize,
         fp8_kv=case.has_fp8_kv,
     )
+
     runner = ModelRunner(
         loaded,
         torch.device("cpu"),
@@ -252,6 +254,7 @@ def run_steps(case: Case) -> None:
         wrap=skip_plain,
         wrap_experts=functools.partial(as_on_cuda, loaded),
     )
+
     runner.allocate_arena()
     runner.allocate_kv(NUM_BLOCKS)
     runner.warm_up()
@@ -279,6 +282,7 @@ class Recorder:
             attempt = f"{kernel.__name__} {constants}"
             if attempt in self._compiled:
                 return
+
             log = io.StringIO()
             started = time.perf_counter()
             try:
@@ -438,9 +442,11 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", action="store_true", help="the tests' variants, too")
     parser.add_argument("--cache", metavar="DIR", help="Triton's cache; TRITON_CACHE_DIR")
     parser.add_argument("--json", metavar="FILE", help="a line of JSON for each kernel")
+
     arguments = parser.parse_args(argv)
     if arguments.arch is None:
         arguments.arch = arch_here()
+
     if unknown := sorted(set(arguments.cases) - set(CASES)):
         parser.error(f"there is no case {unknown[0]!r}; choose from {', '.join(CASES)}")
     if arguments.processes < 1:

@@ -89,15 +89,18 @@ def decode_figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
     dtype = torch.float32 if tiny else torch.bfloat16
     rows = max(BATCHES)
     blocks = -(-sizes.context // BLOCK_TOKENS)
+
     for name, values in sizes.models.items():
         loaded = random_model(config_of(values), dtype, device)
         yield Figure(f"{name}, weights", loaded.nbytes / 1e9, "GB")
         runner = make_runner(loaded, device, dtype, rows, rows * blocks, sizes.context)
         vocab = loaded.model_config.vocab
+
         for batch in BATCHES:
             chunks = [decode_of(row, sizes.context, blocks, vocab, GREEDY) for row in range(batch)]
             took = seconds_of(partial(runner.execute, StepPlan(chunks)), device)
             yield Figure(f"{name}, step of {batch} x {sizes.context}", took * 1e3, "ms")
+
         # Free the memory for the next model.
         del runner, loaded
         if device.type == "cuda":

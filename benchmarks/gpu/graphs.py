@@ -100,14 +100,17 @@ def times(job: Job, new_capture: NewCapture, report: Report) -> None:
     vocab = loaded.model_config.vocab
     rows = 32
     blocks = -(-CONTEXT // BLOCK_TOKENS)
+
     took: dict[tuple[str, int], float] = {}
     for capture in (None, new_capture):
         runner = make_runner(loaded, device, torch.bfloat16, rows, rows * blocks, CONTEXT, capture)
         runner.warm_up()
+
         if capture is not None:
             began = time.perf_counter()
             runner.run_largest()
             report(Figure("capturing all graphs", time.perf_counter() - began, "s"))
+
         for kind, sampling in KINDS.items():
             for batch in (1, 8, rows):
                 plan = decodes(batch, CONTEXT, blocks, vocab, sampling)
@@ -117,8 +120,10 @@ def times(job: Job, new_capture: NewCapture, report: Report) -> None:
                     took[kind, batch] = seconds
                     report(Figure(f"launched, {name}", seconds * 1e3, "ms"))
                     continue
+
                 report(Figure(f"graph, {name}", seconds * 1e3, "ms"))
                 gain = took[kind, batch] / seconds
                 aim = LEAST_GAIN if batch in JUDGED else None
                 report(Figure(f"graph, {name}, times as fast", gain, "", aim))
+
         del runner

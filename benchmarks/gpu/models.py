@@ -39,21 +39,25 @@ def random_model(
     generator = torch.Generator(device).manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
     encodings: dict[str, Encoding] = {}
+
     for plan in plan_tensors(config):
         if config.architecture == "gpt_oss" and _is_expert_matrix(plan):
             shape = (plan.shape[0] * plan.shape[1], plan.shape[2])
             encodings[plan.name] = Encoding(format="mxfp4", shape=shape, group=MXFP4_GROUP)
             tensors |= _random_mxfp4(plan.name, encodings[plan.name], generator)
             continue
+
         weights = _random_plain(plan, dtype, generator)
         if format is None or not is_matrix(plan):
             tensors[plan.name] = weights
             continue
+
         rows, columns = plan.shape
         encoding = chosen_encoding(format, (rows, columns))
         encodings[plan.name] = encoding
         pieces = pack(quantise(weights, encoding, dtype), encoding, dtype)
         tensors |= {f"{plan.name}.{piece}": each for piece, each in pieces.items()}
+
     return LoadedModel(config, tensors, sum(each.nbytes for each in tensors.values()), encodings)
 
 

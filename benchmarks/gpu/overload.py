@@ -104,12 +104,15 @@ def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
     report(Fact("statuses", " ".join(map(str, statuses))))
     for status, error in sorted({(reply.status, reply.error) for reply in replies if reply.error}):
         report(Fact(f"status {status}", error))
+
     report(none_of("answers but 200 and 429", sum(each not in (200, 429) for each in statuses)))
     report(count("served", statuses.count(200), WAVES))
+
     silent = [
         reply for reply in replies if reply.status == 429 and "retry-after" not in reply.headers
     ]
     report(none_of("refusals without Retry-After", len(silent)))
+
     short = [
         reply
         for reply in replies
@@ -118,6 +121,7 @@ def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
         and not reply.headers.get("x-ullage-degraded")
     ]
     report(none_of("answers cut short without a word", len(short)))
+
     report(Figure("longest answer", max(reply.seconds for reply in replies), "s"))
 
 

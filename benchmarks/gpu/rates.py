@@ -68,15 +68,18 @@ def uploads(device: torch.device, job: Job) -> list[tuple[str, float]]:
     size = upload_bytes(job)
     target = torch.empty(size, dtype=torch.uint8, device=device)
     path = job.scratch / "upload"
+
     sources = {
         "pinned": torch.zeros(size, dtype=torch.uint8, pin_memory=job.on_gpu),
         "pageable": torch.zeros(size, dtype=torch.uint8),
         "mapped": mapped(path, size),
     }
+
     measured = []
     for name, source in sources.items():
         best = min(timed(lambda source=source: target.copy_(source), device) for _ in range(2))
         measured.append((name, best))
+
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     return measured

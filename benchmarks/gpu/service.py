@@ -161,12 +161,14 @@ async def complete(
         "temperature": 0,
         "ignore_eos": True,
     }
+
     began = time.monotonic()
     try:
         async with client.post(f"{router.url}/v1/completions", json=body) as response:
             answer = await response.json()
     except (aiohttp.ClientError, TimeoutError, ValueError) as cause:
         return Reply(0, {}, 0, time.monotonic() - began, one_line(cause))
+
     tokens = answer.get("usage", {}).get("completion_tokens", 0)
     headers = {name.lower(): value for name, value in response.headers.items()}
     error = str(answer.get("error", {}).get("message", ""))
@@ -218,14 +220,17 @@ async def ask(
         output=pb.OutputOptions(return_token_ids=True, top_logprobs=2 if gaps else None),
         session_id=session,
     )
+
     stream.times.append(time.monotonic())
     call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=ASK_S)
+
     try:
         async for response in call:
             _take(stream, response)
     except grpc.aio.AioRpcError as error:
         stream.error = f"{error.code().name}: {error.details()}"
         return stream
+
     if len(stream.token_ids) != max_tokens and not stream.degraded:
         stream.error = f"{len(stream.token_ids)} of {max_tokens} tokens"
     return stream

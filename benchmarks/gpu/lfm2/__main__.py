@@ -44,6 +44,7 @@ def parse_work() -> Work:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
     add = parser.add_argument
     has_cuda = torch.cuda.is_available()
     add("--device", default="cuda" if has_cuda else "cpu", choices=["cpu", "cuda"])
@@ -67,9 +68,11 @@ def parse_work() -> Work:
         metavar="SAMPLES",
         help="compare so many samples with transformers on the same weights; needs one stage",
     )
+
     given = parser.parse_args()
     given.size = given.size or ("full" if given.device == "cuda" else "small")
     work = Work(**vars(given))
+
     if wrong := refusal(work):
         parser.error(wrong)
     return work
@@ -81,6 +84,7 @@ def refusal(work: Work) -> str | None:
         if getattr(work, name) < 1:
             flag = f"--{name.replace('_', '-')}"
             return f"{flag} {getattr(work, name)} is not positive; give 1 or more"
+
     if work.tokens < 2:
         return f"--tokens {work.tokens} is not a prompt; give 2 or more"
     if not 0 <= work.spare < math.inf:
@@ -90,6 +94,7 @@ def refusal(work: Work) -> str | None:
             f"--against-transformers {work.against_transformers} is not between 0 and the "
             f"{work.samples} samples"
         )
+
     if work.stages > 1 and (work.all_positions or work.against_transformers):
         return (
             f"--stages {work.stages}: no stage has the whole model, which --all-positions and "
@@ -97,6 +102,7 @@ def refusal(work: Work) -> str | None:
         )
     if work.stages > (most := make_model_config(work.size).num_layers):
         return f"--stages {work.stages} is more than the model's {most} layers"
+
     if work.device == "cuda" and torch.cuda.device_count() < work.stages:
         return (
             f"--device cuda with --stages {work.stages} needs as many GPUs, and there are "

@@ -243,8 +243,10 @@ def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _C
     """
     prompts = make_prompts(whole, int(work.samples * (1 + work.spare)), work.tokens)
     reference = compute_reference(whole, weights, prompts)
+
     positions = slice(None) if work.all_positions else slice(-1, None)
     hidden = reference.hidden[:, positions]
+
     is_safe = (reference.margins > SAFE_MARGIN) & (answer_margins(reference, hidden) > LOGIT_MARGIN)
     safe = is_safe.nonzero()[: work.samples, 0]
     if len(safe) < work.samples:
@@ -252,10 +254,12 @@ def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _C
             f"--spare {work.spare}: only {len(safe)} of {len(prompts)} prompts are such that "
             f"rounding decides nothing, not {work.samples}; give a larger --spare"
         )
+
     prompts = prompts[safe.cpu()]
     plain = None
     if work.dtype != "float32":
         plain = compute_reference(whole, weights, prompts, DTYPES[work.dtype]).hidden[:, positions]
+
     return _Chosen(
         prompts=prompts,
         reference=hidden[safe],

@@ -55,9 +55,11 @@ def report(work: Work, measured: Measured) -> int:
     figures = figures_of(work, measured)
     for figure in figures:
         say(f"{figure.name}: {figure.value:.6g} {figure.unit}")
+
     failed = failures(figures, measured)
     for reason in failed:
         say(f"FAILED: {reason}")
+
     result = {
         "benchmark": "lfm2",
         **asdict(work),

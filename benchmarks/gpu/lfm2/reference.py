@@ -48,18 +48,22 @@ def compute_reference(
     ends = _cast(weights.ends(), dtype)
     device = ends["norm"].device
     x = ends["embedding"][prompts.to(device)]
+
     margins = torch.full((len(prompts),), float("inf"), device=device)
     load = torch.zeros(model_config.experts.num_experts, dtype=torch.int64, device=device)
+
     for index, spec in enumerate(model_config.layers):
         prefix = f"layers.{index}."
         layer = _cast(weights.layer(index), dtype)
         own = {name.removeprefix(prefix): tensor for name, tensor in layer.items()}
         mixer = _conv if spec.mixer == "conv" else _attention
         x = x + mixer(model_config, own, _norm(x, own["mixer_norm"], model_config.rms_eps))
+
         normed = _norm(x, own["mlp_norm"], model_config.rms_eps)
         if spec.feed_forward == "dense":
             x = x + _mlp(normed, own["gate_up"], own["down"])
             continue
+
         routing = _route(model_config.experts, own, normed)
         x = x + _experts(own, normed, routing)
         margins = torch.minimum(margins, routing.margins.amin(dim=1))
