@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
     parser.add_argument("--tokens", type=int, default=None, help="of the text, the first so many")
     parser.add_argument("--device-mib", type=int, default=1024, help="(default: %(default)s)")
-    parser.add_argument("--other-mib", type=int, default=256, help="beside weights and KV")
+    parser.add_argument("--other-mib", type=int, default=256, help="memory besides weights and KV")
     options = parser.parse_args()
 
     tokens = load_tokenizer(resolve_source(options.source).path).encode_text(TEXT.read_text())

@@ -1,16 +1,16 @@
-"""Prove on one NVIDIA GPU what Ullage promises, with pass or fail: `python -m benchmarks.gpu`.
+"""Prove Ullage's promises on one NVIDIA GPU, each with pass or fail.
 
 commands:
-  first         the parts that judge whether the machine, its packages and the kernels are fit
+  first         the parts that judge the machine, its packages and the kernels
   second        the parts that judge the service: memory, recovery, speed
   NAME ...      single parts, by name (list shows them)
   list          every part, with its limit of seconds and its proof
-  table FILE    the table of a results.jsonl, as docs/gpu.md has it
-  oracle        compute on this CPU the tokens that the part `tokens` compares with
+  table FILE    the table of a results.jsonl, for docs/gpu.md
+  oracle        compute the reference tokens of the part `tokens` on this CPU
 
-Results are appended to --out as they come, so a run that is cut keeps its findings, and a second
-run with the same --out leaves out the parts that have passed. A part that did not end by itself
-leaves its traceback there, as NAME.traceback.log. docs/gpu.md has the aims of all parts.
+Results are appended to --out as they come, so a run that is cut keeps its findings. A second run
+with the same --out skips the parts that have passed. A part that did not end by itself leaves its
+traceback there, as NAME.traceback.log. docs/gpu.md has the aims of all parts.
 
 examples:
   python -m benchmarks.gpu first --out results --bundle dist/gpu-bundle
@@ -18,7 +18,7 @@ examples:
   python -m benchmarks.gpu overload faults --out results --again
   python -m benchmarks.gpu first second --tiny --device cpu --out rehearsal
 
-exit status: 0 all passed, 1 something did not, 2 wrong arguments or no GPU, 130 interrupted
+exit status: 0 all passed, 1 a part did not, 2 wrong arguments or no GPU, 130 interrupted
 """
 
 import argparse

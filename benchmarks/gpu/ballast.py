@@ -1,7 +1,7 @@
-"""Take a device's memory but for a rest, and hold it until standard input ends.
+"""Allocate all memory of a device except a rest, and hold it until standard input ends.
 
-As a neighbour on the GPU would: `python -m benchmarks.gpu.ballast cuda 67108864` prints the bytes
-that it holds once they are taken. On a CPU it takes a little, so that a rehearsal has the process.
+This imitates a neighbour on the GPU. `python -m benchmarks.gpu.ballast cuda 67108864` prints the
+bytes that it holds. On a CPU it allocates a little, so that a rehearsal has the process, too.
 """
 
 import sys

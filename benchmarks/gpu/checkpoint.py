@@ -1,7 +1,7 @@
-"""The models that services of the programme serve: a Llama with random weights, made on the device.
+"""The model of the programme's services: a Llama with random weights, drawn on the device.
 
-A word is a token: the prompt "w7 w8" has two. So prompts of any length are made without counting,
-and no text tokenises differently the second time.
+A word is a token: the prompt "w7 w8" has two. So a prompt of any length needs no counting, and an
+answer tokenizes to the same tokens again.
 """
 
 import json

@@ -1,13 +1,13 @@
-"""Compiles the Triton kernels that the programme launches, in several processes, without a GPU.
+"""Compile the Triton kernels of the programme, in several processes, without a GPU.
 
-With a GPU this fills Triton's cache before the programme measures anything: one kernel takes a
-second, and the programme launches some two hundred. Without one it shows that every kernel compiles
+On a GPU machine, this fills Triton's cache before the programme measures anything: one kernel takes
+a second, and the programme launches some two hundred. Elsewhere it shows that every kernel compiles
 for an architecture, fits its shared memory and spills no registers.
 
-Nothing here lists kernels. The product's own ModelRunner takes the steps of its warm-up on the CPU,
-with one layer of each kind and the widths of the programme's models; where it would launch a
-kernel, the kernel is compiled for the same arguments. A new kernel is picked up with no change.
---every adds what tests/engine/kernels/triton/compile_kernels.py lists.
+There is no list of kernels here. ModelRunner runs the steps of its warm-up on the CPU, with one
+layer of each kind and the widths of the programme's models. Instead of launching a kernel, it
+compiles the kernel for the same arguments. New kernels are included without a change. --every adds
+the list of tests/engine/kernels/triton/compile_kernels.py.
 
 examples:
   python -m benchmarks.gpu.compile                        for this machine's GPU, else sm90

@@ -1,6 +1,6 @@
-"""Every kernel that the programme launches, compiled ahead by as many processes as help.
+"""Every kernel of the programme, compiled ahead by as many processes as help.
 
-What is compiled here is in Triton's cache for the parts that follow, even of a part that is cut.
+The kernels are in Triton's cache for later parts, even if this part is cut.
 """
 
 import os

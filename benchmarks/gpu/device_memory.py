@@ -1,4 +1,4 @@
-"""Used memory of the device while a service runs: by NVML, or on a CPU that of the workers."""
+"""Used memory of the device while a service runs: from NVML, or on a CPU from the workers."""
 
 import contextlib
 import os

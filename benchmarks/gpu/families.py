@@ -1,5 +1,7 @@
-"""Decode steps of models with experts, tokens on the host included: LFM2-8B-A1B in bfloat16 and
-gpt-oss-20b in MXFP4, with random weights made on the device. Recorded, not judged.
+"""Decode steps of models with experts, recorded and not judged.
+
+The models are LFM2-8B-A1B in bfloat16 and gpt-oss-20b in MXFP4, with random weights drawn on the
+device. A step includes the copy of its tokens to the host.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Scenario 4: greedy streams across injected shortages, killed workers and a GPU that is full.
 
-No stream may fail, and each has the tokens of its undisturbed run. In float32 a resumed stream may
-part from the undisturbed one only where two tokens are all but equally likely: such near-ties are
-counted, by the log-probabilities of the undisturbed run.
+No stream may fail, and each must have the tokens of its undisturbed run. In float32 a resumed
+stream may part from it only at a near-tie, where two tokens are almost equally likely. Near-ties
+are counted by the log-probabilities of the undisturbed run.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Findings of a part of the programme: figures, each with the aim that it has to reach."""
+"""Findings of a part of the programme: figures with their aims, and facts."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Float32 that is float32: without TF32, whose ten bits of mantissa would pass for it."""
+"""Float32 without TF32, which has only ten bits of mantissa."""
 
 import ctypes
 

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs, against the tokens and the times of launched steps.
 
-The figures decide whether `cuda_graphs` is on by default. In a rehearsal a graph calls the captured
-action again, and kernels run in Triton's interpreter.
+The figures decide whether `cuda_graphs` is on by default. In a rehearsal, a graph repeats the
+captured action, and kernels run in Triton's interpreter.
 """
 
 import os

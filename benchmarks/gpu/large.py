@@ -1,4 +1,4 @@
-"""Scenario 2: a second engine on the same GPU is the large pool, where long prompts go."""
+"""Scenario 2: a second engine on the same GPU is the large pool, which serves long prompts."""
 
 import asyncio
 

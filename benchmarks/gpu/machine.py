@@ -1,4 +1,4 @@
-"""Is everything there? Packages, modules, driver, disks; the machine's own words are kept."""
+"""Packages, modules, driver and disks of the machine, with the output of its own commands."""
 
 import contextlib
 import importlib

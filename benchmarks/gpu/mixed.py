@@ -1,4 +1,4 @@
-"""Steps of prompts and decodes with several kinds of sampling, in the memory of the warm-up."""
+"""Mixed steps with several kinds of sampling, which need no memory beyond the warm-up."""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Models of random weights, made on the device, and the decodes that they are measured by."""
+"""Models with random weights, drawn on the device, and decodes to measure them."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """Scenario 1: prompts of 12k tokens, four at a time, on a KV pool that holds one of them.
 
-Success or 429, nothing else; the device stays within its threshold, and the ledger equals the
+Every answer is a success or 429. The device stays within its threshold, and the ledger equals the
 driver's count.
 """
 

@@ -1,8 +1,8 @@
 """The parts in the order of their value, each in a process of its own with a time limit.
 
-Processes that a part leaves behind, a hung worker or a server that holds the GPU's memory, are
-ended before the next part begins: this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that no
-descendant escapes.
+A part may leave processes behind, such as a hung worker or a server that holds the GPU's memory.
+They are ended before the next part begins. This process adopts orphans (PR_SET_CHILD_SUBREAPER), so
+that no descendant escapes.
 """
 
 import contextlib

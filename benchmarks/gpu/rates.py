@@ -1,4 +1,4 @@
-"""The GPU's best rates, by which other parts are judged."""
+"""The GPU's peak rates, which are the reference of other parts."""
 
 import contextlib
 import time

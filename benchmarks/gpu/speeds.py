@@ -1,8 +1,8 @@
-"""Speeds of the kernels as shares of the GPU's best.
+"""Speeds of the kernels as shares of the GPU's peak rates.
 
-Attention is judged by a share of the bytes a second of copies, or of the operations of a large
-product; products with small weights by the time of the same product in bfloat16, which they have to
-beat where rows are few and the product waits for its weights.
+Attention is judged against the bandwidth of copies, or against the operations/s of a large product.
+Products with quantized weights are judged against the same product in bfloat16, which they have to
+beat with few rows, where the product is memory-bound.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""Decode steps of Llama-3-8B's shape against their floor: the time in which the device copies as
-many bytes as a step reads. Greedy and with top-p, in bfloat16, int8 and int4; one step of each is
-profiled and its kernels are counted.
+"""Decode steps in Llama-3-8B's shape against their floor.
+
+The floor is the time in which the device copies as many bytes as a step reads. Steps are greedy and
+with top-p, in bfloat16, int8 and int4. One step of each is profiled, and its kernels are counted.
 """
 
 import gzip

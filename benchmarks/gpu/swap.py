@@ -1,7 +1,6 @@
 """Preemption: sequences that the KV pool cannot hold together are swapped to the host and back.
 
-Each has the tokens in float32 that it has alone; and blocks of ended sessions go through the host
-tier.
+In float32, each has the same tokens as alone. Blocks of ended sessions go through the host tier.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Whether tokens are those of another run, where rounding may choose between two near-ties."""
+"""Comparison of tokens with another run, in which rounding may decide near-ties."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

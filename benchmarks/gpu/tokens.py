@@ -1,7 +1,7 @@
-"""Greedy tokens of eight small random models in float32, against those that a CPU computed before.
+"""Greedy tokens of eight small random models in float32, against those of a CPU.
 
-The oracle is made where there is time (`python -m benchmarks.gpu oracle`) and travels as a file.
-Where the first different token is one of two that are all but equally likely, rounding chose.
+`python -m benchmarks.gpu oracle` computes the oracle in advance, and the bundle contains it. If the
+first different token is a near-tie, rounding chose it.
 """
 
 import json

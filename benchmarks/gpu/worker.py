@@ -1,5 +1,7 @@
-"""One worker with everything that only a GPU makes different: pinned host slots, the host tier,
-float8 KV, the driver's figures. A fault of one of them shows here within seconds.
+"""One worker with every feature that behaves differently on a GPU.
+
+These are pinned host slots, the host tier, float8 KV and the driver's figures. A fault of one of
+them appears here within seconds.
 """
 
 import asyncio

@@ -92,14 +92,14 @@ class Pool:
         self.running[key] = [tokens, blocks]
         bucket = len(self.running).bit_length()
         self.step_seconds[bucket - 1 : bucket] = [self.step_s]
-        self.tell()
+        self.notify()
         return True
 
     def give_back(self, key: int) -> None:
         self.free += self.running.pop(key)[1]
-        self.tell()
+        self.notify()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         changed = self.changed
         self.changed = asyncio.Event()
         changed.set()

@@ -1,7 +1,7 @@
 """Settings of vLLM with which a resumed greedy answer equals the undisturbed one.
 
 A worker that replaces another computes a request's prompt and the output so far as one prompt, and
-continues. For each setting, in a process of its own, compare the greedy answers of such a worker
+continues. For each setting, in a process of its own, compare the greedy answers of this worker
 with those of an undisturbed one. There are three prompts of 12, 70 and 300 tokens with answers of
 32 tokens:
 

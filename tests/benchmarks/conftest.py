@@ -1,4 +1,4 @@
-"""The soak of two minutes, which runs beside the other tests."""
+"""The soak of two minutes, which runs in parallel with the other tests."""
 
 import subprocess
 import sys

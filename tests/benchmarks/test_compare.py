@@ -1,4 +1,4 @@
-"""What the comparison of servers judges and keeps, and that it leaves no process behind."""
+"""The comparison of servers: verdicts, files, and no process left behind."""
 
 import asyncio
 import importlib

@@ -70,7 +70,7 @@ def test_the_whole_programme_is_rehearsed(programme: Any, tmp_path: Path) -> Non
     assert (out / "vram.csv").stat().st_size > 0
     assert "all passed" in done.stdout
 
-    # What has passed is not run again.
+    # Parts that passed do not run again.
     began = time.monotonic()
     again = run("first", "second", "--tiny", "--device", "cpu", "--out", str(out), "--pack")
     assert again.returncode == 0

@@ -1,4 +1,4 @@
-"""What the benchmark of KV tiers judges: where answers came from, limits, equal texts."""
+"""Verdicts of the benchmark of KV tiers: origin of answers, limits, equal texts."""
 
 import importlib
 import xml.etree.ElementTree as ET

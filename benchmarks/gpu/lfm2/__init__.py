@@ -1,4 +1,4 @@
-"""LFM2-8B-A1B with seeded random weights: samples a second to logits, which are then checked.
+"""LFM2-8B-A1B with seeded random weights: samples a second to logits, and a check of the logits.
 
 `python -m benchmarks.gpu.lfm2` runs it alone, with other sizes and several stages.
 """

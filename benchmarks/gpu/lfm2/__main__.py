@@ -1,17 +1,20 @@
-"""Samples a second of LFM2-8B-A1B to logits, checked: `python -m benchmarks.gpu.lfm2`.
+"""Samples a second of LFM2-8B-A1B from tokens to logits, with a check of the logits.
 
 1024 samples of 32 tokens with seeded random weights and a skewed router: one step of the engine's
 own runner, on one device or on several stages, which get the layers, the micro-batches and the
 transfers that `parallelism.pipeline` gives them. The logits are compared with those of a plain
 float32 implementation, and with those of transformers if asked.
 
-The exit status is 1, and the reasons are printed, if in float32 a likeliest token is another or a
-logit differs by 1e-5 of the largest logit or more; if more than 15 % of the samples had to be
-replaced, because two experts or two answers were almost equally good; or if the full size in
-float32 on CUDA, 1024 x 32, does not exceed 358.56 samples/s. In bfloat16 experts chosen by a hair
-are often others than in float32, in every implementation: there a plain bfloat16 one is
-compared with float32, too, and the engine's median error may be a quarter larger than its. The last
-line is the result as JSON.
+The exit status is 1, and the reasons are printed, in three cases:
+
+* In float32 a likeliest token differs, or a logit differs by 1e-5 of the largest logit or more.
+* More than 15 % of the samples had to be replaced, because two experts or two answers were almost
+  equally good.
+* The full size in float32 on CUDA, 1024 x 32, does not exceed 358.56 samples/s.
+
+In bfloat16 every implementation often chooses other experts than in float32, where two are almost
+equal. So a plain bfloat16 implementation is also compared with float32, and the engine's median
+error may be a quarter larger. The last line is the result as JSON.
 """
 
 import argparse

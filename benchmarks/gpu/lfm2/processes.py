@@ -1,6 +1,6 @@
-"""A run in one process or in one a stage, and its report.
+"""A run in one process or in one process a stage, and its report.
 
-Not in `__main__`, which spawned processes do not import.
+This is not in `__main__`, because spawned processes do not import that.
 """
 
 import json

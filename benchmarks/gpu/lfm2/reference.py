@@ -1,9 +1,9 @@
 """LFM2 as its formulas read, with none of the engine's layers: the expected logits.
 
-All samples pass through one layer before the next layer's weights are made, so that the reference
-needs one layer's memory. It also says how close each sample came to choosing other experts: where
-the last expert chosen and the first not chosen differ by no more than rounding, two right
-implementations may choose differently, and their logits then differ by far more than rounding.
+All samples pass through one layer before the next layer's weights are drawn, so that the reference
+needs the memory of one layer. It also returns how close each sample came to choosing other experts.
+Where the last expert chosen and the first not chosen differ by no more than rounding, two correct
+implementations may choose differently. Their logits then differ by far more than rounding.
 """
 
 from dataclasses import dataclass
