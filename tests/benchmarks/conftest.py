@@ -28,7 +28,7 @@ FOLDER = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the soak with the first test of a run, which then passes its two minutes."""
+    """Start the soak with the first test of a run, to overlap its two minutes with other tests."""
     is_wanted = any(item.name == TEST for item in session.items)
     if not is_wanted or session.config.option.collectonly:
         return

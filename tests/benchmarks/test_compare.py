@@ -93,13 +93,13 @@ def test_nothing_is_judged_without_both_sides(compare: Any) -> None:
 
 
 def stand_in(compare: Any, name: str, how: str = "well") -> Any:
-    """A server that answers at once."""
+    """Return a server that answers at once."""
     command = [sys.executable, "-c", STAND_IN, how]
     return compare.Server(name, "1", "a stand-in", lambda port: [*command, str(port)])
 
 
 def living(pids: list[str]) -> list[str]:
-    """Those of the processes that are there and no zombies."""
+    """Return the processes that exist and are no zombies."""
     from benchmarks.compare.servers import lives
 
     return [pid for pid in pids if psutil.pid_exists(int(pid)) and lives(psutil.Process(int(pid)))]
@@ -201,7 +201,7 @@ def test_prompts_are_of_180_tokens_and_no_block_of_two_is_the_same(compare: Any)
 def main(
     compare: Any, monkeypatch: pytest.MonkeyPatch, servers: dict[str, str], *arguments: object
 ) -> int:
-    """Runs the program with stand-ins that behave in so many ways."""
+    """Run the program with stand-ins, by name and behaviour."""
     makers = {
         name: lambda path, name=name, how=how: stand_in(compare, name, how)
         for name, how in servers.items()
@@ -254,7 +254,7 @@ def test_what_was_measured_before_a_server_failed_is_kept(
 
 
 def measured(compare: Any, **changes: Any) -> Any:
-    """A run that has reached its goal, with other attributes."""
+    """Return a sitting that has reached its goal, except for these attributes."""
     manifest = ROOT / "examples" / "bench.yaml"
     sitting = compare.Sitting(manifest, None)
     for name, speed, ttft in (("llama.cpp", 10, 100), ("vllm", 5, 200), ("ullage", 15, 60)):

@@ -18,7 +18,7 @@ def soak() -> Any:
 
 
 def seen(soak: Any, **changes: list[float]) -> Any:
-    """A soak of 400 samples that is as it must be, but for these columns."""
+    """Return a soak of 400 samples that passes every check, except for these columns."""
     row = {
         **dict.fromkeys(("worker", "server", "files", "host", "file"), 100.0 * MIB),
         "kv_pool": 60.0 * MIB,
