@@ -112,11 +112,11 @@ test-vllm: $(VLLM)/.dev     ## with vLLM itself (CONTRIBUTING.md)
 	$(VLLM)/bin/python -m pytest $(or $(ARGS),tests/vllm)
 
 faults: install             ## 200 injected faults in a row, twice; a quarter of an hour
-	$(BIN)/python benchmarks/faults.py --faults 200
-	$(BIN)/python benchmarks/faults.py --faults 200 --dtype bfloat16 --deterministic
+	$(BIN)/python -m benchmarks faults --faults 200
+	$(BIN)/python -m benchmarks faults --faults 200 --dtype bfloat16 --deterministic
 
 bench: install              ## beside llama.cpp and vLLM, which it installs (docs/benchmarks.md)
-	$(BIN)/python benchmarks/compare.py $(PEERS) --quality $(ARGS)
+	$(BIN)/python -m benchmarks compare $(PEERS) --quality $(ARGS)
 
 gpu: $(VENV)/.dev           ## what a GPU has to show, with pass or fail; with CUDA=1 (docs/gpu.md)
 	$(BIN)/python -m benchmarks.gpu first second --out gpu-results $(ARGS)

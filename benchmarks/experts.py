@@ -1,10 +1,14 @@
-"""Milliseconds of one layer of experts by each path: `python benchmarks/experts.py`.
+"""Milliseconds of one mixture-of-experts layer by each implementation.
 
-Random weights in the shape of LFM2-8B-A1B, or a fraction of it. Few pairs of token and expert are
-multiplied one by one or sorted by expert; the last line says up to how many the first is faster,
-which is what `FEW_PAIRS` of layers/moe.py and, on a GPU, of kernels/triton/matmul.py should be.
-On a GPU sorted rows are multiplied by one grouped product, by a kernel of our own, and by a loop
-over experts that reads their extents back.
+Weights are random, in the shape of LFM2-8B-A1B or a fraction of it. Pairs of token and expert are
+either multiplied one by one or sorted by expert. The last line has the most pairs for which the
+former is faster: the value for `FEW_PAIRS` of layers/moe.py and, on a GPU, of
+kernels/triton/matmul.py. On a GPU, sorted rows are multiplied by one grouped product, by a Triton
+kernel, and by a loop over experts that reads their extents back.
+
+examples:
+  python -m benchmarks experts --hidden 256 --width 128
+  python -m benchmarks experts --device cuda --dtype bfloat16
 """
 
 import argparse
@@ -15,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.support.options import new_parser
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.arena import StepLimits, step_arena
 from ullage_engine.kernels.kv_pool import allocate
@@ -37,14 +42,14 @@ SORTED = ("sorted", "grouped", "triton")
 PAIRWISE = ("by pair", "picked")
 
 MOST_PAIRWISE = 64
-"""Pairs beyond which computing each by itself is not measured; it would take minutes."""
+"""Most pairs for which computing them one by one is measured; more would take minutes."""
 
 SECONDS_EACH = 0.7
 SEED = 14
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("experts", __doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--hidden", type=int, default=2048)
@@ -53,16 +58,18 @@ def main() -> None:
     parser.add_argument("--chosen", type=int, default=4, help="experts of a token")
     parser.add_argument("--skew", type=float, default=0.5, help="spread of the router's bias")
     arguments = parser.parse_args()
+
     torch.manual_seed(SEED)
     paths = build_paths(arguments)
     print(f"{arguments.dtype}, {torch.get_num_threads()} threads, median ms a layer")
     print(f"{'tokens':>7} {'pairs':>7} " + " ".join(f"{name:>10}" for name in paths))
+
     rows = [measure_all(paths, tokens, arguments) for tokens in TOKENS]
     print(json.dumps({"benchmark": "experts", "few_pairs": crossover(rows), "rows": rows}))
 
 
 def build_paths(arguments: argparse.Namespace) -> dict[str, Experts]:
-    """The ways to compute one layer, all with the same weights."""
+    """Return the implementations of one layer, all with the same weights."""
     spec = ExpertsSpec(
         num_experts=arguments.experts,
         experts_per_token=arguments.chosen,
@@ -100,7 +107,7 @@ Kind = Callable[[torch.Tensor], ExpertLinears]
 
 
 class Forced:
-    """Experts by the path that is to be measured."""
+    """Experts that are always computed by the measured implementation."""
 
     def __init__(self, matrices: ExpertLinears, few_pairs: int) -> None:
         self.forward = matrices.forward
@@ -164,7 +171,7 @@ def measure_all(
 
 @torch.inference_mode()
 def measure(experts: Experts, x: torch.Tensor) -> float:
-    """Median milliseconds of several runs."""
+    """Return the median milliseconds of several runs."""
     out = torch.zeros_like(x)
     times: list[float] = []
     deadline = time.perf_counter() + SECONDS_EACH
@@ -178,7 +185,7 @@ def measure(experts: Experts, x: torch.Tensor) -> float:
 
 
 def crossover(rows: Sequence[dict[str, float]]) -> int:
-    """Most pairs at which, and below which, computing each by itself is not slower than sorting."""
+    """Return the most pairs up to which computing pairs one by one is not slower than sorting."""
     most = 0
     for row in rows:
         pairwise = min(row.get(name, float("inf")) for name in PAIRWISE)
@@ -186,7 +193,3 @@ def crossover(rows: Sequence[dict[str, float]]) -> int:
             break
         most = int(row["pairs"])
     return most
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,20 @@
-#!/usr/bin/env python3
-"""Injects faults into an engine under load: no stream may fail or say anything else for them.
+"""Recovery from injected faults under load: no stream may fail or differ.
 
-usage: faults.py [--faults 200] [--minutes 30] [--seed 1] [--streams 8] [--only kill]
+Start one engine with SmolLM2 in float32 on a small device, and ask every prompt once undisturbed.
+Then keep greedy streams running while faults are injected at random moments, one after the other: a
+step that runs out of memory (60 %), SIGKILL (25 %) and SIGSTOP (15 %) of the worker. Some signals
+come twice, the second one while the next worker loads. Compare every answer with the undisturbed
+one, token by token. The recovery is the time from a fault to the next token of a running stream;
+for a step out of memory it is the longest pause around the fault.
 
-Starts one engine with SmolLM2 in float32 on a small device, asks every prompt once undisturbed, and
-then keeps greedy streams running while it injects, one after the other and at random moments, a
-step that runs out of memory (60 %), SIGKILL (25 %) and SIGSTOP (15 %) of the worker, some of these
-twice, the second time while the next worker loads. Every answer is compared with the undisturbed
-one token by token. Recovery is the time from a fault to the next token of a stream that was
-running; of a step out of memory it is the longest pause around it.
+Print one JSON object and a table.
 
-Prints one JSON object and a table. exit status: 0 all well, 1 an error, a difference or a leak
+examples:
+  python -m benchmarks faults --faults 200
+  python -m benchmarks faults --faults 10 --only kill --streams 40 --dtype auto
+  python -m benchmarks faults --faults 200 --dtype bfloat16 --deterministic
+
+exit status: 0 all well, 1 an error, a difference or a leak
 """
 
 import argparse
@@ -31,11 +35,10 @@ from typing import Any, TypeVar
 
 import grpc
 
+from benchmarks.support.one_engine import Engine, start_engine
+from benchmarks.support.options import new_parser
 from ullage.admin.v1 import admin_pb2
 from ullage.inference.v1 import inference_pb2 as pb
-
-sys.path.insert(0, str(Path(__file__).parent))
-from one_engine import Engine, start_engine
 
 SHARES = {"oom": 0.6, "kill": 0.25, "stop": 0.15}
 T = TypeVar("T")
@@ -49,12 +52,12 @@ SUBJECTS = (
 
 
 class AnswerError(Exception):
-    """An answer that is not whole."""
+    """An answer that ended too early."""
 
 
 @dataclass
-class Run:
-    """What was asked, answered and broken."""
+class FaultRun:
+    """The answers and faults so far."""
 
     reference: list[list[int]]
     answers: int = 0
@@ -72,7 +75,7 @@ class Run:
 async def generate(
     engine: Engine, prompt: int, tokens: int, times: list[float]
 ) -> tuple[list[int], pb.Finished]:
-    """One greedy answer; `times` gets the moment of every arrival.
+    """Request one greedy answer; append the time of every arrival to `times`.
 
     Raises:
         AnswerError: it ended too early.
@@ -84,6 +87,7 @@ async def generate(
         stop=pb.StopConditions(max_tokens=tokens, ignore_eos=True),
         output=pb.OutputOptions(return_token_ids=True),
     )
+
     finished = pb.Finished()
     async for response in engine.inference.Generate(request):
         token_ids += response.delta.token_ids
@@ -91,13 +95,14 @@ async def generate(
             times.append(time.monotonic())
         if response.HasField("finished"):
             finished = response.finished
+
     if finished.reason != pb.FINISH_REASON_LENGTH or len(token_ids) != tokens:
         raise AnswerError(f"{len(token_ids)} of {tokens} tokens, reason {finished.reason}")
     return token_ids, finished
 
 
-async def stream(engine: Engine, run: Run, number: int, seed: int) -> None:
-    """Ask one prompt after the other until the run is over."""
+async def stream(engine: Engine, run: FaultRun, number: int, seed: int) -> None:
+    """Ask one prompt after another until the run is over."""
     chooser = random.Random(f"{seed} {number}")
     longest = len(run.reference[0])
     while not run.is_over:
@@ -121,7 +126,7 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _compare(run: Run, prompt: int, token_ids: list[int]) -> None:
+def _compare(run: FaultRun, prompt: int, token_ids: list[int]) -> None:
     wanted = run.reference[prompt][: len(token_ids)]
     if token_ids != wanted:
         place = next(
@@ -130,31 +135,31 @@ def _compare(run: Run, prompt: int, token_ids: list[int]) -> None:
         run.errors.append(f"prompt {prompt} differs from token {place} of {len(token_ids)} on")
 
 
-async def inject(engine: Engine, run: Run, kind: str, chooser: random.Random) -> None:
-    """One fault, and its recovery."""
+async def inject(engine: Engine, run: FaultRun, kind: str, chooser: random.Random) -> None:
+    """Inject one fault and wait for the recovery."""
     if kind == "oom":
         await _inject_oom(engine, run, chooser.randrange(20))
         return
     at = time.monotonic()
     pid = await _until(engine.worker_pid)
     await _hit(engine, pid, kind)
-    if chooser.random() < 0.15:  # another one while the next worker loads
+    if chooser.random() < 0.15:  # a second one while the next worker loads
         await asyncio.sleep(chooser.uniform(0.0, 3.0))
         await _hit(engine, await _until(engine.worker_pid), "kill")
         kind = "twice"
-    # What arrives now was computed after the fault: loading takes longer than a message.
+    # Loading takes longer than a message in flight: later arrivals were computed after the fault.
     changed = time.monotonic() + 0.2
     run.recoveries[kind].append(await _until(lambda: _first_token(run, changed)) - at)
 
 
 async def _hit(engine: Engine, pid: int, kind: str) -> None:
-    """Signals a worker and waits until another is in its place."""
+    """Signal a worker and wait until another has replaced it."""
     with contextlib.suppress(ProcessLookupError):  # it may be ending by itself
         os.kill(pid, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
     await _until(lambda: engine.worker_pid() not in (pid, None) or None)
 
 
-async def _inject_oom(engine: Engine, run: Run, after_steps: int) -> None:
+async def _inject_oom(engine: Engine, run: FaultRun, after_steps: int) -> None:
     before = await engine.ooms()
     at = time.monotonic()
     request = admin_pb2.InjectFaultRequest(kind=admin_pb2.FAULT_KIND_OOM, after_steps=after_steps)
@@ -167,13 +172,13 @@ async def _inject_oom(engine: Engine, run: Run, after_steps: int) -> None:
     run.recoveries["oom"].append(_longest_pause(run, at))
 
 
-def _first_token(run: Run, after: float) -> float | None:
+def _first_token(run: FaultRun, after: float) -> float | None:
     later = [at for times in run.arrivals.values() for at in times[1:] if at > after]
     return min(later, default=None)
 
 
-def _longest_pause(run: Run, after: float) -> float:
-    """Of one stream between two tokens, or since that moment."""
+def _longest_pause(run: FaultRun, after: float) -> float:
+    """Return the longest pause of a stream between two tokens, counted from `after` on."""
     pauses = [
         later - max(earlier, after)
         for times in run.arrivals.values()
@@ -184,7 +189,7 @@ def _longest_pause(run: Run, after: float) -> float:
 
 
 async def _until(condition: "Callable[[], T | None]") -> T:
-    """The first result that is not None."""
+    """Poll a condition; return its first result that is not None."""
     deadline = time.monotonic() + RECOVERY_S
     while (result := condition()) is None:
         if time.monotonic() > deadline:
@@ -199,7 +204,7 @@ async def references(engine: Engine, prompts: int, tokens: int) -> list[list[int
 
 
 def plan(faults: int, chooser: random.Random, only: str | None = None) -> list[str]:
-    """Return kinds in random order, each with its share and at least once, or one kind alone."""
+    """Return kinds in random order, by their shares and each at least once; or `only` one kind."""
     if only is not None:
         return [only] * faults
     kinds: list[str] = []
@@ -217,7 +222,7 @@ def _sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             "dtype": options.dtype,
             "deterministic": options.deterministic,
         },
-        # Room for all streams at their longest and little more.
+        # Room for all streams at their full length, and little more.
         "memory": {
             "device_bytes": 1500 << 20,
             "safety_reserve": 32 << 20,
@@ -232,19 +237,23 @@ def _sections(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     chooser = random.Random(options.seed)
     async with start_engine(folder, options.log, **_sections(options)) as running:
-        run = Run(await references(running, options.prompts, options.tokens))
+        run = FaultRun(await references(running, options.prompts, options.tokens))
         await _idle(running)
+
         before = await running.state()
         started = time.monotonic()
         streams = [
             asyncio.create_task(stream(running, run, number, options.seed))
             for number in range(options.streams)
         ]
+
         kinds = plan(options.faults, chooser, options.only)
         injected = await _inject_all(running, run, kinds, chooser, started + 60 * options.minutes)
+
         run.is_over = True
         await asyncio.gather(*streams)
         await _idle(running)
+
         after = await running.state()
         if after.headroom_bytes != before.headroom_bytes:
             run.errors.append(f"headroom {before.headroom_bytes} is now {after.headroom_bytes}")
@@ -252,9 +261,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def _inject_all(
-    engine: Engine, run: Run, kinds: Sequence[str], chooser: random.Random, deadline: float
+    engine: Engine, run: FaultRun, kinds: Sequence[str], chooser: random.Random, deadline: float
 ) -> int:
-    """Injects the faults in order until time is up or something breaks; how many it were."""
+    """Inject the faults in order; return how many were injected.
+
+    Stop early at the deadline or after the first error.
+    """
     for number, kind in enumerate(kinds):
         if time.monotonic() > deadline or run.errors:
             return number
@@ -275,7 +287,7 @@ async def _idle(engine: Engine) -> None:
     await asyncio.sleep(0.7)
 
 
-def _result(run: Run, injected: int, took: float) -> dict[str, Any]:
+def _result(run: FaultRun, injected: int, took: float) -> dict[str, Any]:
     return {
         "faults": injected,
         "answers": run.answers,
@@ -303,7 +315,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = new_parser("faults", __doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=30.0, help="no fault after this long")
     parser.add_argument("--streams", type=int, default=8)
@@ -316,12 +328,10 @@ def main() -> int:
     parser.add_argument("--weights-dir", help="prepared weights, kept for the next run")
     parser.add_argument("--log", help="file for the engine's log")
     options = parser.parse_args()
+
     with tempfile.TemporaryDirectory(prefix="ull") as folder:
         result = asyncio.run(measure(options, Path(folder)))
+
     print(json.dumps(result))
     print(table(result))
     return 1 if result["errors"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

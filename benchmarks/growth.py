@@ -1,18 +1,20 @@
-"""What a token costs as sequences, context and KV pool grow: `python benchmarks/growth.py`.
+"""The cost of a token as sequences, context and KV pool grow.
 
-Scheduling is measured without a model: CPU time of planning and committing a step of decodes. Steps
-are measured on the real runner and KV of zeros: sequences and contexts up to 8k on the model of
-`--source`, contexts up to 32k and sizes of the KV pool on a small random one. Every figure is the
-best of several, and verdicts are on CPU time, because a neighbour on the same cores only ever adds,
-least of all to that. Takes a minute.
+Scheduling is measured without a model: the CPU time of planning and committing a step of decodes.
+Steps are measured on the real runner and a KV pool of zeros. Sequences, and contexts up to 8k, are
+measured on the model of `--source`; contexts up to 32k, and sizes of the KV pool, on a small random
+one. Every figure is the best of several, and verdicts are on CPU time, because other programs on
+the same cores only ever add time, and least to CPU time. The whole takes a minute.
+
+examples:
+  python -m benchmarks growth --only scheduling
+  python -m benchmarks growth --plot growth.svg --json growth.json
 
 exit status: 0 no cost grows faster than the model's own, 1 one does
 """
 
-import argparse
 import gc
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +23,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from plots import Line, Panel, draw
-from small_models import MODELS, write_model
-from step import BLOCK, SOURCE, chunk, load_runner
 
+from benchmarks.step import BLOCK, chunk, load_runner
+from benchmarks.support.options import SMOLLM2, new_parser
+from benchmarks.support.plots import Line, Panel, draw
+from benchmarks.support.small_models import MODELS, write_model
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.protocol.requests import EngineRequest, SamplingParams
@@ -38,13 +41,13 @@ CONTEXTS = (256, 1024, 4096, 8192)
 LONG_CONTEXTS = (1024, 4096, 8192, 16384, 32768)
 POOLS = (512, 2048, 8192)
 SCHEDULED = ((1, 256), (8, 256), (32, 256), (64, 256), (256, 256), (256, 2048), (256, 8192))
-"""Sequences and their context, tokens."""
+"""Numbers of sequences, each with its context in tokens."""
 
 MAX_SCHEDULE_MS = 0.5
 WINDOW = BLOCK
-"""Steps in which each sequence needs one block more."""
+"""Steps after which each sequence has needed one more block."""
 TOLERANCE = 1.25
-"""Times by which a measured cost may exceed what it is compared with."""
+"""Largest ratio of a measured cost to its reference."""
 LONG = "llama, long context"
 MODELS[LONG] = {
     **MODELS["llama, grouped heads, tied"],
@@ -57,254 +60,10 @@ MODELS[LONG] = {
 }
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a step of decodes."""
-
-    axis: str
-    sequences: int
-    context: int
-    """Tokens behind each decode."""
-    pool_blocks: int
-    ms: float
-    cpu_ms: float
-
-    @property
-    def cpu_ms_a_token(self) -> float:
-        return self.cpu_ms / self.sequences
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="examples: growth.py --only scheduling    growth.py --plot a.svg --json a.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--seconds", type=float, default=1.0, help="seconds a figure (%(default)s)")
-    parser.add_argument("--only", choices=["scheduling", "steps"], help="measure this part alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw all figures as SVG")
-    arguments = parser.parse_args()
-    costs: list[Cost] = []
-    print("cost of       sequences  context  pool blocks  ms a step     CPU ms  CPU ms a token")
-    if arguments.only != "steps":
-        costs += schedule_costs(arguments.seconds)
-    if arguments.only != "scheduling":
-        dtype = resolve_dtype(arguments.dtype, torch.device("cpu"))
-        costs += step_costs(arguments.source, dtype, arguments.seconds)
-        costs += long_costs(dtype, arguments.seconds)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(each) for each in costs], indent=1) + "\n")
-    if arguments.plot:
-        plot(arguments.plot, costs)
-    faults = find_faults(costs)
-    for fault in faults:
-        print(f"fault: {fault}")
-    if not faults:
-        print("nothing grows faster than the model itself")
-    return bool(faults)
-
-
-def report(cost: Cost) -> Cost:
-    place = f"{cost.axis:12}  {cost.sequences:9}  {cost.context:7}  {cost.pool_blocks:11}"
-    print(f"{place}  {cost.ms:9.3f}  {cost.cpu_ms:9.3f}  {cost.cpu_ms_a_token:14.4f}", flush=True)
-    return cost
-
-
-# scheduling -----------------------------------------------------------------------------------
-
-
-def schedule_costs(seconds: float) -> list[Cost]:
-    """Measures the scheduler's CPU time of a step, the mean of as many as fill a block."""
-    costs = []
-    for sequences, context in SCHEDULED:
-        num_steps = 80 * WINDOW
-        scheduler, num_blocks = filled_scheduler(sequences, context, num_steps + 2 * WINDOW)
-        gc.collect()
-        gc.freeze()
-        best = [float("inf")] * WINDOW
-        deadline = time.perf_counter() + seconds
-        for step in range(num_steps):
-            best[step % WINDOW] = min(best[step % WINDOW], scheduling_s(scheduler))
-            if time.perf_counter() > deadline and step >= 4 * WINDOW:
-                break
-        gc.unfreeze()
-        ms = sum(best) / WINDOW * 1e3
-        costs.append(report(Cost("scheduling", sequences, context, num_blocks, ms, ms)))
-    return costs
-
-
-def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Scheduler, int]:
-    """Return a scheduler whose next step decodes all its sequences, and its blocks."""
-    num_blocks = sequences * (-(-(context + num_output) // BLOCK) + 1)
-    profile = MemoryProfile(
-        block_tokens=BLOCK,
-        groups=(CacheGroup(bytes_per_token=1),),
-        prefill_chunk_tokens=context,
-        kv_pool_bytes=num_blocks * BLOCK,
-    )
-    limits = SchedulerLimits(
-        max_model_len=context + num_output,
-        max_sequences=sequences,
-        prompt_tokens=sequences * context,
-        is_chunked=True,
-        decode_tokens=1 << 40,
-    )
-    lengths = OutputLengthEstimator(num_output, start=num_output)
-    scheduler = Scheduler(profile, limits, ThroughputEstimator(), lengths)
-    for number in range(sequences):
-        request = EngineRequest(
-            request_id=f"request-{number}",
-            token_ids=[number] * context,  # no two share a prefix
-            num_prompt_tokens=context,
-            max_tokens=num_output,
-            sampling=SamplingParams(),
-        )
-        assert scheduler.submit(request) is None, "refused"
-    scheduling_s(scheduler)
-    return scheduler, num_blocks
-
-
-def scheduling_s(scheduler: Scheduler) -> float:
-    """Plans a step and commits invented tokens; returns the CPU seconds of both."""
-    started = time.process_time()
-    plan = scheduler.schedule()
-    planned_s = time.process_time() - started
-    sampled = [SampledToken(chunk.request_id, 1, 0.0, [], []) for chunk in plan.chunks]
-    started = time.process_time()
-    scheduler.commit(sampled)
-    return planned_s + time.process_time() - started
-
-
-# steps ----------------------------------------------------------------------------------------
-
-
-def step_costs(source: str, dtype: torch.dtype, seconds: float) -> list[Cost]:
-    """Measures steps against the number of sequences, and against their context."""
-    device = torch.device("cpu")
-    runner = load_runner(source, device, dtype, max_rows=max(SEQUENCES), warms_up=False)
-    costs = [measure("sequences", runner, count, 256, 1024, seconds) for count in SEQUENCES]
-    longest = runner.model_config.max_position
-    return costs + [
-        measure("context", runner, 4, context, 1024, seconds)
-        for context in CONTEXTS
-        if context <= longest
-    ]
-
-
-def long_costs(dtype: torch.dtype, seconds: float) -> list[Cost]:
-    """Measures steps against long contexts and the size of the KV pool, on a small model."""
-    device = torch.device("cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        source = write_model(LONG, Path(folder) / "model")
-        limit = max(LONG_CONTEXTS)
-        runner = load_runner(
-            source,
-            device,
-            dtype,
-            max_rows=8,
-            max_model_len=limit,
-            quantization="int8",
-            warms_up=False,
-        )
-        runner.allocate_kv(2 * limit // BLOCK)
-        pool = 2 * limit // BLOCK
-        costs = [
-            measure("long context", runner, 1, context, pool, seconds) for context in LONG_CONTEXTS
-        ]
-        for blocks in POOLS:
-            runner.allocate_kv(blocks)
-            costs.append(measure("KV pool", runner, 8, 1024, blocks, seconds))
-    return costs
-
-
-def measure(
-    axis: str, runner: ModelRunner, sequences: int, context: int, pool: int, seconds: float
-) -> Cost:
-    """Measures the fastest of some steps of decodes in a pool of so many blocks."""
-    plan = StepPlan([chunk(row, 1, context - 1, pool) for row in range(sequences)])
-    runner.execute(plan)
-    best_s = best_cpu_s = float("inf")
-    deadline = time.perf_counter() + seconds
-    count = 0
-    while time.perf_counter() < deadline or count < 3:
-        started = time.perf_counter()
-        cpu_started = time.process_time()
-        runner.execute(plan)
-        best_s = min(best_s, time.perf_counter() - started)
-        best_cpu_s = min(best_cpu_s, time.process_time() - cpu_started)
-        count += 1
-    return report(Cost(axis, sequences, context, pool, best_s * 1e3, best_cpu_s * 1e3))
-
-
-# verdicts -------------------------------------------------------------------------------------
-
-
-def find_faults(costs: Sequence[Cost]) -> list[str]:
-    """Says which costs grow faster than the model's own: products are constant in everything,
-    attention is linear in the context, and scheduling has a bound of its own."""
-    faults: list[str] = []
-    scheduled = [each for each in costs if each.axis == "scheduling"]
-    faults += [
-        f"scheduling {each.sequences} sequences takes {each.ms:.2f} ms, over {MAX_SCHEDULE_MS}"
-        for each in scheduled
-        if each.ms > MAX_SCHEDULE_MS
-    ]
-    faults += grown(scheduled[-3:], "scheduling, by context", lambda each: each.cpu_ms)
-    by_axis = {axis: [each for each in costs if each.axis == axis] for axis in AXES}
-    faults += grown(by_axis["sequences"], "a token, by sequences", lambda each: each.cpu_ms_a_token)
-    faults += grown(by_axis["KV pool"], "a step, by blocks of the pool", lambda each: each.cpu_ms)
-    for axis in ("context", "long context"):
-        faults += superlinear(by_axis[axis])
-    return faults
-
-
 AXES = ("scheduling", "sequences", "context", "long context", "KV pool")
 
 
-def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> list[str]:
-    """Say where a cost that should not grow does, against the least of those before."""
-    for index, each in enumerate(costs[1:], 1):
-        least = min(value(before) for before in costs[:index])
-        if value(each) > TOLERANCE * least:
-            place = f"{each.sequences} x {each.context} tokens, {each.pool_blocks} blocks"
-            return [f"{what}: {value(each):.3f} ms at {place}, after {least:.3f}"]
-    return []
-
-
-def superlinear(costs: Sequence[Cost]) -> list[str]:
-    """Say where the last tokens of the longest context cost more than any before, which
-    attention's do not: caches that KV no longer fits make a step or two of the line steeper, but a
-    cost that grows with the context makes each as much steeper as it is longer."""
-    slopes = [
-        (each.cpu_ms - before.cpu_ms) / (each.context - before.context)
-        for before, each in pairwise(costs)
-    ]
-    if len(slopes) < 2 or slopes[-1] <= TOLERANCE * max(slopes[:-1]):
-        return []
-    ns = f"{slopes[-1] * 1e6:.0f} ns for a token of context, after {max(slopes[:-1]) * 1e6:.0f}"
-    return [f"{costs[-1].axis}: up to {costs[-1].context} tokens {ns}"]
-
-
-def plot(path: Path, costs: Sequence[Cost]) -> None:
-    """Draws a panel for each axis."""
-    panels = []
-    for axis, title, unit, position, value in PLOTS:
-        some = [each for each in costs if each.axis == axis]
-        if axis == "scheduling":
-            some = [each for each in some if each.context == SCHEDULED[0][1]]
-        if some:
-            lines = [Line("", [value(each) for each in some])]
-            panels.append(Panel(title, lines, [float(position(each)) for each in some], unit))
-    draw(path, "", (), panels)
-
-
-PLOTS: tuple[
-    tuple[str, str, str, Callable[[Cost], int], Callable[[Cost], float]],
-    ...,
-] = (
+PLOTS: "tuple[tuple[str, str, str, Callable[[Cost], int], Callable[[Cost], float]], ...]" = (
     (
         "scheduling",
         "scheduling: CPU ms a step, contexts of 256 tokens",
@@ -341,8 +100,257 @@ PLOTS: tuple[
         lambda cost: cost.cpu_ms_a_token,
     ),
 )
-"""Axis, title, unit, and what stands across and up."""
+"""Axis of the costs, title, unit, and the values of both axes of the plot."""
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one step of decodes."""
+
+    axis: str
+    sequences: int
+    context: int
+    """Tokens behind each decode."""
+    pool_blocks: int
+    ms: float
+    cpu_ms: float
+
+    @property
+    def cpu_ms_a_token(self) -> float:
+        return self.cpu_ms / self.sequences
+
+
+def main() -> int:
+    parser = new_parser("growth", __doc__)
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds a figure (%(default)s)")
+    parser.add_argument("--only", choices=["scheduling", "steps"], help="measure this part alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw all figures as SVG")
+    arguments = parser.parse_args()
+
+    costs: list[Cost] = []
+    print("cost of       sequences  context  pool blocks  ms a step     CPU ms  CPU ms a token")
+
+    if arguments.only != "steps":
+        costs += schedule_costs(arguments.seconds)
+    if arguments.only != "scheduling":
+        dtype = resolve_dtype(arguments.dtype, torch.device("cpu"))
+        costs += step_costs(arguments.source, dtype, arguments.seconds)
+        costs += long_costs(dtype, arguments.seconds)
+
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(each) for each in costs], indent=1) + "\n")
+    if arguments.plot:
+        plot(arguments.plot, costs)
+
+    faults = find_faults(costs)
+    for fault in faults:
+        print(f"fault: {fault}")
+    if not faults:
+        print("nothing grows faster than the model itself")
+    return bool(faults)
+
+
+def report(cost: Cost) -> Cost:
+    place = f"{cost.axis:12}  {cost.sequences:9}  {cost.context:7}  {cost.pool_blocks:11}"
+    print(f"{place}  {cost.ms:9.3f}  {cost.cpu_ms:9.3f}  {cost.cpu_ms_a_token:14.4f}", flush=True)
+    return cost
+
+
+# scheduling -----------------------------------------------------------------------------------
+
+
+def schedule_costs(seconds: float) -> list[Cost]:
+    """Measure the CPU time of scheduling a step.
+
+    A figure is the mean over the steps that fill one block.
+    """
+    costs = []
+    for sequences, context in SCHEDULED:
+        num_steps = 80 * WINDOW
+        scheduler, num_blocks = filled_scheduler(sequences, context, num_steps + 2 * WINDOW)
+        gc.collect()
+        gc.freeze()
+        best = [float("inf")] * WINDOW
+        deadline = time.perf_counter() + seconds
+        for step in range(num_steps):
+            best[step % WINDOW] = min(best[step % WINDOW], scheduling_s(scheduler))
+            if time.perf_counter() > deadline and step >= 4 * WINDOW:
+                break
+        gc.unfreeze()
+        ms = sum(best) / WINDOW * 1e3
+        costs.append(report(Cost("scheduling", sequences, context, num_blocks, ms, ms)))
+    return costs
+
+
+def filled_scheduler(sequences: int, context: int, num_output: int) -> tuple[Scheduler, int]:
+    """Return a scheduler whose next step decodes all its sequences, and its number of blocks."""
+    num_blocks = sequences * (-(-(context + num_output) // BLOCK) + 1)
+
+    profile = MemoryProfile(
+        block_tokens=BLOCK,
+        groups=(CacheGroup(bytes_per_token=1),),
+        prefill_chunk_tokens=context,
+        kv_pool_bytes=num_blocks * BLOCK,
+    )
+    limits = SchedulerLimits(
+        max_model_len=context + num_output,
+        max_sequences=sequences,
+        prompt_tokens=sequences * context,
+        is_chunked=True,
+        decode_tokens=1 << 40,
+    )
+
+    lengths = OutputLengthEstimator(num_output, start=num_output)
+    scheduler = Scheduler(profile, limits, ThroughputEstimator(), lengths)
+
+    for number in range(sequences):
+        request = EngineRequest(
+            request_id=f"request-{number}",
+            token_ids=[number] * context,  # no two prompts share a prefix
+            num_prompt_tokens=context,
+            max_tokens=num_output,
+            sampling=SamplingParams(),
+        )
+        assert scheduler.submit(request) is None, "refused"
+
+    scheduling_s(scheduler)
+    return scheduler, num_blocks
+
+
+def scheduling_s(scheduler: Scheduler) -> float:
+    """Plan a step and commit invented tokens; return the CPU seconds of both."""
+    started = time.process_time()
+    plan = scheduler.schedule()
+    planned_s = time.process_time() - started
+    sampled = [SampledToken(chunk.request_id, 1, 0.0, [], []) for chunk in plan.chunks]
+    started = time.process_time()
+    scheduler.commit(sampled)
+    return planned_s + time.process_time() - started
+
+
+# steps ----------------------------------------------------------------------------------------
+
+
+def step_costs(source: str, dtype: torch.dtype, seconds: float) -> list[Cost]:
+    """Measure steps by number of sequences, and by context."""
+    device = torch.device("cpu")
+    runner = load_runner(source, device, dtype, max_rows=max(SEQUENCES), warms_up=False)
+    costs = [measure("sequences", runner, count, 256, 1024, seconds) for count in SEQUENCES]
+    longest = runner.model_config.max_position
+    return costs + [
+        measure("context", runner, 4, context, 1024, seconds)
+        for context in CONTEXTS
+        if context <= longest
+    ]
+
+
+def long_costs(dtype: torch.dtype, seconds: float) -> list[Cost]:
+    """Measure steps by long contexts and by size of the KV pool, on a small model."""
+    device = torch.device("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        source = write_model(LONG, Path(folder) / "model")
+        limit = max(LONG_CONTEXTS)
+        runner = load_runner(
+            source,
+            device,
+            dtype,
+            max_rows=8,
+            max_model_len=limit,
+            quantization="int8",
+            warms_up=False,
+        )
+        runner.allocate_kv(2 * limit // BLOCK)
+        pool = 2 * limit // BLOCK
+        costs = [
+            measure("long context", runner, 1, context, pool, seconds) for context in LONG_CONTEXTS
+        ]
+        for blocks in POOLS:
+            runner.allocate_kv(blocks)
+            costs.append(measure("KV pool", runner, 8, 1024, blocks, seconds))
+    return costs
+
+
+def measure(
+    axis: str, runner: ModelRunner, sequences: int, context: int, pool: int, seconds: float
+) -> Cost:
+    """Measure the fastest of several steps of decodes in a pool of `pool` blocks."""
+    plan = StepPlan([chunk(row, 1, context - 1, pool) for row in range(sequences)])
+    runner.execute(plan)
+    best_s = best_cpu_s = float("inf")
+    deadline = time.perf_counter() + seconds
+    count = 0
+    while time.perf_counter() < deadline or count < 3:
+        started = time.perf_counter()
+        cpu_started = time.process_time()
+        runner.execute(plan)
+        best_s = min(best_s, time.perf_counter() - started)
+        best_cpu_s = min(best_cpu_s, time.process_time() - cpu_started)
+        count += 1
+    return report(Cost(axis, sequences, context, pool, best_s * 1e3, best_cpu_s * 1e3))
+
+
+# verdicts -------------------------------------------------------------------------------------
+
+
+def find_faults(costs: Sequence[Cost]) -> list[str]:
+    """Return the costs that grow faster than the model's own.
+
+    Matrix products are constant on every axis, attention is linear in the context, and scheduling
+    has a bound of its own.
+    """
+    faults: list[str] = []
+    scheduled = [each for each in costs if each.axis == "scheduling"]
+    faults += [
+        f"scheduling {each.sequences} sequences takes {each.ms:.2f} ms, over {MAX_SCHEDULE_MS}"
+        for each in scheduled
+        if each.ms > MAX_SCHEDULE_MS
+    ]
+    faults += grown(scheduled[-3:], "scheduling, by context", lambda each: each.cpu_ms)
+    by_axis = {axis: [each for each in costs if each.axis == axis] for axis in AXES}
+    faults += grown(by_axis["sequences"], "a token, by sequences", lambda each: each.cpu_ms_a_token)
+    faults += grown(by_axis["KV pool"], "a step, by blocks of the pool", lambda each: each.cpu_ms)
+    for axis in ("context", "long context"):
+        faults += superlinear(by_axis[axis])
+    return faults
+
+
+def grown(costs: Sequence[Cost], what: str, value: Callable[[Cost], float]) -> list[str]:
+    """Return where a cost first exceeds the least before it, by more than TOLERANCE."""
+    for index, each in enumerate(costs[1:], 1):
+        least = min(value(before) for before in costs[:index])
+        if value(each) > TOLERANCE * least:
+            place = f"{each.sequences} x {each.context} tokens, {each.pool_blocks} blocks"
+            return [f"{what}: {value(each):.3f} ms at {place}, after {least:.3f}"]
+    return []
+
+
+def superlinear(costs: Sequence[Cost]) -> list[str]:
+    """Return the longest context if its last tokens cost more than any before.
+
+    Attention is linear. Where KV no longer fits a cache, one or two segments of the line get
+    steeper. A cost that grows with the context makes each segment steeper in proportion to it.
+    """
+    slopes = [
+        (each.cpu_ms - before.cpu_ms) / (each.context - before.context)
+        for before, each in pairwise(costs)
+    ]
+    if len(slopes) < 2 or slopes[-1] <= TOLERANCE * max(slopes[:-1]):
+        return []
+    ns = f"{slopes[-1] * 1e6:.0f} ns for a token of context, after {max(slopes[:-1]) * 1e6:.0f}"
+    return [f"{costs[-1].axis}: up to {costs[-1].context} tokens {ns}"]
+
+
+def plot(path: Path, costs: Sequence[Cost]) -> None:
+    """Draw a panel for each axis."""
+    panels = []
+    for axis, title, unit, position, value in PLOTS:
+        some = [each for each in costs if each.axis == axis]
+        if axis == "scheduling":
+            some = [each for each in some if each.context == SCHEDULED[0][1]]
+        if some:
+            lines = [Line("", [value(each) for each in some])]
+            panels.append(Panel(title, lines, [float(position(each)) for each in some], unit))
+    draw(path, "", (), panels)

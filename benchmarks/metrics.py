@@ -1,19 +1,20 @@
-#!/usr/bin/env python3
-"""What metrics cost: a scrape of each process, and their share of a request, a token and a step.
-
-usage: metrics.py [--requests 120] [--tokens 24] [--concurrency 8] [--quick]
+"""The cost of metrics: a scrape of each process, and their share of requests, tokens and steps.
 
 A scrape is measured in this process with as many series as a busy service has: 20 tenants, all
-statuses, three tiers, eight ranks. What a request, a token and a step cost in metrics is measured
-here as well, call by call. What they cost altogether is what `ullage up` with the example's model
-says of itself under load, by the metrics of its processes. Prints one JSON object:
+statuses, three tiers, eight ranks. The cost of metrics in a request, a token and a step is measured
+here as well, call by call. Their share of a service is computed from the metrics of `ullage up`
+with the example's model under load. Print one JSON object:
 
-scrape_ms         processor time of one scrape of router, engine and operator; samples: how many
-router_share      metrics' share of the router's processor time for a request
-server_share      their share of the engine server's for a token
-worker_share      their share of a step of the worker
-whole_share       their share of all processor time and of all steps
-missed            figures worse than their floors; --quick measures no service and has scrapes only
+scrape            processor time of one scrape of router, engine and operator, with its samples
+router_share      share of metrics in the router's processor time for a request
+server_share      their share in the engine server's for a token
+worker_share      their share in a step of the worker
+whole_share       their share in all processor time and all steps
+missed            figures worse than their floors
+
+examples:
+  python -m benchmarks metrics
+  python -m benchmarks metrics --quick             scrapes and calls, without a service
 
 exit status: 0 no floor missed; 1 otherwise
 """
@@ -35,11 +36,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from load import level
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from tiers_up import start
 
+from benchmarks.support.load import level
+from benchmarks.support.local_service import start
+from benchmarks.support.options import new_parser
 from ullage_common.process.metrics import (
     CounterName,
     GaugeName,
@@ -66,58 +68,8 @@ FLOORS = f"floors: each scrape <= {MOST_SCRAPE_MS:g} ms, router, worker and whol
 TENANTS = tuple(f"tenant-{number}" for number in range(20))
 CODES = (200, 400, 401, 429, 499, 500, 503, 504)
 REPORTS_A_SECOND = 10
-"""Reports of a busy worker."""
+"""Reports a second of a busy worker."""
 REPEATS = 20_000
-
-
-def made(action: str, queued_s: float = 0.0) -> Decision:
-    """Return a decision as most have it."""
-    reason = "QUEUE_FULL" if action == "reject" else "FITS"
-    return Decision(action, "single", "single", reason, "engine-0", queued_s=queued_s)
-
-
-@dataclass
-class Router:
-    """The router's metrics as a busy router has them."""
-
-    metrics: Metrics
-    tenants: TenantMetrics
-    record: RequestRecord
-
-    def on_end(self) -> None:
-        """Count what ends with every request."""
-        record = self.record
-        self.metrics.on_end(record)
-        self.tenants.on_end(record.tenant, record.status, 100, record.output_tokens)
-
-
-def busy_router() -> Router:
-    metrics = Metrics(TENANTS)
-    tenants = TenantMetrics(metrics.registry, TENANTS)
-    registered = {family.name for family in metrics.registry.collect()}
-    for name in metric_names(router_names):
-        if isinstance(name, GaugeName) and not name.labels and name.name not in registered:
-            metrics.watch(name, float)
-        elif isinstance(name, CounterName) and not name.labels and name.name not in registered:
-            metrics.count(name, float)
-    router = Router(metrics, tenants, RequestRecord("r"))
-    for tenant in TENANTS:
-        for code in CODES:
-            for priority in (-1, 0, 1):
-                record = RequestRecord("r", tenant=tenant, status=code, priority=priority)
-                record.decision = made("reject" if code == 429 else "accept", queued_s=0.1)
-                record.ttft_s = 0.1
-                record.output_tokens = 50
-                record.ended = record.arrived + 2
-                record.cached = (TierHit("device", 64, 0.0),)
-                router.record = record
-                router.on_end()
-    router.record = RequestRecord("r", tenant=TENANTS[0], status=200)
-    router.record.decision = made("accept")
-    router.record.ttft_s = 0.1
-    router.record.output_tokens = 50
-    router.record.ended = router.record.arrived + 2
-    return router
 
 
 PROFILE = MemoryProfile(
@@ -129,6 +81,59 @@ PROFILE = MemoryProfile(
     prefill_chunk_tokens=64,
     kv_pool_bytes=16_000,
 )
+
+
+def made(action: str, queued_s: float = 0.0) -> Decision:
+    """Return a typical decision."""
+    reason = "QUEUE_FULL" if action == "reject" else "FITS"
+    return Decision(action, "single", "single", reason, "engine-0", queued_s=queued_s)
+
+
+@dataclass
+class BusyRouter:
+    """Metrics with the series of a busy router."""
+
+    metrics: Metrics
+    tenants: TenantMetrics
+    record: RequestRecord
+
+    def on_end(self) -> None:
+        """Record the end of a request."""
+        record = self.record
+        self.metrics.on_end(record)
+        self.tenants.on_end(record.tenant, record.status, 100, record.output_tokens)
+
+
+def busy_router() -> BusyRouter:
+    metrics = Metrics(TENANTS)
+    tenants = TenantMetrics(metrics.registry, TENANTS)
+
+    registered = {family.name for family in metrics.registry.collect()}
+    for name in metric_names(router_names):
+        if isinstance(name, GaugeName) and not name.labels and name.name not in registered:
+            metrics.watch(name, float)
+        elif isinstance(name, CounterName) and not name.labels and name.name not in registered:
+            metrics.count(name, float)
+
+    router = BusyRouter(metrics, tenants, RequestRecord("r"))
+    for tenant in TENANTS:
+        for code in CODES:
+            for priority in (-1, 0, 1):
+                record = RequestRecord("r", tenant=tenant, status=code, priority=priority)
+                record.decision = made("reject" if code == 429 else "accept", queued_s=0.1)
+                record.ttft_s = 0.1
+                record.output_tokens = 50
+                record.ended = record.arrived + 2
+                record.cached = (TierHit("device", 64, 0.0),)
+                router.record = record
+                router.on_end()
+
+    router.record = RequestRecord("r", tenant=TENANTS[0], status=200)
+    router.record.decision = made("accept")
+    router.record.ttft_s = 0.1
+    router.record.output_tokens = 50
+    router.record.ended = router.record.arrived + 2
+    return router
 
 
 def worker_state(figures: Figures) -> WorkerState:
@@ -152,7 +157,7 @@ def busy_figures() -> Figures:
 
 
 def entry() -> Any:
-    """Return what the engine's metrics read of a request in the middle of its answer."""
+    """Return the part of a half-answered request that the engine's metrics read."""
     now = time.monotonic()
     request = SimpleNamespace(num_prompt_tokens=100)
     job = SimpleNamespace(request=request, degraded=())
@@ -164,6 +169,7 @@ def entry() -> Any:
 def busy_engine() -> EngineMetrics:
     metrics = EngineMetrics("model")
     state = worker_state(busy_figures())
+
     places = [
         RankPlace(
             rank=rank,
@@ -178,13 +184,16 @@ def busy_engine() -> EngineMetrics:
         )
         for rank in range(8)
     ]
+
     profile = {"profile": PROFILE, "max_model_len": 64, "vocab_size": 9, "dtype": "float32"}
     metrics.worker_ready(Ready(**profile, ranks=places, state=state))  # type: ignore[arg-type]
+
     tiers = [TierStats(name, "threads") for name in ("host", "remote", "file")]
     missed = {(tier.name, reason): 1 for tier in tiers for reason in ("slower", "unused", "late")}
     metrics.watch_tiers(lambda: tiers, lambda: missed)
     traffic = PeerTraffic(*range(7))
     metrics.watch_peers(lambda: traffic)
+
     for outcome in ("stop", "length", "timeout", "cancelled", "INVALID_FIELD", "KV_HEADROOM"):
         metrics.ended(entry(), outcome)
     metrics.tokens(entry(), 1)
@@ -207,7 +216,7 @@ def busy_operator() -> CollectorRegistry:
 
 
 def scrape(registry: CollectorRegistry) -> dict[str, float]:
-    """Return the processor time of one exposition, and its size."""
+    """Return the processor time of one exposition, its samples and its bytes."""
     text = exposition(registry)
     times = []
     for _ in range(30):
@@ -219,7 +228,7 @@ def scrape(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def cost_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the least processor time of a call among several rounds, in microseconds."""
+    """Return the processor time of a call in microseconds, the least of several rounds."""
     rounds = []
     for _ in range(5):
         started = time.thread_time()
@@ -231,16 +240,16 @@ def cost_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """What metrics cost in processor time, microseconds."""
+    """Processor time of metrics, microseconds."""
 
     request: float
-    """Of the router."""
+    """A request in the router."""
     token: float
-    """Of the engine's server, where each token comes in a step of its own."""
+    """A token in the engine's server, where each token comes in its own step."""
     step: float
-    """Of the worker."""
+    """A step in the worker."""
     report: float
-    """Of the worker, what a report has of steps and queue times."""
+    """The figures of steps and queue times in a report of the worker."""
 
 
 def measure_costs() -> Costs:
@@ -269,7 +278,7 @@ def measure_costs() -> Costs:
     )
 
 
-class Service:
+class ServiceCounters:
     """Counts of a service's processes, from their own metrics."""
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -290,7 +299,7 @@ class Service:
 
 
 def read(*urls: str) -> dict[str, float]:
-    """Return the sums of all samples by name."""
+    """Return the sum of all samples of each name."""
     sums: dict[str, float] = {}
     for url in urls:
         with urllib.request.urlopen(url, timeout=10) as response:
@@ -302,13 +311,13 @@ def read(*urls: str) -> dict[str, float]:
 
 
 def under_load(options: argparse.Namespace) -> dict[str, float]:
-    """Return what a service did for the requests, and how long that took."""
+    """Return the counts of a service over the load: requests, tokens, steps and CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         state_file = Path(folder) / "state.json"
         process, _ = start(MANIFEST, state_file)
         try:
             state = json.loads(state_file.read_text())
-            service = Service(state)
+            service = ServiceCounters(state)
             ask = (state["http_url"], state["model"])
             asyncio.run(level(*ask, options.concurrency, options.concurrency, 20, 4))
             before = service.counts()
@@ -321,7 +330,7 @@ def under_load(options: argparse.Namespace) -> dict[str, float]:
 
 
 def shares(costs: Costs, did: dict[str, float]) -> dict[str, float]:
-    """Return metrics' shares of what the service took."""
+    """Return the shares of metrics in the time of the service."""
     router_s = 1e-6 * costs.request * did["requests"]
     server_s = 1e-6 * costs.token * did["tokens"]
     reports = min(did["steps"], REPORTS_A_SECOND * did["steps_s"])
@@ -336,24 +345,28 @@ def shares(costs: Costs, did: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=FLOORS)
+    parser = new_parser("metrics", __doc__, FLOORS)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="measure no service")
     options = parser.parse_args()
+
     registries = {
         "router": busy_router().metrics.registry,
         "engine": busy_engine().registry,
         "operator": busy_operator(),
     }
+
     scrapes = {name: scrape(registry) for name, registry in registries.items()}
     costs = measure_costs()
     missed = [f"scrape of {name}" for name, each in scrapes.items() if each["ms"] > MOST_SCRAPE_MS]
+
     report: dict[str, Any] = {
         "scrape": scrapes,
         "us": {name: round(value, 3) for name, value in vars(costs).items()},
     }
+
     if not options.quick:
         print("measuring a service under load ...", file=sys.stderr)
         did = under_load(options)
@@ -362,9 +375,6 @@ def main() -> int:
             report[name] = round(share, 5)
             if share > MOST_SHARE and name != "server_share":
                 missed.append(name)
+
     print(json.dumps(report | {"missed": missed}, indent=2))
     return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,13 @@
-"""What many LLMServices cost the operator: their first reconciliation, a restart, rest and edits.
+"""The cost of many LLMServices for the operator: first reconciliation, restart, rest and edits.
 
-Runs the real operator against the API server that KUBECONFIG names, in a namespace of its own, or
-else against the tests' API server in this process. Prints one line a figure.
+Run the real operator against the API server that KUBECONFIG names, in a namespace of its own. If
+KUBECONFIG is not set, the API server of the tests runs in this process. Print one line a figure.
 
-It is not called `operator.py`: a script's folder comes first on the path, and that would be taken
-for the module of the standard library.
+On a real cluster, cordon the nodes first; otherwise the routers of all services are scheduled.
 
-    python benchmarks/operator_services.py --services 1000
-    python benchmarks/operator_services.py --quick
-
-On a real cluster cordon its nodes first, or routers of all services are scheduled there.
+examples:
+  python -m benchmarks operator --services 1000
+  python -m benchmarks operator --quick
 """
 
 import argparse
@@ -28,9 +26,10 @@ from typing import Any
 import httpx
 import psutil
 import yaml
-from processes import end, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.support.options import new_parser
+from benchmarks.support.processes import end, free_ports
 from ullage_operator.api.naming import OWNED, SERVICE, kind_of
 from ullage_operator.kube.connection import Connection
 
@@ -45,7 +44,7 @@ PATIENCE_S = 1800.0
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = new_parser("operator", __doc__)
     options.add_argument("--services", type=int, default=1000)
     options.add_argument("--seconds", type=float, default=30.0, help="how long rest is measured")
     options.add_argument(
@@ -74,7 +73,7 @@ def manifest(number: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def api_server() -> Iterator[None]:
-    """KUBECONFIG names an API server within the block."""
+    """Point KUBECONFIG to an API server within the block."""
     if os.environ.get("KUBECONFIG"):
         yield
         return
@@ -88,7 +87,7 @@ def api_server() -> Iterator[None]:
 
 @contextlib.contextmanager
 def operator() -> Iterator[tuple[psutil.Process, str]]:
-    """The operator as a process, and the URL of its metrics."""
+    """Run the operator within the block; yield its process and the URL of its metrics."""
     probes, metrics = free_ports(2)
     ports = [f"--probes-port={probes}", f"--metrics-port={metrics}", "--host=127.0.0.1"]
     flags = [f"--namespace={NAMESPACE}", "--log-level=warning"]
@@ -102,18 +101,23 @@ def operator() -> Iterator[tuple[psutil.Process, str]]:
 
 @contextlib.asynccontextmanager
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    """With the namespace and the definition; the namespace goes at the end."""
+    """Connect to the API server, with the namespace and the CRD in place.
+
+    The namespace is deleted at the end.
+    """
     connection = Connection()
     api = await connection.api()
     headers = await connection.headers()
     await connection.close()
     verify = api.rest_client.ssl_context
+
     async with httpx.AsyncClient(
         base_url=api.configuration.host, verify=verify, headers=headers, timeout=60
     ) as opened:
         await opened.post("/api/v1/namespaces", json={"metadata": {"name": NAMESPACE}})
         await opened.post(CRDS, json=yaml.safe_load(CRD.read_text()))
         await is_served(opened)
+
         try:
             yield opened
         finally:
@@ -151,7 +155,7 @@ async def all_reported(api: httpx.AsyncClient, count: int) -> None:
 
 
 async def all_reconciled(api: httpx.AsyncClient, metrics: str, count: int) -> None:
-    """Wait until the operator has reconciled as often as there are services."""
+    """Wait until the operator has reconciled at least once for each service."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         with contextlib.suppress(httpx.ConnectError):  # it is still starting
@@ -162,13 +166,13 @@ async def all_reconciled(api: httpx.AsyncClient, metrics: str, count: int) -> No
 
 
 async def service_versions(api: httpx.AsyncClient) -> dict[str, str]:
-    """The resourceVersion of every service, by name."""
+    """Return the resourceVersion of every service, by name."""
     listed = (await api.get(SERVICE.path(NAMESPACE))).json()["items"]
     return {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in listed}
 
 
 async def edit(api: httpx.AsyncClient, number: int, replicas: int) -> float:
-    """Seconds from the edit's answer until the StatefulSet has it."""
+    """Return the seconds from the response to an edit until the StatefulSet has it."""
     body = {"spec": {"pools": {"single": {"replicas": replicas}}}}
     headers = {"Content-Type": "application/merge-patch+json"}
     path = SERVICE.path(NAMESPACE, f"s{number}")
@@ -189,12 +193,14 @@ async def figures(api: httpx.AsyncClient, options: argparse.Namespace) -> AsyncI
     begun = time.perf_counter()
     await create(api, options.services)
     yield "created", time.perf_counter() - begun, "s"
+
     with operator() as (process, metrics):
         begun = time.perf_counter()
         await all_reported(api, options.services)
         yield "reconciled from nothing", time.perf_counter() - begun, "s"
         yield "its CPU a service", 1000 * cpu_s(process) / options.services, "ms"
         await asyncio.sleep(options.settle)
+
     versions = await service_versions(api)
     with operator() as (process, metrics):
         begun = time.perf_counter()
@@ -204,12 +210,15 @@ async def figures(api: httpx.AsyncClient, options: argparse.Namespace) -> AsyncI
         rewritten = versions.items() ^ (await service_versions(api)).items()
         yield "statuses written by it", len({name for name, _ in rewritten}), ""
         await asyncio.sleep(options.settle)
+
         before = cpu_s(process)
         await asyncio.sleep(options.seconds)
         yield "CPU at rest", 100 * (cpu_s(process) - before) / options.seconds, "% of a core"
         yield "memory", process.memory_info().rss / 2**20, "MiB"
+
         async for figure in edits(api, options):
             yield figure
+
         metrics_text = (await api.get(metrics)).text
         yield "mean reconciliation", 1000 * mean_s(metrics_text), "ms"
         yield "objects watched", watched(metrics_text), ""
@@ -252,18 +261,19 @@ def watched(text: str) -> float:
                if name == named and labels["kind"] in kinds)  # fmt: skip
 
 
-async def main() -> None:
+async def run(options: argparse.Namespace) -> None:
+    """Measure and print every figure."""
+    with api_server():
+        async with client() as api:
+            print(f"{options.services} services, load average {os.getloadavg()[0]:.1f}")
+            async for name, value, unit in figures(api, options):
+                print(f"{name:>24}  {value:10.1f} {unit}", flush=True)
+
+
+def main() -> None:
     options = parser().parse_args()
     if options.quick:
         options.services = 20
         options.seconds = 3.0
         options.edits = 3
-    with api_server():
-        async with client() as api:
-            print(f"{options.services} services, load average {os.getloadavg()[0]:.1f}")
-            async for what, value, unit in figures(api, options):
-                print(f"{what:>24}  {value:10.1f} {unit}", flush=True)
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(run(options))

@@ -1,14 +1,14 @@
-"""Admissions a second by Pick, and whole answers with tickets against through the router.
+"""Placements a second by Pick, and answers with tickets against answers through the router.
 
-Requests are placed as distinct ones, each of its own size and with a ticket of its own, and as like
-ones, by one entry with their count.
-Fake engines in a process of their own answer at once with one token; the router is a real one in
-another; clients are this process. Prints one line a row.
+Requests are placed in two ways: as distinct ones, each of its own size and with its own ticket, and
+as like ones, by one entry with their count. Fake engines in a process of their own answer at once
+with one token. The router is a real one in another process, and the clients are in this one. Print
+one line a row.
 
-    python benchmarks/pick.py --seconds 3 --engines 4
+examples:
+  python -m benchmarks pick --seconds 3 --engines 4
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -23,6 +23,7 @@ import psutil
 import uvloop
 from tokenizers import Tokenizer, models
 
+from benchmarks.support.options import new_parser
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
@@ -40,7 +41,7 @@ POOL_BYTES = 1 << 40
 class FakeEngine(
     inference_pb2_grpc.InferenceServiceServicer, headroom_pb2_grpc.HeadroomServiceServicer
 ):
-    """Answers at once."""
+    """An engine that answers at once with one token."""
 
     def __init__(self, name: str) -> None:
         self._headroom = headroom_pb2.Headroom(
@@ -126,7 +127,7 @@ def run_router(document: dict[str, Any], pipe: Connection) -> None:
 
 
 def entries(batch: int, is_like: bool) -> list[pb.PricedRequest]:
-    """So many requests: each of its own size, or all of one and asked for together."""
+    """Return `batch` requests: each of its own size, or one entry with their count."""
     if is_like:
         return [pb.PricedRequest(prompt_tokens=len(PROMPT), max_tokens=64, count=batch)]
     sizes = range(len(PROMPT), len(PROMPT) + batch)
@@ -134,7 +135,10 @@ def entries(batch: int, is_like: bool) -> list[pb.PricedRequest]:
 
 
 async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: int = 4) -> float:
-    """Requests placed a second; every pick is reported as ended with a later call."""
+    """Return the requests placed a second.
+
+    Every placed request is reported as ended with a later call.
+    """
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         asked = entries(batch, is_like)
@@ -156,7 +160,7 @@ async def picks(port: int, batch: int, is_like: bool, seconds: float, at_once: i
 
 
 async def answers(port: int, is_direct: bool, seconds: float) -> float:
-    """Whole answers a second with CLIENTS at once."""
+    """Return the whole answers a second with CLIENTS at once."""
     async with Client(f"127.0.0.1:{port}", is_direct=is_direct) as client:
         end = time.perf_counter() + seconds
         done = 0
@@ -176,7 +180,7 @@ async def answers(port: int, is_direct: bool, seconds: float) -> float:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Seconds of CPU that it has used."""
+    """Return the CPU seconds that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -196,18 +200,22 @@ async def measure(port: int, router: psutil.Process, seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser("pick", __doc__)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--engines", type=int, default=4)
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
+
+    context = multiprocessing.get_context("spawn")  # gRPC breaks after a fork
+
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.mkdir()
         (keys / "key").write_text("k" * 32)
+
         ours, theirs = context.Pipe()
         engines = context.Process(target=run_engines, args=(options.engines, theirs), daemon=True)
         engines.start()
+
         here: dict[str, Any] = {"host": "127.0.0.1", "port": 0}
         document = {
             "model": MODEL,
@@ -219,14 +227,12 @@ def main() -> None:
             "log_level": "error",
             "folder": folder,
         }
+
         router = context.Process(target=run_router, args=(document, theirs), daemon=True)
         router.start()
+
         try:
             uvloop.run(measure(ours.recv(), psutil.Process(router.pid), options.seconds))
         finally:
             router.terminate()
             engines.terminate()
-
-
-if __name__ == "__main__":
-    main()

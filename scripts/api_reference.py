@@ -1,6 +1,8 @@
-"""Writes docs/llmservice.md, the reference of the API, from the CRD; --check only compares.
+"""Write docs/llmservice.md, the reference of the API, from the CRD.
 
-python scripts/api_reference.py [--check]
+usage: python scripts/api_reference.py [--check]
+
+With --check, only compare the page with the CRD.
 """
 
 import sys
@@ -36,6 +38,7 @@ A share is a percentage, which its name says. Other fractions are decimals in qu
 
 def main() -> int:
     page = render(yaml.safe_load(CRD.read_text(encoding="utf-8")))
+
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page, encoding="utf-8")
         return 0
@@ -57,7 +60,7 @@ def render(crd: Schema) -> str:
 
 
 def chapter(path: str, node: Schema, required: bool) -> Iterator[str]:
-    """A section of the spec: its own line, a table of its fields, its rules."""
+    """Yield a section of the spec: its description, a table of its fields, its rules."""
     yield f"## {path}\n"
     yield f"{sentence(node)}{' Required.' if required else ''}\n"
     rows = list(fields(node, ""))
@@ -71,7 +74,7 @@ def chapter(path: str, node: Schema, required: bool) -> Iterator[str]:
 
 
 def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
-    """(path below the section, schema, whether it is required) of every field, depth first."""
+    """Yield the path, the schema and whether it is required of every field, depth first."""
     node, path = below(node, path)
     for name, field in node.get("properties", {}).items():
         here = f"{path}.{name}" if path else name
@@ -80,7 +83,7 @@ def fields(node: Schema, path: str) -> Iterator[tuple[str, Schema, bool]]:
 
 
 def below(node: Schema, path: str) -> tuple[Schema, str]:
-    """Through lists and maps of objects to the object, with what stands for its place."""
+    """Descend through a list or map of objects; return the object and its path."""
     if "properties" in node.get("items", {}):
         return node["items"], f"{path}[]"
     if "properties" in (node.get("additionalProperties") or {}):
@@ -107,7 +110,7 @@ def default_of(node: Schema) -> str:
 
 
 def type_of(node: Schema) -> str:
-    """The type and its bounds, in a few words."""
+    """Return the type and its bounds in a few words."""
     if "enum" in node:
         return " \\| ".join(f"`{value}`" if value != "" else "`''`" for value in node["enum"])
     if node.get("pattern", "").endswith("%$"):
@@ -118,6 +121,7 @@ def type_of(node: Schema) -> str:
         return "quantity"
     if "ms" in node.get("pattern", "") and "h|m" in node["pattern"]:
         return "duration"
+
     kind = str(node["type"])
     if kind == "array":
         return f"list of at most {node.get('maxItems', 'any number of')}"
@@ -135,14 +139,16 @@ def bounds(node: Schema) -> str:
 
 
 def rule_lines(node: Schema, title: str, rows: Any = ()) -> list[str]:
-    """The messages of the rules of a node and of its fields, each once."""
+    """Return the messages of the rules of a node and of its fields, each once."""
     nodes = [node, *(field for _, field, _ in rows)]
     nodes += [each for field in list(nodes) if isinstance(each := inner(field), dict)]
+
     messages = [
         " ".join(rule["message"].split())
         for each in nodes
         for rule in each.get("x-kubernetes-validations", ())
     ]
+
     listed = [f"* {message}" for message in dict.fromkeys(messages)]
     return [title, *listed, ""] if listed else []
 

@@ -1,7 +1,8 @@
-"""Writes the definition of LLMServiceBase, which has the fields of LLMService; --check only
-compares.
+"""Write the CRD of LLMServiceBase, which has the fields of LLMService.
 
-python scripts/base_definition.py [--check]
+usage: python scripts/base_definition.py [--check]
+
+With --check, only compare the file with the CRD of LLMService.
 """
 
 import sys
@@ -22,7 +23,7 @@ HEAD = """# Made by python scripts/base_definition.py from llmservices.serving.u
 
 
 class PlainDumper(yaml.SafeDumper):
-    """Writes shared values in full, for readers and for programs that know no anchors."""
+    """A dumper that writes shared values in full, for programs that know no YAML anchors."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -32,6 +33,7 @@ def main() -> int:
     text = HEAD + yaml.dump(
         definition(), Dumper=PlainDumper, sort_keys=False, width=100, allow_unicode=True
     )
+
     if "--check" not in sys.argv[1:]:
         TARGET.write_text(text, encoding="utf-8")
         return 0

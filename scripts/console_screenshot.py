@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Takes docs/console.png: the console of a real model under overload, in headless Chromium.
+"""Take docs/console.png: the console of a real model under overload, in headless Chromium.
 
 usage: scripts/console_screenshot.py [--out docs/console.png] [--width 1320] [--dark]
 
-It starts `ullage up -f examples/smollm2.yaml`, asks in the chat, sends the overload, and takes the
-picture while requests are refused. Chromium is the system's: apt-get install chromium.
+Start `ullage up -f examples/smollm2.yaml`, ask in the chat, send the overload, and take the picture
+while requests are refused. This needs the system's Chromium: apt-get install chromium.
 """
 
 import argparse
@@ -36,7 +36,7 @@ FLAGS = [
 
 @contextlib.contextmanager
 def service(manifest: Path) -> Iterator[str]:
-    """Serve a manifest on free ports within the block, and give its URL."""
+    """Serve a manifest on free ports within the block; yield its URL."""
     with tempfile.TemporaryDirectory(prefix="ullage-shot-") as folder:
         state_file = Path(folder, "state.json")
         ports = ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
@@ -54,17 +54,20 @@ def service(manifest: Path) -> Iterator[str]:
 
 
 def overload(page: Page, url: str) -> None:
-    """Brings the console to the moment at which requests are refused."""
+    """Drive the console until requests are refused."""
     page.goto(f"{url}/console")
     expect(page.locator(".engine")).to_have_count(2)
+
     page.fill("#max-tokens", "48")
     page.fill("#text", "What is a ledger? Answer in one sentence.")
     page.click("#send")
     answer = page.locator(".said.answer .trace")
     expect(answer).to_be_visible(timeout=REFUSED_TIMEOUT_MS)
+
     page.click("#overload button")
     expect(page.locator("#tally-text")).to_contain_text("retry in", timeout=REFUSED_TIMEOUT_MS)
-    time.sleep(6)  # until some have waited as long as they may
+
+    time.sleep(6)  # until some requests have reached the queue's timeout
     page.locator("#decisions .more").first.click()
 
 
@@ -76,10 +79,12 @@ def main() -> int:
     parser.add_argument("--height", type=int, default=1020)
     parser.add_argument("--dark", action="store_true")
     options = parser.parse_args()
+
     chromium = shutil.which("chromium")
     if not chromium:
         print("error: no chromium here; apt-get install chromium", file=sys.stderr)
         return 2
+
     manifest = ROOT / "examples" / "smollm2.yaml"
     with (
         contextlib.nullcontext(options.url) if options.url else service(manifest) as url,
@@ -92,8 +97,10 @@ def main() -> int:
             reduced_motion="reduce",
         )
         page.on("console", lambda message: print(f"console: {message.text}", file=sys.stderr))
+
         overload(page, url)
         page.screenshot(path=options.out)
+
     print(f"{options.out}: {options.out.stat().st_size // 1024} KiB")
     return 0
 

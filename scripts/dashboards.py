@@ -1,6 +1,8 @@
-"""Writes the chart's dashboards for Grafana from scripts/ullage_dashboards; --check only compares.
+"""Write the chart's Grafana dashboards from scripts/ullage_dashboards.
 
-python scripts/dashboards.py [--check]
+usage: python scripts/dashboards.py [--check]
+
+With --check, only compare the files.
 """
 
 import sys
@@ -19,6 +21,7 @@ DASHBOARDS = (FLEET, ENGINE, ROUTER, GPU, TIERS, OPERATOR)
 def main() -> int:
     generated = {FOLDER / f"{each.uid}.json": render(each) for each in DASHBOARDS}
     there = {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
+
     if "--check" in sys.argv[1:]:
         if generated == there:
             return 0
@@ -30,6 +33,7 @@ def main() -> int:
             f"out of date in {FOLDER.relative_to(ROOT)}: {names}; run python scripts/dashboards.py"
         )
         return 1
+
     for path in there.keys() - generated.keys():
         path.unlink()
     for path, text in generated.items():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the cluster's tests in lanes side by side, each with a service of its own: most of their time
-# they wait, for pods that end and for files that kubelets renew. The chart is installed once.
+# Run the cluster's tests in parallel lanes, each with a service of its own. They spend most of their
+# time waiting for pods that end and for files that kubelets renew. The chart is installed once.
 #
 #   scripts/e2e.sh PYTHON                 every test
 #   scripts/e2e.sh PYTHON ARGUMENT ...    pytest with these arguments, in one lane
@@ -23,18 +23,18 @@ others=(wrong_manifests lifecycle extensions model_cache image_volume scaling dr
 logs=$(mktemp -d)
 export ULLAGE_E2E_NAMESPACE=${ULLAGE_E2E_NAMESPACE:-ullage-e2e-$(date +%s)}
 
-# run NAME FILE ...: pytest with these files of tests
+# run NAME FILE ...: run pytest with these test files
 run() {
     local files=("${@:2}")
     "$python" -m pytest -v -o cache_dir="$logs/$1" --durations=10 --durations-min=1 \
         "${files[@]/#/$tests/test_}"
 }
 
-# Removes what the first step installs, also where a step was interrupted.
+# Uninstall the chart, even if a step was interrupted.
 finish() {
     local status=$?
-    echo "rights, and the end:"
-    # Into a file: output that nobody reads any more would end it.
+    echo "permissions and uninstallation:"
+    # Into a file, because a closed pipe would end the step.
     ULLAGE_E2E_INSTALLED=1 start run end zero_denials.py > "$logs/end.log" 2>&1
     join $! || ((status)) || status=1
     cat "$logs/end.log"

@@ -1,20 +1,20 @@
 #!/bin/sh
-# Runs benchmarks/gpu on a GPU machine without a network, from a checkout and the bundle that
-# `make gpu-bundle` made (docs/gpu.md). Nothing is installed into the machine's Python: the wheels
-# are unpacked into a folder that PYTHONPATH names.
+# Run benchmarks/gpu on a GPU machine without a network, from a checkout and the bundle of
+# `make gpu-bundle` (docs/gpu.md). Nothing is installed into the machine's Python: the wheels are
+# unpacked into a folder on PYTHONPATH.
 #
-#   scripts/gpu.sh first              whether machine, packages and kernels are fit, 150 s at most
-#   scripts/gpu.sh second             what is promised: memory, recovery, speed; 440 s at most
-#   scripts/gpu.sh table              the table of what has run so far
-#   scripts/gpu.sh PART ... OPTION ...   as `python -m benchmarks.gpu` takes them
-#   scripts/gpu.sh python ...         the machine's Python with the bundle's packages
+#   scripts/gpu.sh first              check machine, packages and kernels; at most 150 s
+#   scripts/gpu.sh second             check the promises: memory, recovery, speed; at most 440 s
+#   scripts/gpu.sh table              print the table of the results so far
+#   scripts/gpu.sh PART ... OPTION ...   run parts, as `python -m benchmarks.gpu` does
+#   scripts/gpu.sh python ...         run the machine's Python with the bundle's packages
 #
 #   OUT      folder of the results            gpu-results
 #   BUNDLE   the bundle                       dist/gpu-bundle
 #   SITE     where its wheels are unpacked    /tmp/ullage-gpu
 #   PYTHON   the machine's Python             python3
 #
-# Exit status: that of the programme; 2 without a bundle that fits.
+# Exit status: that of the programme; 2 if the bundle is missing or for another Python.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -39,7 +39,7 @@ check() {
         fail "$BUNDLE is for Python $wanted, $PYTHON is $found: make gpu-bundle ARGS=\"--python $found\", or set PYTHON"
 }
 
-# The manifest's copy comes last: without it, the wheels are unpacked again.
+# The manifest is copied last: an interrupted installation is repeated.
 install() {
     if cmp -s "$BUNDLE/manifest.json" "$SITE/manifest.json"; then
         return
@@ -59,7 +59,7 @@ install
 export PYTHONPATH="$SITE"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton}"
 
-# Kernels that another machine has compiled: a run with --pack leaves them as this file.
+# Kernels that another machine has compiled; a run with --pack writes this file.
 if [ -f "$BUNDLE/triton-cache.tar.gz" ] && [ ! -d "$TRITON_CACHE_DIR" ]; then
     mkdir -p "$TRITON_CACHE_DIR"
     tar xzf "$BUNDLE/triton-cache.tar.gz" -C "$TRITON_CACHE_DIR"

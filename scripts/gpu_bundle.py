@@ -1,14 +1,14 @@
-"""Makes the folder that lets a GPU machine without a network run benchmarks/gpu.
+"""Make the folder that lets a GPU machine without a network run benchmarks/gpu.
 
-The machine has Python, torch and what comes with transformers (docs/gpu.md names it). The folder
-adds the wheels that such a machine lacks, the project's own wheel, and the tokens that a CPU
-generates for comparison. `scripts/gpu.sh` installs from it. What is in the folder already and still
-right is kept, so a second call needs no network.
+The machine has Python, torch and the packages of transformers (docs/gpu.md lists them). The folder
+adds the missing wheels, the project's own wheel, and the tokens of a CPU for comparison.
+`scripts/gpu.sh` installs from it. Files that are still valid are kept, so a second call needs no
+network.
 
 examples:
   python scripts/gpu_bundle.py                       dist/gpu-bundle, for Python 3.12
   python scripts/gpu_bundle.py --python 3.11 --out /tmp/bundle-3.11
-  ULLAGE_CXX=g++ python scripts/gpu_bundle.py        builds the C++ library with g++, not ziglang
+  ULLAGE_CXX=g++ python scripts/gpu_bundle.py        with g++ instead of ziglang
 
 exit status: 0 made, 1 something is missing or too large, 130 interrupted
 """
@@ -59,31 +59,31 @@ PACKAGES = (
     "uvicorn",
     "xxhash",
 )
-"""What the machine lacks, or has in a version that nobody knows; constraints.txt pins them."""
+"""Packages that the machine lacks, or has in an unknown version; constraints.txt pins them."""
 
 OTHER_PINS = {"execnet": "2.1.2", "pytest_xdist": "3.8.0"}
-"""Versions of what only such a machine needs, whose many cores share the kernels' tests."""
+"""Packages for the machine alone, where many cores share the tests of kernels."""
 
 PYTHON = "3.12"
 MACHINE = "x86_64"
 NEWEST_GLIBC = 39
-"""Ubuntu 24.04 has glibc 2.39: wheels for that and for all older ones run."""
+"""Minor version of glibc 2 in Ubuntu 24.04, which runs wheels for this and older versions."""
 
 MIB = 1 << 20
 LIMIT_BYTES = 64 * MIB
-"""May travel to the machine, tracked files included."""
+"""Largest size of bundle and tracked files together."""
 
 WHEEL_SOURCES = ("engine", "operator", "proto", "crds", "pyproject.toml", "hatch_build.py")
 ORACLE_SOURCES = (
     "benchmarks/gpu/tokens.py",
     "benchmarks/gpu/sequences.py",
-    "benchmarks/small_models.py",
+    "benchmarks/support/small_models.py",
 )
 INTERRUPTED = 130
 
 
 class BundleError(Exception):
-    """Why there is no bundle, with the remedy."""
+    """The bundle cannot be made; the message has the remedy."""
 
 
 def canonical(name: str) -> str:
@@ -92,7 +92,11 @@ def canonical(name: str) -> str:
 
 
 def read_pins(constraints: Path = CONSTRAINTS) -> dict[str, str]:
-    """Return the version of each of PACKAGES; raises BundleError for one without a pin."""
+    """Return the version of each of PACKAGES.
+
+    Raises:
+        BundleError: a package has no pin.
+    """
     lines = constraints.read_text(encoding="utf-8").splitlines()
     pairs = (line.partition("==") for line in lines if "==" in line and not line.startswith("#"))
     versions = OTHER_PINS | {canonical(name): version.strip() for name, _, version in pairs}
@@ -143,7 +147,11 @@ def build_wheel(wheels: Path) -> Path:
 
 
 def run_pip(arguments: list[str], failure: str, remedy: str) -> None:
-    """Run pip; raises BundleError if it fails."""
+    """Run pip.
+
+    Raises:
+        BundleError: pip failed.
+    """
     done = subprocess.run([sys.executable, "-m", "pip", *arguments], check=False)
     if done.returncode:
         raise BundleError(f"{failure}, see above: {remedy}")
@@ -151,8 +159,10 @@ def run_pip(arguments: list[str], failure: str, remedy: str) -> None:
 
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """Yield a folder whose files move into this one at the end: an interrupted download leaves no
-    half of a file there."""
+    """Yield a folder whose files move into `folder` at the end.
+
+    An interrupted download leaves no partial file there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".gpu-bundle-", dir=folder.parent) as name:
         yield Path(name)
@@ -162,7 +172,7 @@ def staging(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Print what begins, and the seconds that it took."""
+    """Print the name of a step, and the seconds that it took."""
     print(f"{what} ...", flush=True)
     started = time.perf_counter()
     yield
@@ -170,7 +180,7 @@ def step(what: str) -> Iterator[None]:
 
 
 def write_oracle(out: Path) -> None:
-    """Have the programme write oracle.json, which takes minutes."""
+    """Compute oracle.json with the GPU programme, which takes minutes."""
     command = [sys.executable, "-m", "benchmarks.gpu", "oracle", "--device=cpu"]
     with step("compute the oracle tokens on this CPU"), staging(out) as folder:
         done = subprocess.run([*command, f"--out={folder}"], cwd=ROOT, check=False)
@@ -182,7 +192,11 @@ def write_oracle(out: Path) -> None:
 
 
 def git(*arguments: str) -> str:
-    """Return what git prints; raises BundleError outside of a repository."""
+    """Return the output of git.
+
+    Raises:
+        BundleError: this is no repository.
+    """
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise BundleError(f"git {arguments[0]} failed, {done.stderr.strip()}: use a git checkout")
@@ -190,14 +204,14 @@ def git(*arguments: str) -> str:
 
 
 def source_files(*places: str) -> list[Path]:
-    """Return the files of the working tree that git does not ignore, below these places."""
+    """Return the files below these places that git does not ignore."""
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *places)
     paths = (ROOT / name for name in sorted(set(listed.split("\0"))) if name)
     return [path for path in paths if path.is_file()]
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of files: of their names and of what they hold."""
+    """Return the SHA-256 of files, over their names and contents."""
     summed = hashlib.sha256()
     for path in paths:
         summed.update(f"{path.relative_to(ROOT)}\0{sha256(path)}\0".encode())
@@ -210,7 +224,7 @@ def sha256(path: Path) -> str:
 
 
 def read_manifest(out: Path) -> dict[str, Any]:
-    """Return the manifest of the last call; empty if there is none that can be read."""
+    """Return the manifest of the last bundle; empty if it is missing or cannot be read."""
     try:
         manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -219,7 +233,7 @@ def read_manifest(out: Path) -> dict[str, Any]:
 
 
 def has_changed(path: Path, recorded: dict[str, Any] | None, sources: str) -> bool:
-    """Return whether a file has to be made again: it is gone, damaged, or its sources differ."""
+    """Return whether a file must be rebuilt: it is missing, damaged, or its sources differ."""
     if recorded is None or not path.is_file():
         return True
     return recorded.get("sources") != sources or recorded.get("sha256") != sha256(path)
@@ -231,7 +245,7 @@ def described(path: Path, **more: str) -> dict[str, Any]:
 
 
 def own_wheel(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of the project's wheel, built again if a source has changed."""
+    """Return the entry of the project's wheel, rebuilt if a source has changed."""
     sources = digest(source_files(*WHEEL_SOURCES))
     recorded = manifest.get("product")
     path = out / "wheels" / (recorded or {}).get("file", "none")
@@ -241,7 +255,7 @@ def own_wheel(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of the oracle tokens, computed again if the programme has changed."""
+    """Return the entry of the oracle tokens, recomputed if the programme has changed."""
     sources = digest(source_files(*ORACLE_SOURCES))
     path = out / "oracle.json"
     if has_changed(path, manifest.get("oracle"), sources):
@@ -250,7 +264,7 @@ def oracle(out: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(out: Path, python: str, *, has_oracle: bool) -> dict[str, Any]:
-    """Make the bundle; return its manifest. Without `has_oracle` the tokens stay as they are."""
+    """Make the bundle; return its manifest. Without `has_oracle`, keep the tokens as they are."""
     manifest = read_manifest(out)
     if manifest.get("python", python) != python:
         remedy = "name another folder with --out, or remove it"
@@ -278,7 +292,11 @@ def make(out: Path, python: str, *, has_oracle: bool) -> dict[str, Any]:
 
 
 def check_size(bundle: Sequence[Path], tracked: Sequence[Path], limit: int = LIMIT_BYTES) -> str:
-    """Return the line that says what travels; raises BundleError above the limit."""
+    """Return a line with the size of the bundle and the tracked files.
+
+    Raises:
+        BundleError: the size exceeds the limit.
+    """
     sizes = {path: path.stat().st_size for path in (*bundle, *tracked)}
     total = sum(sizes.values())
     own = sum(sizes[path] for path in bundle)

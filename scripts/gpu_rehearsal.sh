@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# Rehearses the GPU programme without a GPU, as it will run: from a clean clone of the last commit
-# and the bundle alone, without a network but for loopback, in tiny sizes on the CPU. Whoever
-# changes benchmarks/gpu or what it needs rehearses it again, with the Python of a GPU machine, too
-# (docs/gpu.md says how to make such an environment).
+# Rehearse the GPU programme on the CPU, in tiny sizes: from a clean clone of the last commit and the
+# bundle alone, with no network except loopback. Run this after a change of benchmarks/gpu or of its
+# dependencies, also with the Python of a GPU machine (docs/gpu.md describes such an environment).
 #
 #   scripts/gpu_rehearsal.sh                      with .venv/bin/python
 #   scripts/gpu_rehearsal.sh /tmp/py312/bin/python
-#   scripts/gpu_rehearsal.sh PYTHON PART ...      some parts, by name, in place of both calls
+#   scripts/gpu_rehearsal.sh PYTHON PART ...      parts by name, instead of both calls
 #
-# The bundle is made first where it is missing or old, by .venv/bin/python (BUILDER names another).
+# A missing or outdated bundle is made first, by .venv/bin/python or by the Python in BUILDER.
 # Results stay in dist/gpu-rehearsal-VERSION.
 #
-# Exit status: 0 all passed, 1 something did not, 2 it could not begin, 130 interrupted.
+# Exit status: 0 all passed, 1 a part failed, 2 it could not begin, 130 interrupted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,7 +32,7 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 bundle=dist/gpu-bundle
 [[ $version == 3.12 ]] || bundle=dist/gpu-bundle-$version
 "$builder" scripts/gpu_bundle.py --python "$version" --out "$bundle" --keep-oracle
-[[ -z $(git status --porcelain) ]] || echo "note: what is not committed is not rehearsed" >&2
+[[ -z $(git status --porcelain) ]] || echo "note: uncommitted changes are not rehearsed" >&2
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -41,7 +40,7 @@ git clone --quiet --no-hardlinks . "$folder/checkout"
 mkdir -p "$folder/checkout/dist" "$folder/home"
 cp -r "$bundle" "$folder/checkout/dist/gpu-bundle"
 
-# offline COMMAND ...: with loopback alone, none of this checkout's packages and no one's caches
+# offline COMMAND ...: run with loopback alone, without this checkout's packages and any caches
 offline() {
     local users=()
     [[ $(id -u) == 0 ]] || users=(--map-root-user)
@@ -50,7 +49,7 @@ offline() {
         unshare --net "${users[@]}" sh -c 'ip link set lo up && exec "$@"' sh "$@"
 }
 
-# timed NAME COMMAND ...: prints the seconds; a failure is remembered, and the next goes on
+# timed NAME COMMAND ...: print the seconds; remember a failure, and continue
 status=0
 timed() {
     local name=$1 began=$SECONDS result=passed
@@ -62,7 +61,7 @@ timed() {
 cd "$folder/checkout"
 tiny=(--tiny --device cpu)
 timed "unpack" scripts/gpu.sh python -c 'import ullage_engine, ullage_router; print("unpacked")'
-# Tokens of tiny models take the place of those of the full size.
+# Tokens of tiny models replace those of full size.
 timed "oracle" scripts/gpu.sh python -m benchmarks.gpu oracle "${tiny[@]}" --out dist/gpu-bundle
 if ((${#parts[@]})); then
     timed "${parts[*]}" scripts/gpu.sh "${parts[@]}" "${tiny[@]}"

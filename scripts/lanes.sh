@@ -1,30 +1,30 @@
-# Sourced by scripts that run commands side by side, each in a process group of its own. A signal
-# interrupts all of them, as Ctrl-C does one command; then the script exits, by its trap on EXIT.
+# Functions for scripts that run commands in parallel, each in its own process group. A signal
+# interrupts all commands, as Ctrl-C interrupts one; then the script exits, through its trap on EXIT.
 
-# Another script's background ignores SIGINT, and no trap changes that: begins anew without.
+# A background job ignores SIGINT, and no trap changes that: start again with the default.
 [[ -z $(trap -p INT) ]] || exec env --default-signal=INT bash "$0" "$@"
 
-# start COMMAND ...: runs it in the background; $! is its process group
+# start COMMAND ...: run it in the background; $! is its process group
 start() {
-    # With job control it has a group, and SIGINT, which commands in the background else ignore.
+    # Job control gives it a process group, and SIGINT, which background commands otherwise ignore.
     set -m
     {
-        # What a function would begin after a command that ended by the signal, does not begin.
+        # A function ends with the command that the signal ended, and starts no further one.
         trap 'exit 130' INT
         "$@"
     } < /dev/null &
     set +m
 }
 
-# join GROUP: waits for its command and returns how that ended
+# join GROUP: wait for its command and return its exit status
 join() {
     local status
-    # A signal ends the waiting, not the command; after another end the number may be anybody's.
+    # A signal ends `wait`, not the command. Once the command has ended, its id may be reused.
     while wait "$1"; status=$?; ((status > 128)) && kill -0 "$1" 2> /dev/null; do :; done
     return "$status"
 }
 
-# interrupt STATUS: interrupts all that is under way, waits for it and exits
+# interrupt STATUS: interrupt all running commands, wait for them and exit
 interrupt() {
     local group groups
     groups=$(jobs -rp)
@@ -35,4 +35,4 @@ interrupt() {
 trap 'interrupt 130' INT
 trap 'interrupt 143' TERM
 trap 'interrupt 129' HUP
-trap '' PIPE # who read the output may have gone before the work ends
+trap '' PIPE # the reader of the output may end before the work does

@@ -1,7 +1,8 @@
-"""Writes docs/metrics.md, the reference of all metrics, from the processes' names; --check only
-compares.
+"""Write docs/metrics.md, the reference of all metrics, from the names that processes register.
 
-python scripts/metrics_reference.py [--check]
+usage: python scripts/metrics_reference.py [--check]
+
+With --check, only compare the page.
 """
 
 import sys
@@ -91,19 +92,23 @@ def lines() -> Iterator[str]:
     """Yield the page's paragraphs."""
     yield HEAD
     yield from chapter("Router", "operator/ullage_router/metric_names.py", metric_names(router))
+
     common = ", ".join(f"`{label}`" for label in engine.ENGINE)
     own = [each for each in metric_names(engine) if not each.name.startswith("vllm:")]
     yield from chapter("Engine", "engine/ullage_engine/metric_names.py", own, engine.ENGINE)
     yield f"Every one has the labels {common}, too.\n"
+
     yield VLLM
     for name, alias in engine.VLLM_NAMES.items():
         yield f"| `{alias}{name.exposed.removeprefix(name.name)}` | `{name.exposed}` |"
+
     ends = "stop and length; timeout and cancelled are abort"
     success = engine.VLLM_SUCCESS
     cache = engine.VLLM_CACHE
     yield f"| `{success.exposed}`, label `finished_reason` | `{engine.REQUESTS.exposed}`: {ends} |"
     sizes = f"`{engine.BLOCK_TOKENS.name}` and `{engine.BLOCKS.name}`"
     yield f"| `{cache.name}{{{','.join(cache.labels)}}}` | {sizes}, as labels |"
+
     yield ""
     yield from chapter(
         "Operator", "operator/ullage_operator/metric_names.py", metric_names(operator)

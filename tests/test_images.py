@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmarks.__main__ import BENCHMARKS
 
 from ullage_operator import main
 from ullage_operator.api import naming
@@ -271,10 +272,20 @@ def test_a_program_needs_nothing_beyond_its_images_extras(program: str) -> None:
 @pytest.mark.slow
 def test_benchmarks_explain_themselves() -> None:
     wrong = {}
-    for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        if "ArgumentParser" in path.read_text(encoding="utf-8"):
-            command = [sys.executable, str(path), "--help"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode or not done.stdout.startswith("usage: "):
-                wrong[path.name] = done.stderr
+    for name in BENCHMARKS:
+        command = [sys.executable, "-m", "benchmarks", name, "--help"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if not (done.stdout.startswith("usage: ") and "\nexamples:\n" in done.stdout):
+            wrong[name] = done.stderr or done.stdout
     assert wrong == {}
+
+
+def test_every_benchmark_is_listed_with_an_example() -> None:
+    command = [sys.executable, "-m", "benchmarks"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in BENCHMARKS:
+        assert f"\n{name} " in listed and f" python -m benchmarks {name}" in listed, name
+
+    unknown = subprocess.run([*command, "none"], cwd=ROOT, capture_output=True, text=True)
+    assert unknown.returncode == 2
+    assert "there is no benchmark 'none'; choose from compare, " in unknown.stderr

@@ -1,10 +1,4 @@
-"""The GPU programme: fifteen parts that prove Ullage's promises on one NVIDIA GPU, or fail by name.
+"""The GPU programme: eighteen parts that prove Ullage's promises on one NVIDIA GPU.
 
-`python -m benchmarks.gpu --help` says how it is run, docs/gpu.md what it judges.
+`python -m benchmarks.gpu --help` explains how to run it, and docs/gpu.md lists its aims.
 """
-
-import sys
-from pathlib import Path
-
-# The scripts of this package's folder import one another by name, as Python does it for a script.
-sys.path.append(str(Path(__file__).parents[1]))

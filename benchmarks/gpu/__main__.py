@@ -1,16 +1,16 @@
-"""Prove on one NVIDIA GPU what Ullage promises, with pass or fail: `python -m benchmarks.gpu`.
+"""Prove Ullage's promises on one NVIDIA GPU, each with pass or fail.
 
 commands:
-  first         the parts that judge whether the machine, its packages and the kernels are fit
+  first         the parts that judge the machine, its packages and the kernels
   second        the parts that judge the service: memory, recovery, speed
   NAME ...      single parts, by name (list shows them)
   list          every part, with its limit of seconds and its proof
-  table FILE    the table of a results.jsonl, as docs/gpu.md has it
-  oracle        compute on this CPU the tokens that the part `tokens` compares with
+  table FILE    the table of a results.jsonl, for docs/gpu.md
+  oracle        compute the reference tokens of the part `tokens` on this CPU
 
-Results are appended to --out as they come, so a run that is cut keeps its findings, and a second
-run with the same --out leaves out the parts that have passed. A part that did not end by itself
-leaves its traceback there, as NAME.traceback.log. docs/gpu.md has the aims of all parts.
+Results are appended to --out as they come, so a run that is cut keeps its findings. A second run
+with the same --out skips the parts that have passed. A part that did not end by itself leaves its
+traceback there, as NAME.traceback.log. docs/gpu.md has the aims of all parts.
 
 examples:
   python -m benchmarks.gpu first --out results --bundle dist/gpu-bundle
@@ -18,7 +18,7 @@ examples:
   python -m benchmarks.gpu overload faults --out results --again
   python -m benchmarks.gpu first second --tiny --device cpu --out rehearsal
 
-exit status: 0 all passed, 1 something did not, 2 wrong arguments or no GPU, 130 interrupted
+exit status: 0 all passed, 1 a part did not, 2 wrong arguments or no GPU, 130 interrupted
 """
 
 import argparse
@@ -58,10 +58,10 @@ ORACLE = "oracle.json"
 KERNEL_FILES = (".cubin", ".json", ".ptx", ".so")
 
 MODELS_BYTES = 30 << 30
-"""Bytes that a run writes at most: a checkpoint, and its prepared weights in two types."""
+"""Most bytes that a run writes: a checkpoint, and its prepared weights in two types."""
 
 SCRATCH = "ullage-gpu-scratch-"
-"""How the names of folders of models begin."""
+"""Prefix of the names of model folders."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
     add = parser.add_argument
     add("command", nargs="+", help=f"{', '.join(COMMANDS)}, or parts by name")
     add("--out", type=Path, default=Path("gpu-results"), help="folder of results (%(default)s)")
@@ -121,11 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         f"{REHEARSAL_FACTOR:g} with --tiny)",
     )
     add("--scratch", type=Path, help="folder for models made on the way (a new one in /dev/shm)")
+
     return parser
 
 
 def obstacle() -> str | None:
-    """Return why nothing can be measured here, in one line; None: it can."""
+    """Return why nothing can be measured here, in one line; None if it can."""
     import torch
 
     if torch.version.cuda is None:
@@ -140,7 +142,7 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _run_programme(options: argparse.Namespace, parts: list[Part], limit_s: float) -> int:
-    # A time limit around the programme ends it so; its processes and models are removed then, too.
+    # A time limit around the programme sends SIGTERM; end its processes and remove its models.
     signal.signal(signal.SIGTERM, _interrupt)
     options.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -162,7 +164,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder for models, locked while it is used; remove those of runs that were killed."""
+    """Make a folder for models, locked while in use; remove those of killed runs."""
     for place in {"/dev/shm", tempfile.gettempdir()}:
         remove_abandoned(Path(place))
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=_memory_folder()) as name:
@@ -175,9 +177,9 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the folders of models that no run has locked: a lock ends with its process."""
+    """Remove the model folders that no run has locked; a lock ends with its process."""
     for folder in place.glob(f"{SCRATCH}*"):
-        # Another user's cannot be opened, and one in use cannot be locked.
+        # A folder of another user cannot be opened, and one in use cannot be locked.
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY)
             try:
@@ -188,7 +190,7 @@ def remove_abandoned(place: Path) -> None:
 
 
 def pack_logs(folder: Path) -> None:
-    """Move all logs of a folder into its logs.tar.gz, next to those of other parts in there."""
+    """Move all logs of a folder into its logs.tar.gz, which keeps those of other parts."""
     packed = folder / "logs.tar.gz"
     if packed.exists():
         with tarfile.open(packed) as archive:
@@ -219,7 +221,7 @@ def pack_kernels(folder: Path) -> None:
 def _chosen(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> tuple[list[Part], float]:
-    """Return the parts that were asked for, in their order, and the seconds for all of them."""
+    """Return the chosen parts in their order, and the limit of seconds for all of them."""
     names = set[str]()
     limit_s = 0.0
     for word in options.command:
@@ -232,13 +234,14 @@ def _chosen(
             limit_s += BY_NAME[word].seconds
         else:
             parser.error(f"there is no part {word!r}; choose from {', '.join(BY_NAME)}")
+
     limit_s *= REHEARSAL_FACTOR if options.tiny else 1.0
     parts = [part for part in PARTS if part.name in names]
     return parts, limit_s if options.limit is None else options.limit
 
 
 def _memory_folder() -> str | None:
-    """Return a folder in memory for models: gigabytes that are written once and mapped."""
+    """Return a folder in memory for models, which are gigabytes, written once and mapped."""
     is_roomy = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > MODELS_BYTES
     return "/dev/shm" if is_roomy else None
 
@@ -246,7 +249,7 @@ def _memory_folder() -> str | None:
 def _run_part(name: str, job: Job) -> int:
     """Run one part in this process, which the programme started for it.
 
-    Its traceback is kept next to the results if it raises, dies of a signal or is cut.
+    If the part raises, dies of a signal or is cut, its traceback stays next to the results.
     """
     end_with_parent()
     results = Results(job.out)
@@ -258,7 +261,7 @@ def _run_part(name: str, job: Job) -> int:
     log = job.out / traceback_log(name)
     with log.open("w", encoding="utf-8") as file:
         faulthandler.enable(file)
-        # The programme sends this signal when a part's time is over.
+        # The programme sends SIGTERM when a part's time is over.
         faulthandler.register(signal.SIGTERM, file, chain=True)
         try:
             importlib.import_module(f"benchmarks.gpu.{name}").run(job, report)

@@ -1,7 +1,7 @@
-"""Take a device's memory but for a rest, and hold it until standard input ends.
+"""Allocate all memory of a device except a rest, and hold it until standard input ends.
 
-As a neighbour on the GPU would: `python -m benchmarks.gpu.ballast cuda 67108864` prints the bytes
-that it holds once they are taken. On a CPU it takes a little, so that a rehearsal has the process.
+This imitates a neighbour on the GPU. `python -m benchmarks.gpu.ballast cuda 67108864` prints the
+bytes that it holds. On a CPU it allocates a little, so that a rehearsal has the process, too.
 """
 
 import sys
@@ -10,7 +10,7 @@ import torch
 
 ON_CPU_BYTES = 64 << 20
 STEP_BYTES = 16 << 20
-"""Rest that counts as taken, since an allocation may take more than it asks for."""
+"""Rest that counts as taken, because an allocation may be rounded up."""
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def take(device: torch.device, leave: int) -> list[torch.Tensor]:
         try:
             held.append(torch.empty(spare - STEP_BYTES // 2, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError:
-            # No single range is as large as all that is free: half of it may be.
+            # Free memory is fragmented: half of it may fit one range.
             held.append(torch.empty(spare // 2, dtype=torch.uint8, device=device))
     return held
 

@@ -1,7 +1,7 @@
-"""The models that services of the programme serve: a Llama with random weights, made on the device.
+"""The model of the programme's services: a Llama with random weights, drawn on the device.
 
-A word is a token: the prompt "w7 w8" has two. So prompts of any length are made without counting,
-and no text tokenises differently the second time.
+A word is a token: the prompt "w7 w8" has two. So a prompt of any length needs no counting, and an
+answer tokenizes to the same tokens again.
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu.figures import Job
-from benchmarks.gpu.programme import ROOT
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.gpu.figures import Job
+from benchmarks.gpu.programme import ROOT
 from ullage_engine.model_config.hf_config import read_config
 from ullage_engine.model_config.registry import read_model_config
 from ullage_engine.model_loader.tensor_plan import plan_tensors
@@ -42,7 +42,7 @@ class Shape:
         return 2 * self.layers * self.kv_heads * (self.hidden // self.heads) * itemsize
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of config.json; without an end token answers have full length."""
+        """Return the contents of config.json; without an end token, answers have full length."""
         return {
             "model_type": "llama",
             "num_hidden_layers": self.layers,
@@ -76,21 +76,21 @@ TINY = Shape(
 
 
 def service_shape(job: Job) -> Shape:
-    """Return the shape that services have in this run."""
+    """Return the shape of the services' model in this run."""
     return TINY if job.tiny else EIGHT_LAYERS
 
 
 def service_checkpoint(job: Job, layers: int | None = None) -> Path:
-    """Return the folder of the services' model, which is made where it is missing.
+    """Return the folder of the services' model; write the model unless it is there.
 
     Args:
-        layers: instead of as many as the model has.
+        layers: number of layers; None: that of the model.
     """
     shape = service_shape(job)
     shape = replace(shape, layers=layers or shape.layers)
     folder = job.scratch / f"checkpoint-{shape.layers}"
     if not (folder / "model.safetensors").exists():
-        # In a process of its own: this one has no context on the GPU, whose memory is measured.
+        # In a child: a GPU context of this process would count in the measured memory.
         shape_json = json.dumps(asdict(shape))
         command = (sys.executable, "-m", __name__, str(folder), job.device, shape_json)
         subprocess.run(command, cwd=ROOT, check=True)
@@ -116,7 +116,7 @@ def write_checkpoint(folder: Path, shape: Shape, device: torch.device) -> None:
 def _draw(
     name: str, shape: tuple[int, ...], generator: torch.Generator, device: torch.device
 ) -> torch.Tensor:
-    """Draw a tensor: norms are ones, and rows of matrices have about length 1."""
+    """Draw a tensor: norms are ones, and the rows of matrices have a norm of about 1."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     numbers = torch.randn(shape, generator=generator, device=device)

@@ -1,13 +1,13 @@
-"""Compiles the Triton kernels that the programme launches, in several processes, without a GPU.
+"""Compile the Triton kernels of the programme, in several processes, without a GPU.
 
-With a GPU this fills Triton's cache before the programme measures anything: one kernel takes a
-second, and the programme launches some two hundred. Without one it shows that every kernel compiles
+On a GPU machine, this fills Triton's cache before the programme measures anything: one kernel takes
+a second, and the programme launches some two hundred. Elsewhere it shows that every kernel compiles
 for an architecture, fits its shared memory and spills no registers.
 
-Nothing here lists kernels. The product's own ModelRunner takes the steps of its warm-up on the CPU,
-with one layer of each kind and the widths of the programme's models; where it would launch a
-kernel, the kernel is compiled for the same arguments. A new kernel is picked up with no change.
---every adds what tests/engine/kernels/triton/compile_kernels.py lists.
+There is no list of kernels here. ModelRunner runs the steps of its warm-up on the CPU, with one
+layer of each kind and the widths of the programme's models. Instead of launching a kernel, it
+compiles the kernel for the same arguments. New kernels are included without a change. --every adds
+the list of tests/engine/kernels/triton/compile_kernels.py.
 
 examples:
   python -m benchmarks.gpu.compile                        for this machine's GPU, else sm90
@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu.figures import one_line
-from small_models import MODELS
 
+from benchmarks.gpu.figures import one_line
+from benchmarks.support.small_models import MODELS
 from ullage_engine.kernels import triton as kernels
 from ullage_engine.kernels.arena import GATHER_TOKENS, StepLimits
 from ullage_engine.layers.linear import Linear, PlainLinear
@@ -59,10 +59,10 @@ LISTS = ROOT / "tests" / "engine" / "kernels" / "triton" / "compile_kernels.py"
 INTERRUPTED = 130
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Shared memory that one program may have, by architecture (CUDA programming guide)."""
+"""Most shared memory of one thread block, by architecture (CUDA programming guide)."""
 
 MAX_TOKENS = 1024
-"""Tokens of the longest step: four experts each fill the largest tiles of 32 experts."""
+"""Tokens of the longest step. With four experts each, they fill the largest tiles of 32 experts."""
 MAX_ROWS = 128
 MAX_MODEL_LEN = 16_384
 NUM_BLOCKS = 64
@@ -94,13 +94,13 @@ class Compiled:
     shared: int = 0
     """Bytes of shared memory of one program."""
     spilled: int | None = None
-    """Bytes of registers that are spilled; None: it was in the cache, which does not say."""
+    """Bytes of spilled registers; None for a kernel from the cache, which does not record it."""
     uses_tensor_cores: bool = False
     error: str = ""
 
     @property
     def fault(self) -> str:
-        """Why this kernel cannot run on such a GPU; empty if it can."""
+        """Why this kernel cannot run on its architecture; empty if it can."""
         if self.error:
             return self.error
         limit = SHARED_BYTES.get(self.arch)
@@ -158,7 +158,7 @@ def family(name: str) -> Case:
 
 
 CASES: Mapping[str, Callable[[], Case]] = {
-    # Those that take longest begin first.
+    # The longest begin first.
     "llama-8b float32": lambda: Case(llama(), torch.float32),
     "lfm2-8b-a1b float32": lambda: Case(lfm2_moe(), torch.float32),
     **{f"small {name}": functools.partial(family, name) for name in MODELS},
@@ -184,10 +184,10 @@ class SkippedLinear:
         self.shape = shape
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Leave out as it is."""
+        """Skip the product."""
 
     def forward_add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Leave out as it is."""
+        """Skip the product."""
 
 
 def skip_plain(name: str, linear: Linear) -> Linear:
@@ -196,8 +196,10 @@ def skip_plain(name: str, linear: Linear) -> Linear:
 
 
 def as_on_cuda(loaded: LoadedModel, name: str, experts: ExpertLinears) -> ExpertLinears:
-    """Return the experts as CUDA has them: plain ones are multiplied by a kernel where few rows
-    choose them, and by another library's where many do."""
+    """Return the experts as CUDA has them.
+
+    Plain experts are multiplied by a kernel with few rows, and by a library with many.
+    """
     if not isinstance(experts, LoopedExperts):
         return experts
     plain = packed_experts(loaded.tensors[name], None, "plain")
@@ -220,7 +222,7 @@ def empty_model(case: Case) -> LoadedModel:
 
 
 def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
-    """Return how a tensor is stored; None: as plain numbers. MXFP4 is for experts alone."""
+    """Return the encoding of a tensor; None for plain numbers. MXFP4 is for experts alone."""
     if format is None or not is_matrix(plan):
         return None
     *stacked, columns = plan.shape
@@ -232,8 +234,9 @@ def encoding_of(plan: TensorPlan, format: Format | None) -> Encoding | None:
 
 
 def run_steps(case: Case) -> None:
-    """Take the steps of a warm-up; kernels are compiled in place of running."""
+    """Run the steps of a warm-up; kernels are compiled instead of launched."""
     loaded = empty_model(case)
+
     limits = StepLimits(
         max_tokens=MAX_TOKENS,
         max_rows=MAX_ROWS,
@@ -242,6 +245,7 @@ def run_steps(case: Case) -> None:
         itemsize=case.dtype.itemsize,
         fp8_kv=case.has_fp8_kv,
     )
+
     runner = ModelRunner(
         loaded,
         torch.device("cpu"),
@@ -250,6 +254,7 @@ def run_steps(case: Case) -> None:
         wrap=skip_plain,
         wrap_experts=functools.partial(as_on_cuda, loaded),
     )
+
     runner.allocate_arena()
     runner.allocate_kv(NUM_BLOCKS)
     runner.warm_up()
@@ -264,19 +269,20 @@ class Recorder:
         self._arch = arch
         self._finish = finish
         self._compiled: dict[str, Compiled] = {}
-        """By the binary's hash, or by what failed."""
+        """By the binary's hash, or by the name of a failed kernel."""
 
     @property
     def compiled(self) -> list[Compiled]:
         return list(self._compiled.values())
 
     def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Stand in for kernel[grid], which returns what launches."""
+        """Stand in for kernel[grid]; return the launcher."""
 
         def compile_only(*args: object, **constants: object) -> None:
             attempt = f"{kernel.__name__} {constants}"
             if attempt in self._compiled:
                 return
+
             log = io.StringIO()
             started = time.perf_counter()
             try:
@@ -284,7 +290,7 @@ class Recorder:
                     binary = kernel.warmup(*args, grid=grid, **constants)
                     if self._finish is not None and binary.hash not in self._compiled:
                         self._finish(binary)
-            except Exception as error:  # whatever Triton, LLVM and ptxas raise
+            except Exception as error:  # Triton, LLVM and ptxas raise many types
                 took = time.perf_counter() - started
                 self._compiled[attempt] = self._failed(kernel.__name__, took, error)
             else:
@@ -311,9 +317,9 @@ class Recorder:
 
 
 def build_launcher(binary: Any) -> None:
-    """Compile the host's side of a launch, where Triton makes one for each signature: before 3.7.
+    """Compile the host's side of a launch, which Triton before 3.7 makes for each signature.
 
-    It is linked with the driver's library, and the compiler takes half a second.
+    It links the driver's library, and takes the compiler half a second.
     """
     from triton.backends.nvidia import driver
 
@@ -322,7 +328,7 @@ def build_launcher(binary: Any) -> None:
 
 
 def compile_case(name: str, arch: int, threads: int) -> list[Compiled]:
-    """Compile what one case launches, in a process of its own: Triton is changed for good."""
+    """Compile the kernels of one case in a process of its own, because Triton stays patched."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -361,7 +367,7 @@ def listed() -> dict[str, Callable[[], Iterator[tuple[str, Callable[[], None]]]]
     spec = importlib.util.spec_from_file_location("compile_kernels", LISTS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look it up
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     lists: dict[str, Any] = module.LISTS
     return lists
@@ -436,9 +442,11 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", action="store_true", help="the tests' variants, too")
     parser.add_argument("--cache", metavar="DIR", help="Triton's cache; TRITON_CACHE_DIR")
     parser.add_argument("--json", metavar="FILE", help="a line of JSON for each kernel")
+
     arguments = parser.parse_args(argv)
     if arguments.arch is None:
         arguments.arch = arch_here()
+
     if unknown := sorted(set(arguments.cases) - set(CASES)):
         parser.error(f"there is no case {unknown[0]!r}; choose from {', '.join(CASES)}")
     if arguments.processes < 1:
@@ -455,8 +463,10 @@ def read_arch(text: str) -> int:
 
 
 def arch_here() -> int:
-    """Return the architecture of this machine's GPU, as the driver says without a context on it;
-    sm90 where there is no GPU."""
+    """Return the architecture of this machine's GPU, or sm90 without a GPU.
+
+    The driver reports it without a context on the GPU.
+    """
     try:
         import pynvml
 

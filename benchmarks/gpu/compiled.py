@@ -1,6 +1,6 @@
-"""Every kernel that the programme launches, compiled ahead by as many processes as help.
+"""Every kernel of the programme, compiled ahead by as many processes as help.
 
-What is compiled here is in Triton's cache for the parts that follow, even of a part that is cut.
+The kernels are in Triton's cache for later parts, even if this part is cut.
 """
 
 import os
@@ -13,7 +13,7 @@ from benchmarks.gpu.programme import ROOT
 
 MOST_PROCESSES = 12
 REHEARSED = "llama-8b"
-"""The case of a rehearsal, which compiles for sm90, too: that needs no GPU."""
+"""The case of a rehearsal, which also compiles for sm90: that needs no GPU."""
 
 
 def run(job: Job, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Used memory of the device while a service runs: by NVML, or on a CPU that of the workers."""
+"""Used memory of the device while a service runs: from NVML, or on a CPU from the workers."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Self
 
 import psutil
-from benchmarks.gpu.figures import Job
-from one_engine import WORKERS
 
+from benchmarks.gpu.figures import Job
+from benchmarks.support.one_engine import WORKERS
 from ullage_engine.gpu.nvml import Gpu, Nvml
 
 INTERVAL_S = 0.05
@@ -22,10 +22,10 @@ STABLE_BYTES = 32 << 20
 STABLE_S = 1.0
 SETTLE_S = 8.0
 MOST_SHARE = 0.85
-"""Of the device, that engines may take."""
+"""Largest share of the device for engines."""
 
 Measure = Callable[[], tuple[int, int]]
-"""Returns used and total bytes of the device."""
+"""Return used and total bytes of the device."""
 
 
 def measure(job: Job) -> Measure:
@@ -34,7 +34,7 @@ def measure(job: Job) -> Measure:
 
 
 def nvml_used() -> tuple[int, int]:
-    """Return used and total bytes of the first visible GPU, all processes together."""
+    """Return used and total bytes of the first visible GPU, over all processes."""
     sample = _first_gpu().sample(with_links=False)
     assert sample.memory_used_bytes is not None and sample.memory_total_bytes is not None
     return int(sample.memory_used_bytes), int(sample.memory_total_bytes)
@@ -46,8 +46,7 @@ def _first_gpu() -> Gpu:
 
 
 def workers_used() -> tuple[int, int]:
-    """Return the resident bytes of the workers that this process's children have started, and the
-    machine's."""
+    """Return the resident bytes of the workers below this process, and the machine's total."""
     held = 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -63,7 +62,7 @@ class Sampler:
     job: Job
     name: str
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    """Moments by `time.monotonic`, used bytes, total bytes."""
+    """Time by `time.monotonic`, used bytes, total bytes."""
     _is_over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _error: Exception | None = None
@@ -87,16 +86,16 @@ class Sampler:
         self._write(self.job.out / "vram.csv")
 
     def share(self) -> float:
-        """Return the most that was used, as a share of the device."""
+        """Return the peak of used bytes as a share of the device."""
         return max(used / total for _, used, total in self.samples)
 
     def spread(self, since: float, until: float) -> int:
-        """Return the most less the least bytes used between two moments."""
+        """Return the difference of the most and the least bytes used between two times."""
         used = self.between(since, until)
         return max(used) - min(used) if used else 0
 
     def between(self, since: float, until: float) -> list[int]:
-        """Return the used bytes that were sampled between two moments."""
+        """Return the samples of used bytes between two times."""
         return [used for at, used, _ in self.samples if since <= at <= until]
 
     def _run(self) -> None:
@@ -104,7 +103,7 @@ class Sampler:
         try:
             while not self._is_over.wait(INTERVAL_S):
                 self.samples.append((time.monotonic(), *measured()))
-        except Exception as error:  # of the driver; raised when the block ends
+        except Exception as error:  # an error of the driver, raised when the block ends
             self._error = error
 
     def _write(self, path: Path) -> None:
@@ -115,9 +114,9 @@ class Sampler:
 
 
 def settled(job: Job, seconds: float = SETTLE_S) -> int:
-    """Return used bytes once they have not moved for a second, or after so many seconds.
+    """Return used bytes once they are constant for a second, or after the limit of seconds.
 
-    The driver returns the memory of a killed process a while after its end.
+    The driver frees the memory of a killed process a while after its end.
     """
     measured = measure(job)
     deadline = time.monotonic() + seconds

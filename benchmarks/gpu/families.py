@@ -1,5 +1,7 @@
-"""Decode steps of models with experts, tokens on the host included: LFM2-8B-A1B in bfloat16 and
-gpt-oss-20b in MXFP4, with random weights made on the device. Recorded, not judged.
+"""Decode steps of models with experts, recorded and not judged.
+
+The models are LFM2-8B-A1B in bfloat16 and gpt-oss-20b in MXFP4, with random weights drawn on the
+device. A step includes the copy of its tokens to the host.
 """
 
 from collections.abc import Iterator
@@ -8,12 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
 from benchmarks.gpu.figures import Figure, Job, Report
 from benchmarks.gpu.lfm2.weights import SIZES
 from benchmarks.gpu.models import decode_of, random_model
 from benchmarks.gpu.rates import seconds_of
 from benchmarks.gpu.sequences import GREEDY, make_runner
-
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_config.hf_config import HFConfig
 from ullage_engine.model_config.model_config import ModelConfig
@@ -53,7 +55,7 @@ class Sizes:
     """Models and context of the measurements."""
 
     models: dict[str, dict[str, object]]
-    """config.json by name."""
+    """Contents of config.json by name."""
     context: int
     """Tokens that each decode attends, its own included."""
 
@@ -89,21 +91,24 @@ def decode_figures(device: torch.device, tiny: bool) -> Iterator[Figure]:
     dtype = torch.float32 if tiny else torch.bfloat16
     rows = max(BATCHES)
     blocks = -(-sizes.context // BLOCK_TOKENS)
+
     for name, values in sizes.models.items():
         loaded = random_model(config_of(values), dtype, device)
         yield Figure(f"{name}, weights", loaded.nbytes / 1e9, "GB")
         runner = make_runner(loaded, device, dtype, rows, rows * blocks, sizes.context)
         vocab = loaded.model_config.vocab
+
         for batch in BATCHES:
             chunks = [decode_of(row, sizes.context, blocks, vocab, GREEDY) for row in range(batch)]
             took = seconds_of(partial(runner.execute, StepPlan(chunks)), device)
             yield Figure(f"{name}, step of {batch} x {sizes.context}", took * 1e3, "ms")
-        # The next model needs the memory.
+
+        # Free the memory for the next model.
         del runner, loaded
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def config_of(values: dict[str, object]) -> ModelConfig:
-    """Read a config.json that is no file."""
+    """Parse a configuration that has no file."""
     return read_model_config(HFConfig(Path("config.json"), values))

@@ -1,8 +1,8 @@
 """Scenario 4: greedy streams across injected shortages, killed workers and a GPU that is full.
 
-No stream may fail, and each has the tokens of its undisturbed run. In float32 a resumed stream may
-part from the undisturbed one only where two tokens are all but equally likely: such near-ties are
-counted, by the log-probabilities of the undisturbed run.
+No stream may fail, and each must have the tokens of its undisturbed run. In float32 a resumed
+stream may part from it only at a near-tie, where two tokens are almost equally likely. Near-ties
+are counted by the log-probabilities of the undisturbed run.
 """
 
 import asyncio
@@ -30,8 +30,7 @@ from benchmarks.gpu.service import (
     router_up,
 )
 from benchmarks.gpu.ties import compare
-from one_engine import Engine
-
+from benchmarks.support.one_engine import Engine
 from ullage.admin.v1 import admin_pb2
 from ullage_common.wire.channels import open_channel
 
@@ -41,8 +40,8 @@ NUM_OOMS = 3
 MOST_RECOVERY_S = 30.0
 LEFT_FREE = 64 * MIB
 RESERVE = LEFT_FREE // 2
-"""Bytes of the engine's safety reserve. The ballast leaves more than that, so a full device is no
-reason for the engine to withhold KV from requests."""
+"""Bytes of the engine's safety reserve. The ballast leaves more free, so a full device does not
+make the engine withhold KV from requests."""
 HELD_S = 10.0
 POLL_S = 0.02
 WAIT_S = 60.0
@@ -137,7 +136,7 @@ async def judge(
     began = time.monotonic()
     asking = asyncio.create_task(streams(scene, watched=watched))
     if fault is not None:
-        # The streams and the next scene go on after a fault that had no effect.
+        # Streams and later scenes continue after a fault without effect.
         try:
             await fault(watched)
         except RuntimeError as error:
@@ -161,7 +160,7 @@ async def judge(
 
 
 def inject(scene: Scene) -> Fault:
-    """Return a fault: steps that run out of memory while the streams go on."""
+    """Return a fault: steps run out of memory while the streams continue."""
 
     async def fault(watched: list[Stream]) -> None:
         await shared(scene, watched, 0.1)
@@ -174,7 +173,7 @@ def inject(scene: Scene) -> Fault:
 
 
 def fill(scene: Scene, held: contextlib.AsyncExitStack, report: Report) -> Fault:
-    """Return a fault: a neighbour takes all memory but LEFT_FREE, and keeps it."""
+    """Return a fault: a neighbour takes all memory but LEFT_FREE and keeps it."""
 
     async def fault(watched: list[Stream]) -> None:
         await shared(scene, watched, 0.1)
@@ -200,7 +199,7 @@ def kill_twice(scene: Scene) -> Fault:
 
 
 async def kill_at(scene: Scene, watched: list[Stream], share: float) -> None:
-    """Kill the worker when the streams have a share of their tokens; wait for the next token."""
+    """Kill the worker once the streams have a share of their tokens; wait for the next token."""
     await shared(scene, watched, share)
     pid = scene.engine.worker_pid()
     if pid is None:
@@ -227,7 +226,11 @@ async def shared(scene: Scene, watched: list[Stream], share: float) -> None:
 
 
 async def until(condition: Callable[[], bool], awaited: str) -> None:
-    """Wait for a condition; raises RuntimeError with the words for it after WAIT_S seconds."""
+    """Wait for a condition.
+
+    Raises:
+        RuntimeError: it did not hold within WAIT_S seconds.
+    """
     deadline = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > deadline:
@@ -237,7 +240,7 @@ async def until(condition: Callable[[], bool], awaited: str) -> None:
 
 @contextlib.asynccontextmanager
 async def ballast(job: Job) -> AsyncIterator[int]:
-    """Fill the device but for LEFT_FREE bytes while the block runs; yields the bytes it took."""
+    """Fill the device up to LEFT_FREE bytes within the block; yield the bytes taken."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Findings of a part of the programme: figures, each with the aim that it has to reach."""
+"""Findings of a part of the programme: figures with their aims, and facts."""
 
 import json
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = "results.jsonl"
-"""Name of the file of a run: one JSON object a line, written as things happen."""
+"""Name of the file of a run: one JSON object a line, appended as findings come."""
 
 
 class Figure(NamedTuple):
@@ -18,9 +18,9 @@ class Figure(NamedTuple):
     value: float
     unit: str
     aim: float | None = None
-    """The least value that passes; None: the figure is recorded and not judged."""
+    """Smallest value that passes; None records the figure without judging it."""
     is_limit: bool = False
-    """Whether the aim is the greatest value that passes."""
+    """Whether the aim is the largest value that passes instead."""
 
     @property
     def passes(self) -> bool:
@@ -37,7 +37,7 @@ class Fact(NamedTuple):
 
 
 Report = Callable[[Figure | Fact], None]
-"""Records a finding, which a part hands over as soon as it has it."""
+"""Record a finding, as soon as a part has it."""
 
 
 @dataclass(frozen=True)
@@ -47,40 +47,40 @@ class Job:
     device: str
     """cuda, or cpu for a rehearsal."""
     tiny: bool
-    """Whether sizes are those of a rehearsal; speeds are recorded then and not judged."""
+    """Whether this is a rehearsal, which has tiny sizes and does not judge speeds."""
     out: Path
-    """Folder of results, which are kept."""
+    """Folder of results."""
     scratch: Path
-    """Folder of checkpoints and prepared weights, which are not."""
+    """Folder of checkpoints and prepared weights, removed at the end."""
     bundle: Path | None
-    """Folder that travelled with the programme, or None."""
+    """Folder of the bundle, or None."""
 
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
     def speed_aim(self, aim: float) -> float | None:
-        """Return an aim of speed, None in a rehearsal."""
+        """Return an aim of speed; None in a rehearsal."""
         return None if self.tiny else aim
 
 
 def count(name: str, value: float, least: float) -> Figure:
-    """Return a figure without a unit that passes from `least` on."""
+    """Return a figure without a unit that passes if it is at least `least`."""
     return Figure(name, value, "", least)
 
 
 def at_most(name: str, value: float, unit: str, limit: float | None) -> Figure:
-    """Return a figure that passes up to a limit; with None as the limit it is only recorded."""
+    """Return a figure that passes up to a limit; a limit of None only records it."""
     return Figure(name, value, unit, limit, is_limit=True)
 
 
 def none_of(name: str, value: float) -> Figure:
-    """Return a figure that has to be zero."""
+    """Return a figure that passes only if it is zero."""
     return Figure(name, value, "", 0.0, is_limit=True)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of its message: CUDA's have several."""
+    """Return an exception's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     name = type(error).__name__
     return f"{name}: {lines[0]}" if lines else name
@@ -93,7 +93,7 @@ class Results:
         self.path = folder / RESULTS
 
     def add(self, part: str, finding: Figure | Fact) -> None:
-        """Append a finding of a part; it is in the file when this returns."""
+        """Append a finding of a part; the file has it when this returns."""
         if isinstance(finding, Fact):
             self._append({"part": part, "fact": finding.name, "text": finding.text})
             return
@@ -102,11 +102,11 @@ class Results:
         self._append({"part": part, "figure": name, **values, "passes": finding.passes})
 
     def begin(self, part: str, limit_s: float) -> None:
-        """Append that a part begins; lines of it from here on are those of this run."""
+        """Append the beginning of a part; its later lines belong to this run."""
         self._append({"part": part, "began": round(limit_s, 2)})
 
     def crash(self, part: str, reason: str) -> None:
-        """Append why a part could not go on."""
+        """Append why a part could not continue."""
         self._append({"part": part, "crashed": reason})
 
     def end(self, part: str, status: str, seconds: float, message: str = "", *, tiny: bool) -> None:
@@ -122,7 +122,7 @@ class Results:
         )
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all lines; the last one may have been cut short by a kill and is left out then."""
+        """Return all lines, without a last one that a kill cut short."""
         if not self.path.exists():
             return []
         rows = []

@@ -1,4 +1,4 @@
-"""Float32 that is float32: without TF32, whose ten bits of mantissa would pass for it."""
+"""Float32 without TF32, which has only ten bits of mantissa."""
 
 import ctypes
 
@@ -30,7 +30,7 @@ def _cublas_version() -> str:
     """Return the version of the library that torch has loaded."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
-        # By its soname, so that the loader returns the one that is loaded already.
+        # By its soname, so that the loader returns the loaded library.
         library = ctypes.CDLL(f"libcublas.so.{major}")
     except OSError:
         return "of unknown version"

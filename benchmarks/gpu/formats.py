@@ -1,4 +1,4 @@
-"""Services whose weights are rounded to int4, with a calibration on the device, and to float8."""
+"""Services with weights in int4, calibrated on the device, and in float8."""
 
 import asyncio
 

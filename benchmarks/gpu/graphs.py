@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs, against the tokens and the times of launched steps.
 
-The figures decide whether `cuda_graphs` is on by default. In a rehearsal a graph calls the captured
-action again, and kernels run in Triton's interpreter.
+The figures decide whether `cuda_graphs` is on by default. In a rehearsal, a graph repeats the
+captured action, and kernels run in Triton's interpreter.
 """
 
 import os
@@ -10,6 +10,7 @@ import time
 from functools import partial
 
 import torch
+
 from benchmarks.gpu.figures import Figure, Job, Report, count, none_of
 from benchmarks.gpu.models import random_model
 from benchmarks.gpu.rates import seconds_of
@@ -23,7 +24,6 @@ from benchmarks.gpu.sequences import (
 from benchmarks.gpu.steps import CONTEXT, KINDS, decodes, dense_config
 from benchmarks.gpu.ties import compare
 from benchmarks.gpu.tokens import GREEDY, Outputs, families, load_family, pairs
-
 from ullage_engine.kernels import triton
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_loader.loader import LoadedModel
@@ -32,9 +32,9 @@ from ullage_engine.runner.step_graphs import Action, Capture, CudaCapture, NewCa
 PROMPT_TOKENS = 40
 OUTPUT_TOKENS = 64
 LEAST_GAIN = 1.0
-"""A step may not take longer for being a graph."""
+"""Smallest speed of a step as a graph, relative to launches."""
 JUDGED = (1, 8)
-"""Rows at which the host's launches are waited for; with more, the device is."""
+"""Rows up to which a step is bound by launches of the host; with more, by the device."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -48,7 +48,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def again() -> Capture:
-    """Return what repeats an action by calling it, where there are no graphs."""
+    """Return a function that repeats an action by calling it, for devices without graphs."""
 
     def capture(action: Action) -> Action:
         return action
@@ -57,7 +57,7 @@ def again() -> Capture:
 
 
 def same_tokens(job: Job, new_capture: NewCapture, report: Report) -> None:
-    """Compare tokens in float32 of steps that are launched and of graphs."""
+    """Compare the float32 tokens of launched steps with those of graphs."""
     device = torch.device(job.device)
     name, changes = next(iter(families(job.tiny).items()))
     if job.tiny:
@@ -77,7 +77,7 @@ def outputs(
     tiny: bool,
     report: Report,
 ) -> Outputs:
-    """Continue a few prompts together; with `new_capture` by graphs, whose number is judged."""
+    """Continue a few prompts together; with `new_capture`, judge the number of graphs."""
     runner = make_runner(loaded, device, torch.float32, TURNS, TURNS * BLOCKS_EACH, 96, new_capture)
     runner.run_largest()
     if new_capture is not None:
@@ -94,20 +94,23 @@ def outputs(
 
 
 def times(job: Job, new_capture: NewCapture, report: Report) -> None:
-    """Report how long decode steps of Llama-3-8B's shape take, and how long capturing them."""
+    """Report the time of decode steps in Llama-3-8B's shape, and of capturing them."""
     device = torch.device(job.device)
     loaded = random_model(dense_config(job.tiny), torch.bfloat16, device)
     vocab = loaded.model_config.vocab
     rows = 32
     blocks = -(-CONTEXT // BLOCK_TOKENS)
+
     took: dict[tuple[str, int], float] = {}
     for capture in (None, new_capture):
         runner = make_runner(loaded, device, torch.bfloat16, rows, rows * blocks, CONTEXT, capture)
         runner.warm_up()
+
         if capture is not None:
             began = time.perf_counter()
             runner.run_largest()
             report(Figure("capturing all graphs", time.perf_counter() - began, "s"))
+
         for kind, sampling in KINDS.items():
             for batch in (1, 8, rows):
                 plan = decodes(batch, CONTEXT, blocks, vocab, sampling)
@@ -117,8 +120,10 @@ def times(job: Job, new_capture: NewCapture, report: Report) -> None:
                     took[kind, batch] = seconds
                     report(Figure(f"launched, {name}", seconds * 1e3, "ms"))
                     continue
+
                 report(Figure(f"graph, {name}", seconds * 1e3, "ms"))
                 gain = took[kind, batch] / seconds
                 aim = LEAST_GAIN if batch in JUDGED else None
                 report(Figure(f"graph, {name}, times as fast", gain, "", aim))
+
         del runner

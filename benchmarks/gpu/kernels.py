@@ -1,4 +1,4 @@
-"""The tests of the kernels, compiled, in as many processes as help; pytest.log keeps its output."""
+"""The tests of the compiled kernels, in as many processes as help; pytest.log has the output."""
 
 import importlib.util
 import os
@@ -13,12 +13,12 @@ TESTS = "tests/engine/kernels/triton"
 MOST_PROCESSES = 8
 OPTIONS = (
     *("-q", "-m", "not slow", "-p", "no:cacheprovider"),
-    # Other versions of torch and pytest warn of other things, and that is no kernel's fault.
+    # Warnings of other versions of torch and pytest are no failures of kernels.
     *("-W", "default", "-o", "filterwarnings=default"),
     *("--ignore", f"{TESTS}/test_compile.py"),
 )
 MOST_NAMED = 10
-"""Failed tests that are named in the results."""
+"""Most failed tests that the results name."""
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 
 
@@ -27,7 +27,7 @@ def run(job: Job, report: Report) -> None:
     if importlib.util.find_spec("xdist") is not None and not job.tiny:
         command += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
     if importlib.util.find_spec("pytest_benchmark") is not None:
-        # It warns under xdist, which pytest takes for an error of its own.
+        # Its warning under xdist is an error for pytest.
         command += ["-p", "no:benchmark"]
     command.append(f"{TESTS}/test_conv.py" if job.tiny else TESTS)
 

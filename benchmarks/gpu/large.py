@@ -1,4 +1,4 @@
-"""Scenario 2: a second engine on the same GPU is the large pool, where long prompts go."""
+"""Scenario 2: a second engine on the same GPU is the large pool, which serves long prompts."""
 
 import asyncio
 
@@ -14,7 +14,6 @@ from benchmarks.gpu.service import (
     prompt_of,
     router_up,
 )
-
 from ullage_common.wire.channels import open_channel
 
 OUTPUT_TOKENS = 32
@@ -30,7 +29,7 @@ async def _run(job: Job, report: Report) -> None:
     memory = {"max_kv": kv_bytes(job, 4 * threshold)}
     routing = PATIENT | {"routing": {"large_request_tokens": threshold}}
 
-    # One after the other: each measures its own memory at its start.
+    # One after another, because each measures its own memory at its start.
     async with (
         engine_up(job, "single", {"memory": memory}) as single,
         engine_up(job, "large", {"memory": memory, "server": {"pool": "large"}}) as large,

@@ -1,4 +1,4 @@
-"""Is everything there? Packages, modules, driver, disks; the machine's own words are kept."""
+"""Packages, modules, driver and disks of the machine, with the output of its own commands."""
 
 import contextlib
 import importlib
@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator
 
 import psutil
+
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, count, none_of, one_line
 from benchmarks.gpu.programme import ROOT
 
 PACKAGES = ("ullage_common", "ullage_kv", "ullage_engine", "ullage_router")
 LEFT_OUT = ("ullage_engine.vllm_worker", "ullage_engine.native.libullage")
-"""A room whose modules need vLLM, and the C++ library, which is no module."""
+"""The package that needs vLLM, and the C++ library, which is no module."""
 COMMANDS = (
     ("nvidia-smi", "-q"),
     (sys.executable, "-m", "pip", "freeze"),
@@ -48,12 +49,12 @@ def run(job: Job, report: Report) -> None:
     if job.tiny:
         rehearse_nvml(job, report)
     device(job, report)
-    # Last, as these commands take seconds and judge nothing.
+    # Last, because these commands take seconds and judge nothing.
     write_machine(job)
 
 
 def write_machine(job: Job) -> None:
-    """Write the output of the machine's own commands to machine.txt."""
+    """Write the output of diagnostic commands to machine.txt."""
     with (job.out / "machine.txt").open("w", encoding="utf-8") as file:
         for command in COMMANDS:
             file.write(f"$ {' '.join(command)}\n")
@@ -74,7 +75,7 @@ def version(package: str) -> str:
 
 
 def commit(job: Job) -> str:
-    """Return the commit of this tree; outside of a repository that of the bundle, or unknown."""
+    """Return the commit of this tree; without a repository, the bundle's, or unknown."""
     command = ("git", "log", "-1", "--format=%H")
     with contextlib.suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -91,7 +92,7 @@ def all_modules() -> Iterator[str]:
     for package in PACKAGES:
         root = importlib.import_module(package)
         yield package
-        # A package that cannot be imported is named like any module, whatever it raises.
+        # A package that cannot be imported is reported like a module, for any error.
         for module in pkgutil.walk_packages(root.__path__, f"{package}.", lambda name: None):
             name = module.name
             if not name.startswith(LEFT_OUT) and not name.endswith("__main__"):
@@ -99,16 +100,16 @@ def all_modules() -> Iterator[str]:
 
 
 def import_error(name: str) -> str:
-    """Return why a module cannot be imported, in one line; empty: it can."""
+    """Return why a module cannot be imported, in one line; empty if it can."""
     try:
         importlib.import_module(name)
-    except Exception as error:  # whatever a missing or wrong package raises
+    except Exception as error:  # a missing or wrong package may raise anything
         return one_line(error)
     return ""
 
 
 def rehearse_nvml(job: Job, report: Report) -> None:
-    """Read the memory of a GPU by NVIDIA's bindings from a library that the tests compile."""
+    """Read a GPU's memory through NVIDIA's bindings from a fake library of the tests."""
     sys.path.append(str(ROOT / "tests" / "support"))
     from ullage_testing.fake_nvml import FakeNvml, compile_library
 
@@ -138,11 +139,11 @@ def device(job: Job, report: Report) -> None:
     report(Fact("TF32", f"allowed in cuBLAS: {torch.backends.cuda.matmul.allow_tf32}"))
     if not job.on_gpu:
         return
-    # Without a compiler all else would be measured by torch's own operations.
+    # Without a compiler, torch's own operations would be measured instead of kernels.
     report(count("Triton compiles and runs", runs_on(torch.device("cuda", 0)), 1))
     properties = torch.cuda.get_device_properties(0)
     report(Fact("GPU", properties.name))
     report(Figure("memory of the GPU", properties.total_memory / 1e9, "GB"))
     free, total = torch.cuda.mem_get_info(0)
-    # Memory that others hold would be charged to the parts.
+    # Memory of other processes would be charged to the parts.
     report(Figure("used at the beginning, with a context", (total - free) / 1e9, "GB"))

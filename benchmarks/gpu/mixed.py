@@ -1,10 +1,11 @@
-"""Steps of prompts and decodes with several kinds of sampling, in the memory of the warm-up."""
+"""Mixed steps with several kinds of sampling, which need no memory beyond the warm-up."""
 
 import random
 from dataclasses import dataclass
 
 import psutil
 import torch
+
 from benchmarks.gpu.figures import Job, Report, at_most, none_of
 from benchmarks.gpu.sequences import (
     BLOCKS_EACH,
@@ -61,7 +62,7 @@ def run(job: Job, report: Report) -> None:
     report(at_most(f"reserved more after {steps} mixed steps", grown, "MiB", limit))
     report(at_most("the device has less free", lost, "MiB", limit))
     if job.on_gpu:
-        # One that fits what is reserved is no call of cudaMalloc.
+        # An allocation from reserved memory does not call cudaMalloc.
         report(at_most("calls of cudaMalloc", after.allocations - before.allocations, "", 4))
     report(none_of("allocations that had to free memory first", after.retries - before.retries))
 

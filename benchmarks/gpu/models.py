@@ -1,4 +1,4 @@
-"""Models of random weights, made on the device, and the decodes that they are measured by."""
+"""Models with random weights, drawn on the device, and decodes to measure them."""
 
 import torch
 
@@ -21,50 +21,54 @@ from ullage_engine.quantization.formats import (
 )
 
 STRIDE = 7919
-"""A prime between the rows' tokens, so that rows choose different experts."""
+"""A prime distance between the tokens of rows, so that rows choose different experts."""
 
 MXFP4_SCALES = (118, 122)
-"""Least scale of random MXFP4 weights, and the one after the greatest: 2^-9 to 2^-6, so that rows
-of a few thousand numbers up to 6 have lengths of about 1."""
+"""Range of the scales of random MXFP4 weights, 2^-9 to 2^-6 (the end is exclusive). Rows of a few
+thousand numbers up to 6 then have norms of about 1."""
 
 
 def random_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, format: Format | None = None
 ) -> LoadedModel:
-    """Make a model's weights of a fixed seed; the experts of gpt-oss are MXFP4.
+    """Draw a model's weights from a fixed seed; the experts of gpt-oss are MXFP4.
 
     Args:
-        format: of other matrices, which are quantised as the loader does; None: `dtype`.
+        format: format of other matrices, quantized as by the loader; None: `dtype`.
     """
     generator = torch.Generator(device).manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
     encodings: dict[str, Encoding] = {}
+
     for plan in plan_tensors(config):
         if config.architecture == "gpt_oss" and _is_expert_matrix(plan):
             shape = (plan.shape[0] * plan.shape[1], plan.shape[2])
             encodings[plan.name] = Encoding(format="mxfp4", shape=shape, group=MXFP4_GROUP)
             tensors |= _random_mxfp4(plan.name, encodings[plan.name], generator)
             continue
+
         weights = _random_plain(plan, dtype, generator)
         if format is None or not is_matrix(plan):
             tensors[plan.name] = weights
             continue
+
         rows, columns = plan.shape
         encoding = chosen_encoding(format, (rows, columns))
         encodings[plan.name] = encoding
         pieces = pack(quantise(weights, encoding, dtype), encoding, dtype)
         tensors |= {f"{plan.name}.{piece}": each for piece, each in pieces.items()}
+
     return LoadedModel(config, tensors, sum(each.nbytes for each in tensors.values()), encodings)
 
 
 def _random_plain(plan: TensorPlan, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw numbers whose rows have about length 1; norms are near 1."""
+    """Draw numbers whose rows have a norm of about 1; norm weights are near 1."""
     is_float32 = plan.name.rpartition(".")[2] in FLOAT32
     weights = torch.randn(
         plan.shape,
         generator=generator,
         device=generator.device,
-        # In the computing type at once: a stack of experts in float32 would be twice as large.
+        # Drawn in the computing type, because a stack of experts in float32 is twice as large.
         dtype=torch.float32 if is_float32 else dtype,
     )
     weights.mul_(plan.shape[-1] ** -0.5)
@@ -78,7 +82,7 @@ def _is_expert_matrix(plan: TensorPlan) -> bool:
 def _random_mxfp4(
     name: str, encoding: Encoding, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Make the pieces of a packed matrix: any byte is two numbers, and not any is a scale."""
+    """Draw the parts of a packed matrix: any byte is two numbers, but scales have a range."""
     ranges = {VALUES: (0, 256), SCALES: MXFP4_SCALES}
     return {
         f"{name}.{piece.name}": torch.randint(
@@ -93,7 +97,7 @@ def _random_mxfp4(
 
 
 def decode_of(row: int, context: int, blocks: int, vocab: int, sampling: SamplingParams) -> Chunk:
-    """Make the last token of a context, in blocks and with states of its own."""
+    """Return the last token of a context as a chunk, with its own blocks and states."""
     return Chunk(
         request_id=str(row),
         token_ids=[STRIDE * row % vocab],

@@ -1,12 +1,13 @@
 """Scenario 1: prompts of 12k tokens, four at a time, on a KV pool that holds one of them.
 
-Success or 429, nothing else; the device stays within its threshold, and the ledger equals the
+Every answer is a success or 429. The device stays within its threshold, and the ledger equals the
 driver's count.
 """
 
 import asyncio
 
 import aiohttp
+
 from benchmarks.gpu.checkpoint import words
 from benchmarks.gpu.device_memory import MOST_SHARE, Sampler, settled
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, at_most, count, none_of
@@ -23,16 +24,16 @@ from benchmarks.gpu.service import (
     prompt_of,
     router_up,
 )
-from one_engine import Engine
+from benchmarks.support.one_engine import Engine
 
 CONCURRENT = 4
 WAVES = 2
-"""In the first wave, the router does not know yet how long answers take."""
+"""Before the first wave, the router has no estimate of how long answers take."""
 POOL_SHARE = 1.5
-"""KV of the pool, in whole requests."""
+"""Size of the KV pool, in complete requests."""
 MOST_LEDGER_ERROR = 0.02
 MOST_LEDGER_ERROR_ON_CPU = 0.1
-"""A process on a CPU has pages of its libraries that come and go."""
+"""On a CPU, pages of libraries come and go."""
 
 
 def run(job: Job, report: Report) -> None:
@@ -71,7 +72,7 @@ async def _run(job: Job, report: Report) -> None:
 
 
 async def ledger(job: Job, engine: Engine, taken: int, report: Report) -> None:
-    """Compare the ledger's sum with the bytes that the engine has taken of the device."""
+    """Compare the ledger's sum with the bytes that the engine has allocated on the device."""
     state = await engine.state()
     allocated = sum(line.allocated_bytes for line in state.ledger if not _on_host(line.name))
     report(Figure("ledger's sum", allocated / MIB, "MiB"))
@@ -98,17 +99,20 @@ async def load(
 
 
 def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
-    """Judge what came back."""
+    """Judge the answers and refusals."""
     statuses = [reply.status for reply in replies]
     report(Fact("statuses", " ".join(map(str, statuses))))
     for status, error in sorted({(reply.status, reply.error) for reply in replies if reply.error}):
         report(Fact(f"status {status}", error))
+
     report(none_of("answers but 200 and 429", sum(each not in (200, 429) for each in statuses)))
     report(count("served", statuses.count(200), WAVES))
+
     silent = [
         reply for reply in replies if reply.status == 429 and "retry-after" not in reply.headers
     ]
     report(none_of("refusals without Retry-After", len(silent)))
+
     short = [
         reply
         for reply in replies
@@ -117,11 +121,12 @@ def refusals(replies: list[Reply], output_tokens: int, report: Report) -> None:
         and not reply.headers.get("x-ullage-degraded")
     ]
     report(none_of("answers cut short without a word", len(short)))
+
     report(Figure("longest answer", max(reply.seconds for reply in replies), "s"))
 
 
 async def missing_headroom(engine: Engine, wanted: int, seconds: float = 10.0) -> int:
-    """Return the bytes of headroom that are still missing after at most so many seconds."""
+    """Return the bytes of headroom that are still missing after `seconds` at most."""
     for _ in range(int(seconds / 0.2)):
         state = await engine.state()
         if state.headroom_bytes >= wanted and not state.requests_running:

@@ -1,8 +1,8 @@
 """The parts in the order of their value, each in a process of its own with a time limit.
 
-Processes that a part leaves behind, a hung worker or a server that holds the GPU's memory, are
-ended before the next part begins: this process adopts orphans (PR_SET_CHILD_SUBREAPER), so that no
-descendant escapes.
+A part may leave processes behind, such as a hung worker or a server that holds the GPU's memory.
+They are ended before the next part begins. This process adopts orphans (PR_SET_CHILD_SUBREAPER), so
+that no descendant escapes.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from benchmarks.gpu.figures import Job, Results
 
 ROOT = Path(__file__).parents[2]
@@ -35,23 +36,23 @@ SECOND_S = 440.0
 """Most seconds of each of the two calls."""
 
 REHEARSAL_FACTOR = 3.0
-"""A rehearsal has so many times the seconds: two busy cores start a service slowly."""
+"""Factor of the limits in a rehearsal, because two busy cores start a service slowly."""
 
 LEAST_S = 5.0
-"""Seconds below which a part is not begun any more."""
+"""Fewest remaining seconds with which a part begins."""
 
 TF32_OVERRIDES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
-"""Variables by which an image may give those TF32 who ask for float32."""
+"""Environment variables that replace float32 with TF32."""
 
 END_S = 2.0
 """Seconds that a part's processes have to end after SIGTERM."""
 
 KILL_S = 10.0
-"""Seconds that they have after SIGKILL: a process may hang in a call of the GPU's driver for good,
-and the next part has its turn all the same."""
+"""Seconds that they have after SIGKILL. A process may hang in a call of the GPU driver forever, and
+the next part runs nevertheless."""
 
 WATCH_S = 0.5
-"""Seconds between two looks at whether the programme still lives."""
+"""Seconds between two checks whether the programme still lives."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -92,9 +93,12 @@ BY_NAME = {part.name: part for part in PARTS}
 
 
 def run_parts(parts: Sequence[Part], job: Job, limit_s: float, *, again: bool) -> bool:
-    """Run parts one after the other within a limit of seconds; return whether all passed.
+    """Run parts one after another within a limit of seconds.
 
-    A part that passed in the same folder and size before is not run again unless `again` says so.
+    A part that passed before with the same folder and size runs only if `again` is true.
+
+    Returns:
+        Whether all parts passed.
     """
     adopt_orphans()
     results = Results(job.out)
@@ -149,7 +153,7 @@ def run_part(part: Part, job: Job, results: Results, limit_s: float) -> str:
 
 
 def verdict(code: int | None, rows: Sequence[dict[str, Any]], part: str) -> str:
-    """Return how a part ended, by its exit status (None: killed at its limit) and its lines."""
+    """Return how a part ended, by its lines and its exit status (None: killed at its limit)."""
     if code is None:
         return TIMED_OUT
     if code != 0:
@@ -164,7 +168,7 @@ def verdict(code: int | None, rows: Sequence[dict[str, Any]], part: str) -> str:
 def explain(
     status: str, code: int | None, rows: Sequence[dict[str, Any]], part: str, limit_s: float
 ) -> str:
-    """Return why a part did not end by itself and where to read on; empty if it did."""
+    """Return why a part did not end by itself, and where its traceback is; empty if it did."""
     if status == TIMED_OUT:
         return f"its {limit_s:.0f} s were over; {traceback_log(part)} has where it was"
     if status != CRASHED or code is None:
@@ -176,12 +180,12 @@ def explain(
 
 
 def traceback_log(part: str) -> str:
-    """Return the name of the file, next to the results, of the traceback of a part."""
+    """Return the name of the traceback file of a part, next to the results."""
     return f"{part}.traceback.log"
 
 
 def arguments(job: Job) -> Iterator[str]:
-    """Yield the command line that gives a child this job."""
+    """Yield the arguments that pass this job to a child."""
     yield from ("--device", job.device, "--out", str(job.out), "--scratch", str(job.scratch))
     if job.bundle is not None:
         yield from ("--bundle", str(job.bundle))
@@ -190,7 +194,7 @@ def arguments(job: Job) -> Iterator[str]:
 
 
 def passed_before(results: Results, *, tiny: bool) -> set[str]:
-    """Return the parts that passed when they last ran; a rehearsal proves nothing at full size."""
+    """Return the parts that passed when they last ran in this size."""
     ends = [row for row in results.read() if "ended" in row and row.get("tiny") == tiny]
     last = {row["part"]: row["ended"] for row in ends}
     return {part for part, ended in last.items() if ended == PASSED}
@@ -211,7 +215,7 @@ def end_descendants() -> None:
             process.terminate()
     _, alive = psutil.wait_procs(descendants, timeout=END_S)
 
-    # More may have been started meanwhile, by servers that replace a worker.
+    # Servers that replaced a worker may have started more.
     deadline = time.monotonic() + KILL_S
     while alive and time.monotonic() < deadline:
         for process in alive:
@@ -232,15 +236,17 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def reap() -> None:
-    """Take the exit status of adopted children, which nobody else waits for."""
+    """Read the exit status of adopted children, which have no other parent."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def end_with_parent() -> None:
-    """Watch the programme from a thread: if it is killed, end all that this part has started, and
-    this process. The kernel (PR_SET_PDEATHSIG) would end this process alone."""
+    """End this process and its descendants if the programme is killed.
+
+    A thread watches the programme. PR_SET_PDEATHSIG would end this process alone.
+    """
     parent = os.getppid()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The GPU's best rates, by which other parts are judged."""
+"""The GPU's peak rates, which are the reference of other parts."""
 
 import contextlib
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
 from benchmarks.gpu.checkpoint import service_checkpoint
 from benchmarks.gpu.figures import Fact, Figure, Job, Report
 
@@ -47,7 +48,7 @@ def rates(device: torch.device, tiny: bool) -> tuple[float, float]:
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """Measure an action: on a GPU the median of many runs, each with a cold L2 cache."""
+    """Measure an action; on a GPU, take the median of many runs with a cold L2 cache."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -67,15 +68,18 @@ def uploads(device: torch.device, job: Job) -> list[tuple[str, float]]:
     size = upload_bytes(job)
     target = torch.empty(size, dtype=torch.uint8, device=device)
     path = job.scratch / "upload"
+
     sources = {
         "pinned": torch.zeros(size, dtype=torch.uint8, pin_memory=job.on_gpu),
         "pageable": torch.zeros(size, dtype=torch.uint8),
         "mapped": mapped(path, size),
     }
+
     measured = []
     for name, source in sources.items():
         best = min(timed(lambda source=source: target.copy_(source), device) for _ in range(2))
         measured.append((name, best))
+
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     return measured
@@ -99,7 +103,7 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Measure what one launch of the smallest kernel costs the host, one behind the other."""
+    """Measure the host's time for one launch of the smallest kernel, in a queue of launches."""
     x = torch.zeros(1, device=device)
 
     def launch_many() -> None:

@@ -14,7 +14,7 @@ from ullage_engine.runner.step_graphs import NewCapture
 
 GREEDY = SamplingParams(temperature=0.0)
 TURNS = 4
-"""Sequences that are computed together."""
+"""Sequences of one step."""
 BLOCKS_EACH = 32
 """Blocks of KV for each of them."""
 
@@ -31,7 +31,7 @@ def make_runner(
     """Return a runner with its buffers and its KV pool, for steps of up to `rows` sequences.
 
     Args:
-        new_capture: captures decode steps as graphs; None: every step is launched.
+        new_capture: captures decode steps as graphs; None launches every step.
     """
     limits = StepLimits(
         max_tokens=max(256, rows),
@@ -55,9 +55,9 @@ class Sequence:
     num_prompt_tokens: int
     sampling: SamplingParams = GREEDY
     gaps: list[float] = field(default_factory=list)
-    """Of each output token, its log-probability less that of the next likeliest, if asked for."""
+    """Log-probability of each output token less that of the next likeliest, if requested."""
     computed: int = 0
-    """Tokens whose KV is there."""
+    """Tokens with KV."""
     num_chunks: int = 0
 
     @property
@@ -65,10 +65,10 @@ class Sequence:
         return self.tokens[self.num_prompt_tokens :]
 
     def next_chunk(self, limit: int) -> Chunk:
-        """Return the next tokens, at most so many, as computed."""
+        """Return the next chunk of up to `limit` tokens, and count it as computed."""
         start = self.computed
         end = min(len(self.tokens), self.computed + limit)
-        # What a step reads it does not write.
+        # Slots that a step reads differ from those that it writes.
         slot = 2 * self.index + self.num_chunks % 2
         self.computed = end
         self.num_chunks += 1
@@ -76,7 +76,7 @@ class Sequence:
             request_id=str(self.index),
             token_ids=self.tokens[start:end],
             start=start,
-            # Dealt like cards, so that no sequence's blocks are neighbours.
+            # Interleaved, so that no sequence has contiguous blocks.
             block_ids=[self.index + TURNS * block for block in range(-(-end // BLOCK_TOKENS))],
             sampling=self.sampling if end == len(self.tokens) else None,
             history=self.tokens,
@@ -87,7 +87,7 @@ class Sequence:
 
 
 def run_step(runner: ModelRunner, sequences: list[Sequence], limit: int) -> None:
-    """Compute the next chunk of each sequence, at most so many tokens of each."""
+    """Compute the next chunk of each sequence, up to a limit of tokens each."""
     chunks = [sequence.next_chunk(limit) for sequence in sequences]
     # Decodes come first.
     chunks.sort(key=lambda chunk: len(chunk.token_ids) > 1)

@@ -14,24 +14,24 @@ from typing import Any
 
 import aiohttp
 import grpc
+
 from benchmarks.gpu.checkpoint import NAME, service_checkpoint, service_shape
 from benchmarks.gpu.figures import Fact, Job, Report, none_of, one_line
 from benchmarks.gpu.ties import Pair
-from one_engine import Engine, end_process, start_engine
-from processes import free_ports
-
+from benchmarks.support.one_engine import Engine, end_process, start_engine
+from benchmarks.support.processes import free_ports
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
 
 MIB = 1 << 20
 START_S = 60.0
 ASK_S = 100.0
-"""Seconds after which a request counts as one that never ended."""
+"""Seconds after which a request counts as hung."""
 
 Sections = dict[str, Any]
 
 PATIENT: Sections = {"slo": {"ttft_p95": 100.0, "e2e_p95": 200.0}}
-"""Objectives of a router that refuses no request for being late."""
+"""Objectives with which a router refuses no request for lateness."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def engine_up(job: Job, name: str, sections: Sections) -> AsyncIterator[Engine]:
-    """Start an engine of the services' model; its log is kept as `NAME.log` with the results."""
+    """Start an engine of the services' model; write its log to `NAME.log` with the results."""
     folder = job.scratch / name
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = await asyncio.to_thread(service_checkpoint, job)
@@ -68,19 +68,19 @@ async def engine_up(job: Job, name: str, sections: Sections) -> AsyncIterator[En
 
 
 def dtype(job: Job) -> str:
-    """Return the type that services compute in where speed counts more than equal tokens."""
+    """Return the type of services that favour speed over equal tokens."""
     return "bfloat16" if job.on_gpu else "auto"
 
 
 def memory(job: Job) -> Sections:
-    """Return the budget of an engine: a GPU's own, or one that suits a rehearsal."""
+    """Return the memory budget of an engine: a GPU's own, or a small one for a rehearsal."""
     if job.on_gpu:
         return {}
     return {"device_bytes": 1200 * MIB, "safety_reserve": 16 * MIB}
 
 
 def kv_bytes(job: Job, tokens: int, itemsize: int | None = None) -> int:
-    """Return the KV bytes of so many tokens, in the type that the engine stores."""
+    """Return the KV bytes of tokens in the engine's storage type."""
     return tokens * service_shape(job).kv_bytes_per_token(itemsize or (2 if job.on_gpu else 4))
 
 
@@ -88,7 +88,7 @@ def kv_bytes(job: Job, tokens: int, itemsize: int | None = None) -> int:
 async def router_up(
     job: Job, pools: dict[str, Sequence[Engine]], sections: Sections | None = None
 ) -> AsyncIterator[Router]:
-    """Start a router over engines by pool; it is ended with the block."""
+    """Run a router over engines by pool, until the block ends."""
     http_port, grpc_port, metrics_port = free_ports(3)
     config = {
         "model": NAME,
@@ -105,11 +105,14 @@ async def router_up(
         ],
         **(sections or {}),
     }
+
     path = job.scratch / "router.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+
     command = (sys.executable, "-m", "ullage_router.main", "--config", str(path))
     with (job.out / "router.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(*command, stderr=log, stdout=log)
+
     try:
         router = Router(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
         await _ready(router, process)
@@ -140,7 +143,7 @@ class Reply:
     """The answer to one request by HTTP."""
 
     status: int
-    """0: there was none in time, or the connection was lost."""
+    """HTTP status; 0 without an answer in time, or after a lost connection."""
     headers: dict[str, str]
     tokens: int
     seconds: float
@@ -150,7 +153,7 @@ class Reply:
 async def complete(
     client: aiohttp.ClientSession, router: Router, prompt: str, max_tokens: int
 ) -> Reply:
-    """Ask for a completion by HTTP, and read all of it."""
+    """Request a completion over HTTP, and read it whole."""
     body = {
         "model": NAME,
         "prompt": prompt,
@@ -158,12 +161,14 @@ async def complete(
         "temperature": 0,
         "ignore_eos": True,
     }
+
     began = time.monotonic()
     try:
         async with client.post(f"{router.url}/v1/completions", json=body) as response:
             answer = await response.json()
     except (aiohttp.ClientError, TimeoutError, ValueError) as cause:
         return Reply(0, {}, 0, time.monotonic() - began, one_line(cause))
+
     tokens = answer.get("usage", {}).get("completion_tokens", 0)
     headers = {name.lower(): value for name, value in response.headers.items()}
     error = str(answer.get("error", {}).get("message", ""))
@@ -176,16 +181,16 @@ class Stream:
 
     token_ids: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    """Of each token, its log-probability less that of the next likeliest, if requested."""
+    """Log-probability of each token less that of the next likeliest, if requested."""
     times: list[float] = field(default_factory=list)
-    """Moments by `time.monotonic`: of the request, then of each token."""
+    """Times by `time.monotonic`: of the request, then of each token."""
     route: str = ""
     degraded: list[str] = field(default_factory=list)
     resumes: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
     error: str = ""
-    """Why the stream is incomplete; empty if it is whole."""
+    """Why the stream is incomplete; empty if it is complete."""
 
 
 async def ask(
@@ -215,14 +220,17 @@ async def ask(
         output=pb.OutputOptions(return_token_ids=True, top_logprobs=2 if gaps else None),
         session_id=session,
     )
+
     stream.times.append(time.monotonic())
     call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=ASK_S)
+
     try:
         async for response in call:
             _take(stream, response)
     except grpc.aio.AioRpcError as error:
         stream.error = f"{error.code().name}: {error.details()}"
         return stream
+
     if len(stream.token_ids) != max_tokens and not stream.degraded:
         stream.error = f"{len(stream.token_ids)} of {max_tokens} tokens"
     return stream
@@ -246,18 +254,18 @@ def _take(stream: Stream, response: pb.GenerateResponse) -> None:
 
 
 def prompt_of(job: Job, number: int, length: int) -> list[int]:
-    """Return the number-th of many prompts of a length, which begin differently."""
+    """Return prompt `number` of a length; prompts differ from their beginning on."""
     chooser = random.Random(f"prompt {number} {length}")
     return [chooser.randrange(service_shape(job).vocab) for _ in range(length)]
 
 
 def pair(wanted: Stream, given: Stream) -> Pair:
-    """Return two streams' tokens; the wanted one has its gaps."""
+    """Return the tokens of two streams, with the wanted one's gaps."""
     return Pair(wanted.token_ids, wanted.gaps, given.token_ids)
 
 
 def metrics(engine: Engine) -> dict[str, float]:
-    """Return an engine's metrics by name, summed over labels; call it in a thread."""
+    """Return an engine's metrics by name, summed over labels. This blocks: call it in a thread."""
     with urllib.request.urlopen(engine.metrics_url, timeout=10) as response:
         text = response.read().decode()
     sums: dict[str, float] = {}
@@ -269,7 +277,7 @@ def metrics(engine: Engine) -> dict[str, float]:
 
 
 def judge_log(job: Job, name: str, report: Report) -> None:
-    """Report the errors in the log of an engine that `engine_up` has started; none may be there."""
+    """Report the errors in the log of an engine of `engine_up`; none is allowed."""
     errors = errors_logged(job.out / f"{name}.log")
     for message in sorted(set(errors)):
         report(Fact(f"{name}.log", message))
@@ -277,7 +285,7 @@ def judge_log(job: Job, name: str, report: Report) -> None:
 
 
 def errors_logged(path: Path) -> list[str]:
-    """Return the messages of a service's log that are errors."""
+    """Return the error messages in a service's log."""
     messages = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):

@@ -21,8 +21,7 @@ from benchmarks.gpu.service import (
     metrics,
     router_up,
 )
-from one_engine import Engine
-
+from benchmarks.support.one_engine import Engine
 from ullage_common.wire.channels import open_channel
 
 SESSIONS = 4
@@ -35,9 +34,9 @@ REFUSED = "RESOURCE_EXHAUSTED"
 NOT_READY = "UNAVAILABLE"
 REFUSED_PAUSE_S = 0.5
 SETTLE_S = 2.0
-"""Seconds after a start in which memory is not judged yet."""
+"""Seconds after a start before memory is judged."""
 JUDGED_S = 3.0
-"""Least seconds afterwards in which it is."""
+"""Fewest seconds afterwards in which memory is judged."""
 
 
 @dataclass
@@ -55,15 +54,18 @@ class Soak:
     killed: float = 0.0
     back: float = 0.0
     is_judged: bool = False
-    """Whether the worker was killed, and the next one has served long enough."""
+    """Whether the worker was killed and its successor has served long enough."""
 
     @property
     def is_over(self) -> bool:
         return self.is_judged and time.monotonic() >= self.until
 
     def is_refusal(self, error: str) -> bool:
-        """Return whether what put a request off may be: memory that is short for a moment, or the
-        only engine between two workers, which the router may know a moment later."""
+        """Return whether a request may be put off for this reason.
+
+        Either memory is short for a moment, or the only engine is between two workers. The router
+        may notice the latter a moment later.
+        """
         if error.startswith(REFUSED):
             return True
         is_between = self.killed > 0.0 and not (0.0 < self.back < time.monotonic() - SETTLE_S)
@@ -108,7 +110,7 @@ def judge(soak: Soak, spread_mib: float, report: Report) -> None:
     for error in sorted(set(soak.errors)):
         report(Fact("error", error))
     report(none_of("failed answers", len(soak.errors)))
-    # A CPU's heap moves by more; only a GPU's memory is constant to the allocation.
+    # A CPU's heap varies by more; only a GPU's memory is constant to the allocation.
     limit = MOST_SPREAD_MIB if soak.job.on_gpu else None
     report(at_most("device memory, most less least", spread_mib, "MiB", limit))
     report(at_most("whole answers, p95", p95, "s", MOST_P95_S))
@@ -116,11 +118,12 @@ def judge(soak: Soak, spread_mib: float, report: Report) -> None:
 
 
 async def session(soak: Soak, channel: Any, number: int) -> None:
-    """Continue one conversation after the other until the time is over."""
+    """Continue one conversation after another until the time is over."""
     chooser = random.Random(number)
     vocab = service_shape(soak.job).vocab
     tokens: list[int] = []
     conversation = 0
+
     while not soak.is_over:
         if len(tokens) > soak.longest:
             tokens = []
@@ -143,8 +146,7 @@ async def session(soak: Soak, channel: Any, number: int) -> None:
 
 
 async def kill(soak: Soak, engine: Engine, after_s: float) -> None:
-    """Kill the worker in the middle, note when another serves, and wait until it has shown how much
-    memory it takes."""
+    """Kill the worker, note when its successor serves, and wait until its memory is measured."""
     try:
         await asyncio.sleep(after_s)
         pid = engine.worker_pid()

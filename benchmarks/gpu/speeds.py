@@ -1,8 +1,8 @@
-"""Speeds of the kernels as shares of the GPU's best.
+"""Speeds of the kernels as shares of the GPU's peak rates.
 
-Attention is judged by a share of the bytes a second of copies, or of the operations of a large
-product; products with small weights by the time of the same product in bfloat16, which they have to
-beat where rows are few and the product waits for its weights.
+Attention is judged against the bandwidth of copies, or against the operations/s of a large product.
+Products with quantized weights are judged against the same product in bfloat16, which they have to
+beat with few rows, where the product is memory-bound.
 """
 
 import os
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+
 from benchmarks.gpu.figures import Figure, Job, Report
 from benchmarks.gpu.rates import rates, seconds_of
-
 from ullage_engine.kernels.arena import MAX_TILE_ROWS, partial_elements
 from ullage_engine.kernels.batch import build_batch
 from ullage_engine.kernels.kv_pool import KVPool
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 BLOCK = 16
 FORMATS: list[Format] = ["int8", "fp8", "int4", "mxfp4"]
 INT4_GROUP = 32
-"""Values that share a scale, as the loader's own int4 has them."""
+"""Values that share a scale, as in the loader's int4."""
 FEW_ROWS = 32
-"""Rows up to which a product waits for its weights."""
+"""Rows up to which a product is memory-bound."""
 LEAST_FEW = 1.0
 LEAST_MANY = 0.4
-"""Speed of small weights against bfloat16, where rows are few and where they are many."""
+"""Speed of quantized weights relative to bfloat16, with few and with many rows."""
 LEAST_PREFILL = 0.35
 LEAST_DECODE = {1 << 16: 0.7, 1 << 15: 0.5}
-"""Share of a copy's bandwidth, from so many tokens of context on."""
+"""Share of a copy's bandwidth, by the least tokens of context."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Sizes:
 
     attention: ModelConfig
     decodes: tuple[tuple[int, int], ...]
-    """Rows, and the context of each."""
+    """Numbers of rows, each with its context."""
     prompts: tuple[int, ...]
     rows: tuple[int, ...]
     matrix: tuple[int, int]
@@ -112,7 +112,7 @@ class Bench:
 
 def run(job: Job, report: Report) -> None:
     if not job.on_gpu:
-        # Triton decides when it is imported, which is later; its interpreter has no bfloat16.
+        # Triton reads the variable at its later import. Its interpreter has no bfloat16.
         os.environ["TRITON_INTERPRET"] = "1"
     device = torch.device(job.device)
     bench = Bench(device, torch.bfloat16 if job.on_gpu else torch.float16)
@@ -132,7 +132,7 @@ def figures(bench: Bench, sizes: Sizes, copied: float, multiplied: float) -> Ite
 
 
 def decode_case(bench: Bench, model: ModelConfig, copied: float, rows: int, context: int) -> Figure:
-    """Measure decodes of one layer: the share of a copy's bandwidth at which KV is read."""
+    """Measure decodes of one layer: KV bandwidth as a share of a copy's."""
     blocks = context // BLOCK
     cache = random_pool(bench, model, rows * blocks).layers[0]
     ids = torch.randperm(rows * blocks).tolist()
@@ -148,7 +148,7 @@ def decode_case(bench: Bench, model: ModelConfig, copied: float, rows: int, cont
 
 
 def prefill_case(bench: Bench, model: ModelConfig, multiplied: float, tokens: int) -> Figure:
-    """Measure causal attention of one prompt: the share of a large product's operations."""
+    """Measure causal attention of one prompt: operations/s as a share of a large product's."""
     blocks = tokens // BLOCK
     cache = random_pool(bench, model, blocks).layers[0]
     ids = torch.randperm(blocks).tolist()
@@ -205,7 +205,7 @@ def random_pool(bench: Bench, model: ModelConfig, num_blocks: int) -> KVPool:
 
 
 def paged(bench: Bench, model: ModelConfig, plan: StepPlan) -> "PagedDecode | PagedPrefill":
-    """Prepare a step of nothing but decodes, or of one prompt."""
+    """Prepare a step of decodes alone, or of one prompt."""
     rows = plan.num_tokens
     queries = bench.random(model.num_heads, rows, model.head_dim)
     attended = bench.empty(rows, model.query_width)
@@ -221,7 +221,7 @@ def paged(bench: Bench, model: ModelConfig, plan: StepPlan) -> "PagedDecode | Pa
 def random_weights(
     bench: Bench, format: Format, columns: int, depth: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return codes, scales and zeros; the numbers that they stand for do not matter."""
+    """Return random codes, scales and zeros; their values do not matter."""
     width = depth if format in ("int8", "fp8") else depth // 2
     codes = torch.randint(0, 120, (columns, width), device=bench.device, dtype=torch.uint8)
     if format == "mxfp4":

@@ -1,6 +1,7 @@
-"""Decode steps of Llama-3-8B's shape against their floor: the time in which the device copies as
-many bytes as a step reads. Greedy and with top-p, in bfloat16, int8 and int4; one step of each is
-profiled and its kernels are counted.
+"""Decode steps in Llama-3-8B's shape against their floor.
+
+The floor is the time in which the device copies as many bytes as a step reads. Steps are greedy and
+with top-p, in bfloat16, int8 and int4. One step of each is profiled, and its kernels are counted.
 """
 
 import gzip
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.gpu.figures import Fact, Figure, Job, Report
 from benchmarks.gpu.models import decode_of, random_model
 from benchmarks.gpu.rates import rates, seconds_of
 from benchmarks.gpu.sequences import GREEDY, make_runner
-
 from ullage_engine.kernels.arena import BLOCK_TOKENS
 from ullage_engine.model_config.model_config import LayerSpec, ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
@@ -27,7 +28,7 @@ from ullage_engine.runner.model_runner import ModelRunner
 
 BATCHES = (1, 32, 256)
 JUDGED = (1, 32)
-"""Batches that wait for weights, and so have to be near the floor."""
+"""Memory-bound batches, whose steps have to be near the floor."""
 LEAST_SHARE = 0.5
 CONTEXT = 1024
 KINDS = {"greedy": GREEDY, "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1)}
@@ -46,7 +47,7 @@ def run(job: Job, report: Report) -> None:
 
 
 def formats(job: Job) -> tuple[Format | None, ...]:
-    """Return the formats of weights; None: the computing type."""
+    """Return the formats of weights; None is the computing type."""
     return (None, "int8") if job.tiny else (None, "int8", "int4")
 
 
@@ -78,7 +79,7 @@ def measure(
     copied: float,
     report: Report,
 ) -> None:
-    """Report the milliseconds of steps, and the share of their time that the floor is."""
+    """Report the milliseconds of steps, and the floor as a share of them."""
     device = torch.device(job.device)
     context = CONTEXT if not job.tiny else 40
     batches = BATCHES if not job.tiny else (1, 3)
@@ -109,7 +110,7 @@ def measure(
 def floor_seconds(
     loaded: LoadedModel, dtype: torch.dtype, batch: int, context: int, copied: float
 ) -> float:
-    """Return the seconds in which the device copies the bytes of a step: weights and KV."""
+    """Return the time in which the device copies a step's bytes: weights and KV."""
     kv = context * loaded.model_config.kv_bytes_per_token(dtype.itemsize)
     embedding = loaded.tensors["embedding"].nbytes  # a step reads a row of it for each sequence
     return float((loaded.nbytes - embedding + batch * kv) / copied)
@@ -118,12 +119,12 @@ def floor_seconds(
 def decodes(
     batch: int, context: int, blocks: int, vocab: int, sampling: SamplingParams
 ) -> StepPlan:
-    """Return a step of so many decodes."""
+    """Return a step of decodes."""
     return StepPlan([decode_of(row, context, blocks, vocab, sampling) for row in range(batch)])
 
 
 def profile(job: Job, runner: ModelRunner, plan: StepPlan, kind: str, report: Report) -> None:
-    """Keep a trace of one step, and report its kernels and copies."""
+    """Write a trace of one step, and report its kernels and copies."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -148,7 +149,7 @@ def profile(job: Job, runner: ModelRunner, plan: StepPlan, kind: str, report: Re
 
 
 def device_events(trace: Path) -> Iterator[dict[str, Any]]:
-    """Yield what ran on the device."""
+    """Yield the events that ran on the device."""
     for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             yield event

@@ -1,7 +1,6 @@
 """Preemption: sequences that the KV pool cannot hold together are swapped to the host and back.
 
-Each has the tokens in float32 that it has alone; and blocks of ended sessions go through the host
-tier.
+In float32, each has the same tokens as alone. Blocks of ended sessions go through the host tier.
 """
 
 import asyncio
@@ -17,7 +16,6 @@ from benchmarks.gpu.service import (
     prompt_of,
 )
 from benchmarks.gpu.ties import compare
-
 from ullage_common.wire.channels import open_channel
 
 STREAMS = 4
@@ -38,17 +36,17 @@ async def _run(job: Job, report: Report) -> None:
         "memory": {
             "max_kv": kv_bytes(job, int(SPARE * whole), itemsize=4),
             "host_kv": kv_bytes(job, whole, itemsize=4),
-            # Blocks go to the host because sequences are preempted, not because they are kept.
+            # Blocks go to the host by preemption, not by caching.
             "tiers": {"host": {"size": kv_bytes(job, 2 * whole, itemsize=4)}},
         },
     }
     async with (
         engine_up(job, "swap", sections) as engine,
-        # Straight to the engine: a router would hold back what does not fit.
+        # Directly to the engine, because a router would queue requests that do not fit.
         open_channel(engine.address) as channel,
     ):
         prompts = [prompt_of(job, number, prompt_tokens) for number in range(STREAMS)]
-        # In company first: a new engine expects outputs of 256 tokens, and so admits more streams
+        # Together first: a new engine expects outputs of 256 tokens, and so admits more streams
         # than it can hold to their ends.
         together = await asyncio.gather(
             *(ask(channel, prompt, output_tokens) for prompt in prompts)
@@ -65,7 +63,7 @@ async def _run(job: Job, report: Report) -> None:
 
 
 def judge(alone: list[Stream], together: list[Stream], report: Report) -> None:
-    """Compare streams that ran alone with the same in company."""
+    """Compare streams that ran alone with the same streams together."""
     errors = [each.error for each in (*alone, *together) if each.error]
     for error in sorted(set(errors)):
         report(Fact("error", error))

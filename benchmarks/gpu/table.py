@@ -9,7 +9,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def markdown(rows: Rows) -> str:
-    """Return the table in Markdown, of the last run of each part."""
+    """Return a Markdown table of the last run of each part."""
     lines = ["| part | result | s | figures |", "|---|---|---|---|"]
     for part in PARTS:
         run = last_run(rows, part.name)
@@ -25,9 +25,9 @@ def markdown(rows: Rows) -> str:
 
 
 def last_run(rows: Rows, part: str) -> Rows:
-    """Return the lines of a part's last run, up to how it ended; a run that was cut has no end."""
+    """Return the lines of a part's last run and how it ended; a run that was cut has no end."""
     own = [row for row in rows if row["part"] == part]
-    # A call without time for a part says nothing of it that an earlier run did not.
+    # A call that had no time for a part does not replace an earlier run.
     own = [row for row in own if row.get("ended") != NOT_RUN] or own[-1:]
     begins = [place for place, row in enumerate(own) if "began" in row]
     return own[begins[-1] :] if begins else own

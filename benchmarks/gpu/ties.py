@@ -1,10 +1,10 @@
-"""Whether tokens are those of another run, where rounding may choose between two near-ties."""
+"""Comparison of tokens with another run, in which rounding may decide near-ties."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 NEAR_TIE = 1e-4
-"""Log-probability between two tokens of which rounding in float32 may choose either."""
+"""Gap in log-probability below which rounding in float32 may choose either token."""
 
 
 class Pair(NamedTuple):
@@ -12,7 +12,7 @@ class Pair(NamedTuple):
 
     wanted: Sequence[int]
     gaps: Sequence[float]
-    """Of each wanted token, its log-probability less that of the next likeliest."""
+    """Log-probability of each wanted token less that of the next likeliest."""
     given: Sequence[int]
 
 
@@ -20,15 +20,15 @@ class Parted(NamedTuple):
     """How many sequences part from the wanted ones."""
 
     elsewhere: int
-    """At a token that was not nearly tied: they are wrong."""
+    """Sequences that part at a token without a near tie: these are wrong."""
     at_near_ties: int
 
 
 def compare(pairs: Iterable[Pair], near: float = NEAR_TIE) -> Parted:
-    """Count the sequences that part; a beginning of the wanted one does not.
+    """Count the sequences that part; a prefix of the wanted one does not part.
 
     Args:
-        pairs: sequences in both runs.
+        pairs: sequences of both runs.
         near: gap below which rounding may choose the other token.
     """
     gaps = [gap for pair in pairs if (gap := _gap(pair)) is not None]
@@ -37,6 +37,6 @@ def compare(pairs: Iterable[Pair], near: float = NEAR_TIE) -> Parted:
 
 
 def _gap(pair: Pair) -> float | None:
-    """Return the gap behind the first token that differs; None: none does."""
+    """Return the gap at the first token that differs; None if none does."""
     tokens = zip(pair.wanted, pair.given, strict=False)
     return next((pair.gaps[at] for at, (one, other) in enumerate(tokens) if one != other), None)

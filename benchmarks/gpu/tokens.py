@@ -1,7 +1,7 @@
-"""Greedy tokens of eight small random models in float32, against those that a CPU computed before.
+"""Greedy tokens of eight small random models in float32, against those of a CPU.
 
-The oracle is made where there is time (`python -m benchmarks.gpu oracle`) and travels as a file.
-Where the first different token is one of two that are all but equally likely, rounding chose.
+`python -m benchmarks.gpu oracle` computes the oracle in advance, and the bundle contains it. If the
+first different token is a near-tie, rounding chose it.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.gpu.figures import Fact, Figure, Job, Report, none_of
 from benchmarks.gpu.sequences import (
     BLOCKS_EACH,
@@ -20,8 +21,7 @@ from benchmarks.gpu.sequences import (
     run_step,
 )
 from benchmarks.gpu.ties import Pair, compare
-from small_models import MODELS, write_model
-
+from benchmarks.support.small_models import MODELS, write_model
 from ullage_common.config.engine import ModelSection
 from ullage_engine.model_loader.loader import LoadedModel, load_weights
 from ullage_engine.protocol.requests import SamplingParams
@@ -42,16 +42,16 @@ TINY_MODELS: dict[str, dict[str, Any]] = {
     "llama, grouped heads, tied": _NARROW,
     "lfm2_moe": {**_NARROW, "moe_intermediate_size": 32},
 }
-"""Models of a rehearsal, and what their configurations have instead."""
+"""Models of a rehearsal, with the changes of their configurations."""
 
 Outputs = list[dict[str, list[Any]]]
-"""Of each sequence its tokens, and the gaps behind them."""
+"""Tokens of each sequence, and the gaps behind them."""
 
 
 def run(job: Job, report: Report) -> None:
     oracle = read_oracle(job)
     if oracle is None:
-        # Slow, and yet better than nothing where only the tracked files came along.
+        # Slow, but possible where only the tracked files are present.
         report(Fact("oracle", f"computed here, which takes minutes: --bundle has no {ORACLE}"))
         oracle = {name: outputs(job.scratch, name, job.tiny, "cpu") for name in families(job.tiny)}
     near_ties = 0
@@ -68,7 +68,7 @@ def families(tiny: bool) -> dict[str, dict[str, Any]]:
 
 
 def read_oracle(job: Job) -> dict[str, Outputs] | None:
-    """Return the tokens that travelled; None: there are none for this size."""
+    """Return the tokens of the bundle; None if it has none for this size."""
     path = job.bundle / ORACLE if job.bundle else None
     if path is None or not path.is_file():
         return None
@@ -78,7 +78,7 @@ def read_oracle(job: Job) -> dict[str, Outputs] | None:
 
 
 def write_oracle(path: Path, *, tiny: bool) -> None:
-    """Compute the tokens of all models on this CPU, and write them for runs elsewhere."""
+    """Compute the tokens of all models on this CPU, and write them for other machines."""
     import tempfile
 
     oracle = {}
@@ -125,7 +125,7 @@ def load_family(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> LoadedModel:
-    """Write a random model of a family where it is missing, and load it as an engine does."""
+    """Write a random model of a family unless it is there, and load it as an engine does."""
     folder = scratch / "families" / name.replace(" ", "-").replace(",", "")
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

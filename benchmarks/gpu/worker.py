@@ -1,5 +1,7 @@
-"""One worker with everything that only a GPU makes different: pinned host slots, the host tier,
-float8 KV, the driver's figures. A fault of one of them shows here within seconds.
+"""One worker with every feature that behaves differently on a GPU.
+
+These are pinned host slots, the host tier, float8 KV and the driver's figures. A fault of one of
+them appears here within seconds.
 """
 
 import asyncio
@@ -19,18 +21,17 @@ from benchmarks.gpu.service import (
     prompt_of,
 )
 from benchmarks.gpu.ties import NEAR_TIE, compare
-from one_engine import Engine
-
+from benchmarks.support.one_engine import Engine
 from ullage_common.wire.channels import open_channel
 
 LAYERS = 2
 PROMPT_TOKENS = 600
 OUTPUT_TOKENS = 40
 SERVICES = (("none", "fp8"), ("int8", "auto"))
-"""Formats of weights and of KV; each is prepared, loaded and asked."""
+"""Formats of weights and of KV; each is prepared, loaded and served."""
 TIES = {"auto": NEAR_TIE, "fp8": 5e-2}
-"""Log-probability between two tokens of which rounding may choose either, by the format of KV. A
-key whose last bit differs may be rounded to the next float8, 1/16 away."""
+"""Gap in log-probability below which rounding may choose either token, by the format of KV. A key
+whose last bit differs may be rounded to the next float8, 1/16 away."""
 DRIVER_FIGURES = (
     "ullage_gpu_memory_total_bytes",
     "ullage_gpu_memory_used_bytes",
@@ -46,7 +47,7 @@ def run(job: Job, report: Report) -> None:
 
 
 async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Report) -> None:
-    """Start one service after the other, and request from each a prompt that it has cached."""
+    """Start one service after another; request a cached prompt from each."""
     pool = kv_bytes(job, 4 * (PROMPT_TOKENS + OUTPUT_TOKENS), itemsize=4)
     memory = {"max_kv": pool, "host_kv": pool, "tiers": {"host": {"size": 4 * pool}}}
     checkpoint = await asyncio.to_thread(service_checkpoint, job, LAYERS)
@@ -68,7 +69,7 @@ async def serve_all(job: Job, services: Sequence[tuple[str, str]], report: Repor
             label = f"weights {quantization}, KV {kv_dtype}"
             prompt = prompt_of(job, 0, PROMPT_TOKENS)
             first = await ask(channel, prompt, OUTPUT_TOKENS, gaps=True)
-            # Pushed out of the pool by others, to the host tier.
+            # Evicted from the pool by other prompts, to the host tier.
             for other in range(1, 5):
                 await ask(channel, prompt_of(job, other, PROMPT_TOKENS), OUTPUT_TOKENS)
             again = await ask(channel, prompt, OUTPUT_TOKENS)

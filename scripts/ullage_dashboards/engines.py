@@ -30,12 +30,12 @@ PEERS = "memory.tiers.remote"
 
 
 def per_engine(name: str) -> Query:
-    """Return a gauge of every engine."""
+    """Return a gauge by engine."""
     return gauge(name, "pod", ENGINES)
 
 
 def all_of(counter: str, by: str = "", needs: str = "") -> Query:
-    """Return a counter's rate, over the chosen engines."""
+    """Return the rate of a counter over the chosen engines."""
     return rate(counter, by, ENGINES, needs)
 
 

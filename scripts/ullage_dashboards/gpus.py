@@ -18,17 +18,17 @@ OF_GPUS = 'engine_pod=~"$pod"'
 
 
 def gpu(measure: str, legend: str = "{{engine_pod}} {{gpu}}") -> Query:
-    """Return what is recorded of every GPU of the chosen engines."""
+    """Return a recorded series of every GPU of the chosen engines."""
     return Query(legend, f"ullage:{measure}{{{OF_GPUS}}}")
 
 
 def grows(measure: str, legend: str) -> Query:
-    """Return by how much a recorded counter grew in ten minutes."""
+    """Return the growth of a recorded counter over ten minutes."""
     return Query(legend, f"sum(increase(ullage:{measure}{{{OF_GPUS}}}[10m]))")
 
 
 def of_driver(name: str, by: str) -> Query:
-    """Return a gauge that an engine asks its driver for."""
+    """Return a gauge that an engine reads from its driver."""
     return gauge(f"ullage_{name}", by, ENGINES, needs=A_GPU)
 
 

@@ -34,16 +34,20 @@ def render(page: Dashboard) -> str:
         .link(links())
         .with_variable(builders.DatasourceVariable("datasource").label("Source").type("prometheus"))
     )
+
     for each in page.variables:
         builder.with_variable(variable(each))
+
     number = 0
     y = 0
     for row in page.rows:
         number += 1
         builder.with_row(builders.Row(row.title).id(number).grid_pos(place(0, y, WIDTH, 1)))
+
         x = 0
         y = y + 1
         height = 0
+
         for panel in row.panels:
             number += 1
             if x + panel.width > WIDTH:
@@ -55,7 +59,9 @@ def render(page: Dashboard) -> str:
             builder.with_panel(picture(panel).id(number).grid_pos(position))
             x = x + panel.width
             height = max(height, tall)
+
         y += height
+
     return json.dumps(builder.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 
@@ -70,7 +76,7 @@ def links() -> builders.DashboardLink:
 
 
 def variable(each: Variable) -> builders.QueryVariable:
-    """Return a choice of label values, all of them at first."""
+    """Return a variable over label values, which selects all of them at first."""
     everything = dashboard.VariableOption(selected=True, text="All", value="$__all")
     return (
         builders.QueryVariable(each.name)
@@ -97,8 +103,10 @@ def picture(panel: Panel) -> Any:
         builder = against(panel)
     else:
         builder = lines(panel)
+
     builder.title(panel.title).description(panel.description).unit(panel.unit)
     builder.datasource(SOURCE).min(0)
+
     if panel.most is not None:
         builder.max(panel.most)
     if panel.lines:
@@ -106,6 +114,7 @@ def picture(panel: Panel) -> Any:
         steps = [dashboard.Threshold(value=bound, color=colour) for bound, colour in bounds]
         thresholds = builders.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE)
         builder.thresholds(thresholds.steps(steps))
+
     for ref_id, query in zip(REF_IDS, panel.queries, strict=False):
         builder.with_target(target(ref_id, query))
     return builder
@@ -118,7 +127,7 @@ def target(ref_id: str, query: Query) -> prometheus.Dataquery:
 
 
 def lines(panel: Panel) -> timeseries.Panel:
-    """Return a picture over time; stacked where the parts make a whole."""
+    """Return a time series; it is stacked where its parts add up to a whole."""
     legend = common_builders.VizLegendOptions().display_mode(common.LegendDisplayMode.LIST)
     legend.placement(common.LegendPlacement.BOTTOM).show_legend(True).calcs([])
     tooltip = common_builders.VizTooltipOptions().mode(common.TooltipDisplayMode.MULTI)
@@ -133,7 +142,7 @@ def lines(panel: Panel) -> timeseries.Panel:
 
 
 def against(panel: Panel) -> xychart.Panel:
-    """Return a picture of the second query against the first, a point for each moment."""
+    """Return a scatter plot of the second query against the first."""
     of_x, of_y = (query.legend for query in panel.queries)
     series = xychart.ScatterSeriesConfig().x(of_x).y(of_y).show(ScatterShow.POINTS)
     joined = dashboard.DataTransformerConfig("joinByField", options={"byField": "Time"})

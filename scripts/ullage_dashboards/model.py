@@ -1,17 +1,17 @@
-"""What a dashboard is, and how its queries are put together."""
+"""Dashboards as plain data, and the queries of their panels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 INTERVAL = "$__rate_interval"
-"""The window that Grafana makes from the scrape interval and the width of the screen."""
+"""Grafana's rate window, computed from the scrape interval and the screen's width."""
 SERVICE = 'namespace=~"$namespace",llmservice=~"$llmservice"'
-"""Matchers of a service's routers; a value "All" is .*, which matches an absent label, too."""
+"""Matchers of a service's routers. The value "All" is .*, which also matches an absent label."""
 ENGINES = f'{SERVICE},pod=~"$pod"'
 """Matchers of a service's engines."""
 SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("p99.9", 0.999))
-"""Quantiles by which times are watched."""
+"""Name and share of each quantile of a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,36 +19,36 @@ class Query:
     """One query of a panel."""
 
     legend: str
-    """Name of its series; {{label}} is replaced."""
+    """Name of its series, with {{label}} for values of labels."""
     text: str
     """PromQL."""
     needs: str = ""
-    """What a plain service on CPUs lacks, so that nothing is returned; empty: there is data."""
+    """Feature without which the query has no data; empty if a plain service on CPUs has data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture."""
+    """One panel."""
 
     title: str
     description: str
-    """What it shows and what to make of it; sentences."""
+    """Meaning and interpretation, in sentences."""
     unit: str
-    """Grafana's name of it."""
+    """Unit by Grafana's name."""
     queries: Sequence[Query]
     kind: Literal["lines", "stack", "stat", "xy"] = "lines"
     """`xy` draws the second query against the first."""
     width: int = 8
-    """Of 24."""
+    """Width in 24ths of the page."""
     lines: Sequence[float] = ()
-    """Values at which a threshold is drawn, ascending."""
+    """Thresholds to draw, ascending."""
     most: float | None = None
     """Upper end of the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under one heading."""
+    """Panels below one heading."""
 
     title: str
     panels: Sequence[Panel]
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A choice at the top of a dashboard."""
+    """A variable at the top of a dashboard."""
 
     name: str
     label: str
@@ -65,7 +65,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One page."""
+    """One dashboard."""
 
     uid: str
     title: str
@@ -111,7 +111,7 @@ def summed_rate(counter: str, where: str = SERVICE, by: str = "") -> str:
 
 
 def ratio(legend: str, part: str, whole: str, needs: str = "") -> Query:
-    """Return a quotient of two expressions, which are grouped alike."""
+    """Return the quotient of two expressions with the same grouping."""
     return Query(legend, f"{part} / {whole}", needs)
 
 
@@ -133,7 +133,7 @@ def quantile(
 
 
 def quantiles(histogram: str, where: str = SERVICE, needs: str = "") -> list[Query]:
-    """Return the quantiles by which times are watched."""
+    """Return the quantiles of SHARES for a histogram."""
     return [quantile(name, share, histogram, where, needs) for name, share in SHARES]
 
 

@@ -1,4 +1,4 @@
-"""What the comparison of servers judges and keeps, and that it leaves no process behind."""
+"""The comparison of servers: verdicts, files, and no process left behind."""
 
 import asyncio
 import importlib
@@ -63,9 +63,7 @@ Server(("127.0.0.1", int(port)), Handler).serve_forever()
 
 @pytest.fixture(scope="module")
 def compare() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("compare")
+    return importlib.import_module("benchmarks.compare.benchmark")
 
 
 def figures(speed: float, ttft: float) -> dict[str, float]:
@@ -95,14 +93,14 @@ def test_nothing_is_judged_without_both_sides(compare: Any) -> None:
 
 
 def stand_in(compare: Any, name: str, how: str = "well") -> Any:
-    """A server that answers at once."""
+    """Return a server that answers at once."""
     command = [sys.executable, "-c", STAND_IN, how]
     return compare.Server(name, "1", "a stand-in", lambda port: [*command, str(port)])
 
 
 def living(pids: list[str]) -> list[str]:
-    """Those of the processes that are there and no zombies."""
-    from peers import lives
+    """Return the processes that exist and are no zombies."""
+    from benchmarks.compare.servers import lives
 
     return [pid for pid in pids if psutil.pid_exists(int(pid)) and lives(psutil.Process(int(pid)))]
 
@@ -174,7 +172,7 @@ def test_an_answer_that_is_none_names_the_server_its_log_and_the_cause(
 
 
 def test_a_silent_server_is_an_answer_of_status_0(compare: Any, tmp_path: Path) -> None:
-    from load import ask, messages
+    from benchmarks.support.load import ask, messages
 
     async def answer(url: str) -> Any:
         timeout = aiohttp.ClientTimeout(total=0.2)
@@ -187,8 +185,8 @@ def test_a_silent_server_is_an_answer_of_status_0(compare: Any, tmp_path: Path) 
 
 
 def test_prompts_are_of_180_tokens_and_no_block_of_two_is_the_same(compare: Any) -> None:
-    from load import INPUT_WORDS, messages
-    from one_engine import MODEL
+    from benchmarks.support.load import INPUT_WORDS, messages
+    from benchmarks.support.one_engine import MODEL
 
     tokenizer = load_tokenizer(resolve_source(MODEL).path)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
@@ -203,13 +201,13 @@ def test_prompts_are_of_180_tokens_and_no_block_of_two_is_the_same(compare: Any)
 def main(
     compare: Any, monkeypatch: pytest.MonkeyPatch, servers: dict[str, str], *arguments: object
 ) -> int:
-    """Runs the program with stand-ins that behave in so many ways."""
+    """Run the program with stand-ins, by name and behaviour."""
     makers = {
         name: lambda path, name=name, how=how: stand_in(compare, name, how)
         for name, how in servers.items()
     }
     quality = [sys.executable, "-c", "print('pass auto: perplexity +0.05%, at most +0.5%')"]
-    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
     status: int = compare.main(makers, quality)
     return status
 
@@ -256,7 +254,7 @@ def test_what_was_measured_before_a_server_failed_is_kept(
 
 
 def measured(compare: Any, **changes: Any) -> Any:
-    """A run that has reached its goal, with other attributes."""
+    """Return a sitting that has reached its goal, except for these attributes."""
     manifest = ROOT / "examples" / "bench.yaml"
     sitting = compare.Sitting(manifest, None)
     for name, speed, ttft in (("llama.cpp", 10, 100), ("vllm", 5, 200), ("ullage", 15, 60)):

@@ -70,7 +70,7 @@ def test_the_whole_programme_is_rehearsed(programme: Any, tmp_path: Path) -> Non
     assert (out / "vram.csv").stat().st_size > 0
     assert "all passed" in done.stdout
 
-    # What has passed is not run again.
+    # Parts that passed do not run again.
     began = time.monotonic()
     again = run("first", "second", "--tiny", "--device", "cpu", "--out", str(out), "--pack")
     assert again.returncode == 0
@@ -128,7 +128,7 @@ sys.exit(0 if programme.run_parts(parts, job, float(limit_s), again=False) else 
 
 
 def write_part(folder: Path, body: str) -> None:
-    """Make the part "wrong", in a package that children import in the place of the real one."""
+    """Write the part "wrong", in a package that children import instead of the real one."""
     package = folder / "benchmarks" / "gpu"
     package.mkdir(parents=True)
     for path in (ROOT / "benchmarks" / "gpu").glob("*.py"):
@@ -137,10 +137,10 @@ def write_part(folder: Path, body: str) -> None:
 
 
 def run_parts(*names: str, root: Path, scratch: Path, limit_s: float) -> Path:
-    """Run parts that do not pass, and return the folder of their results.
+    """Run parts that do not pass; return the folder of their results.
 
-    They run below a process of their own: the programme ends all descendants of its process, and
-    this one has a soak among them.
+    They run below a process of their own, because the programme ends all descendants of its
+    process, and a soak may be among those of this one.
     """
     out = scratch / "out"
     out.mkdir()
@@ -188,7 +188,7 @@ def test_a_part_that_proves_nothing_does_not_pass(kind: str, tmp_path: Path) -> 
 
 
 def test_what_a_hung_part_leaves_behind_is_ended(tmp_path: Path) -> None:
-    """A grandchild in a session of its own that ignores SIGTERM, as a worker's driver call does."""
+    """A grandchild in its own session ignores SIGTERM, as a worker in a driver's call does."""
     pid_file = tmp_path / "pid"
     stubborn = (
         "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

@@ -140,7 +140,7 @@ def test_a_comparison_counts_every_slice() -> None:
 
 @pytest.fixture
 def tf32() -> Iterator[None]:
-    """TF32 switched on, and as it was afterwards."""
+    """Switch TF32 on for a test, and restore the setting afterwards."""
     matmul = torch.backends.cuda.matmul
     cudnn = torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32)
@@ -202,7 +202,7 @@ def test_too_few_samples_to_choose_from_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_ends_every_stage() -> None:
-    """As Ctrl-C does it, which every process of the terminal gets."""
+    """Like Ctrl-C, the signal reaches every process of the terminal."""
     with subprocess.Popen(
         [*COMMAND, "--stages", "2", "--runs", "1000", "--samples", "4", "--tokens", "2"],
         stdout=subprocess.PIPE,

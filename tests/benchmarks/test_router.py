@@ -12,9 +12,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_benchmark_runs_without_peers() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks/router.py"), "--quick"]
+    command = [sys.executable, "-m", "benchmarks", "router", "--quick"]
     command += ["--engines", "1,5"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
     assert result.returncode == 0, result.stderr
     rows = re.findall(r"^(none|ullage) +\d.* (\d+)$", result.stdout, re.MULTILINE)
     assert rows == 2 * [("none", "0"), ("ullage", "0")]

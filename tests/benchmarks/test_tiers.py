@@ -1,28 +1,16 @@
-"""What the benchmark of KV tiers judges: where answers came from, limits, equal texts."""
+"""Verdicts of the benchmark of KV tiers: origin of answers, limits, equal texts."""
 
-import importlib.util
-import sys
+import importlib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def tiers() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        spec = importlib.util.spec_from_file_location(
-            "tiers_engine_benchmark", BENCHMARKS / "tiers_engine.py"
-        )
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        yield module
+    return importlib.import_module("benchmarks.tiers.engine")
 
 
 def answer(tiers: Any, **cached: int) -> Any:
@@ -99,17 +87,19 @@ def test_limits(tiers: Any, changes: dict[str, Any], is_well: bool) -> None:
     assert tiers.print_engine(result | changes) is is_well
 
 
-def test_vllm_refuses_in_its_own_words(tiers: Any, tmp_path: Path) -> None:
+def test_vllm_refuses_in_its_own_words(tmp_path: Path) -> None:
+    from benchmarks.tiers.offloading import measure_vllm
+
     refusal = "CPU Offloading is only supported on GPUs"
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho '(EngineCore pid=1) Exception: {refusal}'\nexit 1\n")
     python.chmod(0o755)
-    assert tiers.measure_vllm(python) == {"outcome": "refused", "detail": f"Exception: {refusal}"}
-    assert tiers.measure_vllm(tmp_path / "none")["outcome"] == "not installed"
+    assert measure_vllm(python) == {"outcome": "refused", "detail": f"Exception: {refusal}"}
+    assert measure_vllm(tmp_path / "none")["outcome"] == "not installed"
 
 
-def test_bars_are_drawn(tiers: Any, tmp_path: Path) -> None:
-    from plots import draw_bars
+def test_bars_are_drawn(tmp_path: Path) -> None:
+    from benchmarks.support.plots import draw_bars
 
     path = tmp_path / "bars.svg"
     draw_bars(path, [("first token", {"host": 1.0, "recomputed": 9.0}), ("nothing", {"x": 0.0})])

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "faults.py"
+ROOT = Path(__file__).resolve().parents[2]
 RESTART_S = 30.0
 
 
 @pytest.mark.slow
 def test_ten_faults_in_a_row_change_nothing_that_clients_see(weights_dir: Path) -> None:
-    command = [sys.executable, str(BENCHMARK), "--faults", "10", "--prompts", "6"]
+    command = [sys.executable, "-m", "benchmarks", "faults", "--faults", "10", "--prompts", "6"]
     command += ["--tokens", "48", "--weights-dir", str(weights_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[0])
     assert result["errors"] == []

@@ -32,9 +32,7 @@ TEXT = "The harbour keeps a ledger of every ship, its cargo, its captain and its
 
 @pytest.fixture(scope="session")
 def local_prometheus() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        return importlib.import_module("local_prometheus")
+    return importlib.import_module("benchmarks.support.prometheus")
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
-"""LFM2-8B-A1B with seeded random weights: samples a second to logits, which are then checked.
+"""LFM2-8B-A1B with seeded random weights: samples a second to logits, and a check of the logits.
 
 `python -m benchmarks.gpu.lfm2` runs it alone, with other sizes and several stages.
 """
 
 import torch
+
 from benchmarks.gpu.figures import Fact, Job, Report
 from benchmarks.gpu.float32 import describe
 from benchmarks.gpu.lfm2.measure import figures

@@ -1,17 +1,20 @@
-"""Samples a second of LFM2-8B-A1B to logits, checked: `python -m benchmarks.gpu.lfm2`.
+"""Samples a second of LFM2-8B-A1B from tokens to logits, with a check of the logits.
 
 1024 samples of 32 tokens with seeded random weights and a skewed router: one step of the engine's
 own runner, on one device or on several stages, which get the layers, the micro-batches and the
 transfers that `parallelism.pipeline` gives them. The logits are compared with those of a plain
 float32 implementation, and with those of transformers if asked.
 
-The exit status is 1, and the reasons are printed, if in float32 a likeliest token is another or a
-logit differs by 1e-5 of the largest logit or more; if more than 15 % of the samples had to be
-replaced, because two experts or two answers were almost equally good; or if the full size in
-float32 on CUDA, 1024 x 32, does not exceed 358.56 samples/s. In bfloat16 experts chosen by a hair
-are often others than in float32, in every implementation: there a plain bfloat16 one is
-compared with float32, too, and the engine's median error may be a quarter larger than its. The last
-line is the result as JSON.
+The exit status is 1, and the reasons are printed, in three cases:
+
+* In float32 a likeliest token differs, or a logit differs by 1e-5 of the largest logit or more.
+* More than 15 % of the samples had to be replaced, because two experts or two answers were almost
+  equally good.
+* The full size in float32 on CUDA, 1024 x 32, does not exceed 358.56 samples/s.
+
+In bfloat16 every implementation often chooses other experts than in float32, where two are almost
+equal. So a plain bfloat16 implementation is also compared with float32, and the engine's median
+error may be a quarter larger. The last line is the result as JSON.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import math
 import sys
 
 import torch
+
 from benchmarks.gpu.lfm2.judge import Work
 from benchmarks.gpu.lfm2.processes import run, run_processes
 from benchmarks.gpu.lfm2.weights import SIZES, make_model_config
@@ -43,6 +47,7 @@ def parse_work() -> Work:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
     add = parser.add_argument
     has_cuda = torch.cuda.is_available()
     add("--device", default="cuda" if has_cuda else "cpu", choices=["cpu", "cuda"])
@@ -66,9 +71,11 @@ def parse_work() -> Work:
         metavar="SAMPLES",
         help="compare so many samples with transformers on the same weights; needs one stage",
     )
+
     given = parser.parse_args()
     given.size = given.size or ("full" if given.device == "cuda" else "small")
     work = Work(**vars(given))
+
     if wrong := refusal(work):
         parser.error(wrong)
     return work
@@ -80,6 +87,7 @@ def refusal(work: Work) -> str | None:
         if getattr(work, name) < 1:
             flag = f"--{name.replace('_', '-')}"
             return f"{flag} {getattr(work, name)} is not positive; give 1 or more"
+
     if work.tokens < 2:
         return f"--tokens {work.tokens} is not a prompt; give 2 or more"
     if not 0 <= work.spare < math.inf:
@@ -89,6 +97,7 @@ def refusal(work: Work) -> str | None:
             f"--against-transformers {work.against_transformers} is not between 0 and the "
             f"{work.samples} samples"
         )
+
     if work.stages > 1 and (work.all_positions or work.against_transformers):
         return (
             f"--stages {work.stages}: no stage has the whole model, which --all-positions and "
@@ -96,6 +105,7 @@ def refusal(work: Work) -> str | None:
         )
     if work.stages > (most := make_model_config(work.size).num_layers):
         return f"--stages {work.stages} is more than the model's {most} layers"
+
     if work.device == "cuda" and torch.cuda.device_count() < work.stages:
         return (
             f"--device cuda with --stages {work.stages} needs as many GPUs, and there are "

@@ -1,9 +1,10 @@
-"""The work of a run, its measurements, and the judgement of them."""
+"""The work of a run, its measurements and their judgement."""
 
 import math
 from dataclasses import dataclass, field
 
 import torch
+
 from benchmarks.gpu.figures import Figure
 
 PUBLISHED = 358.56
@@ -13,20 +14,20 @@ PUBLISHED_SAMPLES = 1024
 PUBLISHED_TOKENS = 32
 
 TOLERANCE = 1e-5
-"""The greatest difference of a logit, as a share of the largest logit, has to stay below it."""
+"""Bound of the difference of a logit, as a share of the largest logit."""
 
 SAFE_MARGIN = 4e-6
-"""Between the sigmoids of the last expert chosen and the first not chosen; rounding in float32 over
-all layers moves them by less."""
+"""Smallest difference between the sigmoids of the last expert chosen and the first not chosen.
+Rounding in float32 over all layers changes them by less."""
 
 LOGIT_MARGIN = TOLERANCE
-"""Between the two likeliest tokens, as a share of the largest logit."""
+"""Smallest difference of the two likeliest tokens, as a share of the largest logit."""
 
 MAX_REPLACED = 0.15
-"""Share of the samples looked at that may be replaced."""
+"""Largest share of replaced samples."""
 
 MEDIAN_TOLERANCE = 1.25
-"""Times the error of a plain implementation in the same type."""
+"""Largest ratio to the error of a plain implementation in the same type."""
 
 MAX_PEAK_GB = 55.0
 """Of the 78 GiB of an H100; the weights are 33 GB in float32."""
@@ -87,15 +88,15 @@ class Measured:
     transformers: Agreement | None
     """The engine against transformers, for few samples."""
     seconds: float
-    """Of a step of all samples to their last logits."""
+    """Seconds of a step of all samples to their last logits."""
     all_seconds: float | None
-    """The same to the logits of all positions."""
+    """Seconds of a step to the logits of all positions."""
     num_replaced: int
     busiest_expert: float
     """Tokens of the busiest expert, times the mean."""
     idlest_expert: float
     peak_bytes: int | None = None
-    """The most that was taken of a GPU's memory."""
+    """Peak of allocated GPU memory."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by name."""
     transformers_error: str = ""

@@ -1,8 +1,8 @@
-"""From a work to its figures: the samples are chosen, computed by every stage, timed and compared.
+"""From a work to its figures: choose the samples, compute them on every stage, time and compare.
 
-Samples that rounding could decide are replaced before anything is measured: those with a token for
-which two experts, or a compared position for which two answers, are almost equally good. How many
-is a figure of its own.
+Samples that rounding could decide are replaced before the measurement. In these, two experts are
+almost equally good for a token, or two answers for a compared position. Their number is a figure of
+its own.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.float32 import describe, forbid_tf32
 from benchmarks.gpu.lfm2.judge import (
@@ -29,7 +30,6 @@ from benchmarks.gpu.lfm2.oracle import transformers_logits
 from benchmarks.gpu.lfm2.reference import Reference, compute_reference
 from benchmarks.gpu.lfm2.stage import load_stage, make_plan, make_runner
 from benchmarks.gpu.lfm2.weights import SeededWeights, make_model_config, make_prompts
-
 from ullage_engine.model_config.dtypes import DTYPES
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel
@@ -39,7 +39,7 @@ from ullage_engine.protocol.step_plan import StepPlan
 from ullage_engine.runner.model_runner import ModelRunner
 
 REFERENCE_TIMEOUT_S = 3600.0
-"""How long the other stages wait for the last one, which computes the reference."""
+"""Seconds for which other stages wait for the last one, which computes the reference."""
 
 SLICE_ROWS = 2048
 """Rows whose logits exist at a time: half a gigabyte in float32 at the full size."""
@@ -156,7 +156,7 @@ class _Stage:
             loaded = load_stage(self._whole, self._weights, self._layout, self._rank)
             runner = self._make_runner(loaded)
         plan = make_plan(prompts.tolist())
-        with phases("first step"):  # libraries prepare themselves
+        with phases("first step"):  # libraries initialise
             _last_logits(runner, plan)
         with phases("timed steps"):
             last_s, last = self._timed(lambda: _last_logits(runner, plan))
@@ -182,7 +182,7 @@ class _Stage:
             try:
                 with phases("transformers"):
                     theirs = compare_with_transformers(runner, loaded, prompts, work)
-            except Exception as cause:  # whatever its versions raise; the rest was measured
+            except Exception as cause:  # its versions raise many types; keep the other measurements
                 error = f"transformers: {type(cause).__name__}: {cause}"
         return Measured(
             own=own,
@@ -243,8 +243,10 @@ def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _C
     """
     prompts = make_prompts(whole, int(work.samples * (1 + work.spare)), work.tokens)
     reference = compute_reference(whole, weights, prompts)
+
     positions = slice(None) if work.all_positions else slice(-1, None)
     hidden = reference.hidden[:, positions]
+
     is_safe = (reference.margins > SAFE_MARGIN) & (answer_margins(reference, hidden) > LOGIT_MARGIN)
     safe = is_safe.nonzero()[: work.samples, 0]
     if len(safe) < work.samples:
@@ -252,10 +254,12 @@ def choose_samples(work: Work, whole: ModelConfig, weights: SeededWeights) -> _C
             f"--spare {work.spare}: only {len(safe)} of {len(prompts)} prompts are such that "
             f"rounding decides nothing, not {work.samples}; give a larger --spare"
         )
+
     prompts = prompts[safe.cpu()]
     plain = None
     if work.dtype != "float32":
         plain = compute_reference(whole, weights, prompts, DTYPES[work.dtype]).hidden[:, positions]
+
     return _Chosen(
         prompts=prompts,
         reference=hidden[safe],
@@ -299,7 +303,7 @@ def agreement(pairs: Pairs) -> Agreement:
         apart = actual - expected
         top1 += int((actual.argmax(1) == expected.argmax(1)).sum())
         rows += len(actual)
-        # Not max() of Python, for which nothing is larger than NaN.
+        # Not max() of Python, which may ignore NaN.
         difference = float(torch.maximum(apart.abs().amax().cpu(), torch.tensor(difference)))
         largest = max(largest, float(expected.abs().max()))
         lengths.append(apart.norm(dim=1) / expected.norm(dim=1))

@@ -1,4 +1,4 @@
-"""transformers' LFM2 with experts on the very tensors that the engine computes with."""
+"""transformers' LFM2 with experts, on the tensors of the engine itself."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from ullage_engine.model_loader.loader import LoadedModel
 from ullage_engine.model_loader.tensor_plan import plan_tensors
 
 STACKED = {"experts_gate_up": "gate_up_proj", "experts_down": "down_proj"}
-"""Tensors that transformers has as they are here: of all experts one."""
+"""Tensors that transformers stores alike: one for all experts."""
 
 
 @torch.inference_mode()
@@ -29,7 +29,7 @@ def transformers_logits(loaded: LoadedModel, prompts: torch.Tensor) -> torch.Ten
         model = Lfm2MoeForCausalLM(config).eval()
     model.load_state_dict(dict(_state(loaded)), strict=True, assign=True)
 
-    # No checkpoint has the rotary frequencies, so these are made again, where there is memory.
+    # No checkpoint has the rotary frequencies: recreate them, off the meta device.
     for name, module in list(model.model.named_children()):
         if hasattr(module, "inv_freq"):
             setattr(model.model, name, type(module)(config).to(device))
@@ -65,7 +65,7 @@ def _config(own: ModelConfig) -> object:
         tie_word_embeddings=own.tied,
         attn_implementation="eager",
     )
-    # Its grouped products are bfloat16's on some versions; the loop over experts is exact on all.
+    # Some versions group products only in bfloat16; the loop over experts is exact in all.
     config._experts_implementation = "eager"
     return config
 

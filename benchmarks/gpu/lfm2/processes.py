@@ -1,6 +1,6 @@
-"""A run in one process or in one a stage, and its report.
+"""A run in one process or in one process a stage, and its report.
 
-Not in `__main__`, which spawned processes do not import.
+This is not in `__main__`, because spawned processes do not import that.
 """
 
 import json
@@ -9,9 +9,10 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
+
 from benchmarks.gpu.lfm2.judge import PUBLISHED, Measured, Work, failures, figures_of
 from benchmarks.gpu.lfm2.measure import TooFewSamples, run_rank, say
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 
 def run_processes(work: Work) -> int:
@@ -54,9 +55,11 @@ def report(work: Work, measured: Measured) -> int:
     figures = figures_of(work, measured)
     for figure in figures:
         say(f"{figure.name}: {figure.value:.6g} {figure.unit}")
+
     failed = failures(figures, measured)
     for reason in failed:
         say(f"FAILED: {reason}")
+
     result = {
         "benchmark": "lfm2",
         **asdict(work),

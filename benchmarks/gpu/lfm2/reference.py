@@ -1,17 +1,17 @@
 """LFM2 as its formulas read, with none of the engine's layers: the expected logits.
 
-All samples pass through one layer before the next layer's weights are made, so that the reference
-needs one layer's memory. It also says how close each sample came to choosing other experts: where
-the last expert chosen and the first not chosen differ by no more than rounding, two right
-implementations may choose differently, and their logits then differ by far more than rounding.
+All samples pass through one layer before the next layer's weights are drawn, so that the reference
+needs the memory of one layer. It also returns how close each sample came to choosing other experts.
+Where the last expert chosen and the first not chosen differ by no more than rounding, two correct
+implementations may choose differently. Their logits then differ by far more than rounding.
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from benchmarks.gpu.lfm2.weights import SeededWeights
 
+from benchmarks.gpu.lfm2.weights import SeededWeights
 from ullage_engine.model_config.model_config import ExpertsSpec, ModelConfig
 
 Tensors = dict[str, torch.Tensor]
@@ -48,18 +48,22 @@ def compute_reference(
     ends = _cast(weights.ends(), dtype)
     device = ends["norm"].device
     x = ends["embedding"][prompts.to(device)]
+
     margins = torch.full((len(prompts),), float("inf"), device=device)
     load = torch.zeros(model_config.experts.num_experts, dtype=torch.int64, device=device)
+
     for index, spec in enumerate(model_config.layers):
         prefix = f"layers.{index}."
         layer = _cast(weights.layer(index), dtype)
         own = {name.removeprefix(prefix): tensor for name, tensor in layer.items()}
         mixer = _conv if spec.mixer == "conv" else _attention
         x = x + mixer(model_config, own, _norm(x, own["mixer_norm"], model_config.rms_eps))
+
         normed = _norm(x, own["mlp_norm"], model_config.rms_eps)
         if spec.feed_forward == "dense":
             x = x + _mlp(normed, own["gate_up"], own["down"])
             continue
+
         routing = _route(model_config.experts, own, normed)
         x = x + _experts(own, normed, routing)
         margins = torch.minimum(margins, routing.margins.amin(dim=1))

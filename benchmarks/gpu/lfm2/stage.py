@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-from benchmarks.gpu.lfm2.weights import SeededWeights
 
+from benchmarks.gpu.lfm2.weights import SeededWeights
 from ullage_engine.kernels.arena import StepLimits
 from ullage_engine.model_config.model_config import ModelConfig
 from ullage_engine.model_loader.loader import LoadedModel

@@ -1,4 +1,4 @@
-"""LFM2-8B-A1B with seeded random weights, made layer by layer and alike in every process.
+"""LFM2-8B-A1B with seeded random weights, drawn layer by layer and equal in every process.
 
 The prompts are random, too. The router's bias prefers some experts, so that their load is uneven.
 """

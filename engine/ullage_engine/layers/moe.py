@@ -45,7 +45,7 @@ PANEL_ELEMENTS = 1 << 24
 
 FEW_PAIRS = 4
 """Pairs up to which each is multiplied by itself on a CPU: those of one token, because with two
-tokens an expert that both chose is read twice (benchmarks/experts.py)."""
+tokens an expert that both chose is read twice (python -m benchmarks experts)."""
 
 PANEL_COLUMNS = 16
 """Least columns of a panel, of which every panel has a multiple."""

@@ -1,4 +1,4 @@
-"""What small formats cost a real model; benchmarks/quality.py measures the same on more text."""
+"""What small formats cost a real model; `python -m benchmarks quality` measures more text."""
 
 import importlib.util
 import math

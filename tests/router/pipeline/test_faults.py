@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[3]
-ENGINE = [sys.executable, str(ROOT / "benchmarks" / "kv_engine.py")]
-OVERLOAD = [sys.executable, str(ROOT / "benchmarks" / "overload.py")]
+ENGINE = [sys.executable, "-m", "benchmarks.support.kv_engine"]
+OVERLOAD = [sys.executable, "-m", "benchmarks", "overload"]
 ROUTER = [sys.executable, "-m", "ullage_router.main"]
 PATIENCE_S = 60.0
 ALLOWED = {200, 429, 503, 504}
@@ -81,7 +81,7 @@ def busiest(stats: dict[str, Any]) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def engine(name: str, *arguments: str) -> AsyncIterator[Process]:
     child = await asyncio.create_subprocess_exec(
-        *ENGINE, "--name", name, *arguments, stdout=subprocess.PIPE
+        *ENGINE, "--name", name, *arguments, cwd=ROOT, stdout=subprocess.PIPE
     )
     try:
         assert child.stdout
@@ -292,7 +292,7 @@ def test_slow_clients_hurt_nobody_else(tmp_path: Path) -> None:
 
 def test_overload_ends_in_answers_and_refusals() -> None:
     done = subprocess.run(
-        [*OVERLOAD, "--quick"], capture_output=True, text=True, timeout=180, check=False
+        [*OVERLOAD, "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -304,7 +304,7 @@ def test_overload_ends_in_answers_and_refusals() -> None:
 def test_too_little_goodput_fails_the_overload_benchmark() -> None:
     little = ["--factor", "0.1", "--seconds", "3", "--slots", "2", "--token-s", "0.01"]
     done = subprocess.run(
-        [*OVERLOAD, *little], capture_output=True, text=True, timeout=180, check=False
+        [*OVERLOAD, *little], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert json.loads(done.stdout)["missed"] == ["goodput_share"]

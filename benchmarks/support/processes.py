@@ -1,4 +1,4 @@
-"""Ports for processes of a benchmark, and their end."""
+"""Ports for the processes of a benchmark, and the end of processes."""
 
 import atexit
 import contextlib
@@ -10,12 +10,12 @@ atexit.register(_held.close)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody else is given while this process lives; servers may bind them."""
+    """Reserve free ports while this process lives; servers can still bind them."""
     ports = []
     for _ in range(count):
         held = _held.enter_context(socket.socket())
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # llama.cpp sets this one alone.
+        # llama.cpp sets only SO_REUSEPORT.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
         ports.append(int(held.getsockname()[1]))
@@ -23,7 +23,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float = 40.0) -> None:
-    """End a process with SIGTERM, and with SIGKILL after so many seconds."""
+    """End a process with SIGTERM, and with SIGKILL after `seconds`."""
     process.terminate()
     try:
         process.wait(seconds)

@@ -1,15 +1,10 @@
-"""The engine's half of tiers.py: what a prefix in each tier saves, and what tiers cost."""
+"""Engines with tiers: the time that a prefix in each tier saves, and the overhead of tiers."""
 
 import asyncio
 import contextlib
 import itertools
-import json
-import os
 import random
-import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,30 +14,37 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from processes import free_ports
-from tiers_up import TOKEN_BYTES, Answer, Service, ask, service_up
 
+from benchmarks.support.local_service import TOKEN_BYTES, Answer, Service, ask, service_up
 from ullage_common.wire.channels import open_channel
 
 MIB = 1 << 20
 TAIL = 16
 OUTPUT = 32
-"""Tokens of a prompt behind its long prefix, and of an answer."""
+"""Tokens of an answer; TAIL is the number of prompt tokens after the long prefix."""
 TEXT_PROMPT = 512
 WAIT_S = 60.0
 FROM_TIER = 0.85
-"""Least share of a prefix that must come from the tier which a row claims."""
+"""Smallest share of a prefix that must come from the tier of its row."""
+
+
+ENGINE_LIMITS = {
+    "ttft_host_share": (1 / 5, "first token from host / recomputed"),
+    "ttft_file_share": (1 / 3, "first token from files / recomputed"),
+    "inter_token_share": (1.03, "between tokens, with a host tier / without"),
+}
+"""Upper limit and title of each figure."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A service with some tiers; its prompts are asked in turn."""
+    """A service with tiers, and the number of prompts it is asked in turn."""
 
     where: str
-    """What answers a prompt that was asked before: a tier, or `recomputed`."""
+    """Tier that serves a repeated prompt, or `recomputed`."""
     prompts: int
     host_share: float
-    """Sizes of the tiers, as shares of one prompt's KV."""
+    """Size of the host tier, as a share of one prompt's KV; `file_share` likewise."""
     file_share: float = 0.0
 
     def tiers(self, prompt_mib: float, folder: Path) -> dict[str, Any]:
@@ -56,14 +58,14 @@ class Setup:
 SETUPS = (
     Setup("recomputed", prompts=2, host_share=0),
     Setup("host", prompts=2, host_share=3),
-    # The host tier holds one prompt, and the one that is asked was used longest ago.
+    # The host tier holds one prompt, and each prompt asked is the least recently used.
     Setup("file", prompts=3, host_share=1.25, file_share=6),
 )
 
 
 @dataclass
 class Row:
-    """Answers that were begun from one place."""
+    """Answers whose prefix came from the same tier."""
 
     answers: list[Answer] = field(default_factory=list)
 
@@ -102,9 +104,9 @@ class Pass:
 
     rows: dict[str, Row] = field(default_factory=dict)
     token_ids: dict[int, list[list[int]]] = field(default_factory=dict)
-    """By prompt; each answer's."""
+    """Token ids of each answer, by prompt."""
     slower: list[float] = field(default_factory=list)
-    """Time between tokens with a host tier, as a share of that without, pair by pair."""
+    """Ratios of the time between tokens with and without a host tier, for each pair."""
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, where: str, number: int, answer: Answer) -> None:
@@ -112,7 +114,7 @@ class Pass:
         self.token_ids.setdefault(number, []).append(answer.token_ids)
 
     def equal_texts(self) -> tuple[int, int]:
-        """Return the answers that have the tokens of their prompt's first one, and all others."""
+        """Return the answers equal to the first one of their prompt, and all that were compared."""
         others = [(ids[0], each) for ids in self.token_ids.values() for each in ids[1:]]
         return sum(first == each for first, each in others), len(others)
 
@@ -120,20 +122,22 @@ class Pass:
 async def measure_pass(
     folder: Path, num_tokens: int, rounds: int, *, is_deterministic: bool
 ) -> Pass:
-    """Ask all services the same prompts in turn, once cold and then so many rounds.
+    """Ask all services the same prompts in turn, once cold and then for `rounds` rounds.
 
     Raises:
         SystemExit: an answer did not come from where its row claims.
     """
     prompt_mib = num_tokens * TOKEN_BYTES / MIB
-    # One prompt with its answer, and hardly a block more: each is gone when the next is computed.
+    # One prompt with its answer, and hardly a block more: the next prompt evicts it.
     max_kv = f"{(num_tokens + TAIL + OUTPUT) * 1.1 * TOKEN_BYTES / MIB:.0f}Mi"
+
     chooser = random.Random(num_tokens)
     result = Pass()
     prompts = [
         [chooser.randrange(100, 40_000) for _ in range(num_tokens + TAIL)]
         for _ in range(max(setup.prompts for setup in SETUPS))
     ]
+
     async with contextlib.AsyncExitStack() as stack:
         running: list[tuple[Setup, Service, grpc.aio.Channel]] = []
         for setup in SETUPS:
@@ -145,6 +149,7 @@ async def measure_pass(
             await ask(channel, [5, 6, 7], 4)
             running.append((setup, service, channel))
             progress(f"service for `{setup.where}` is ready")
+
         for turn in range(rounds + 1):
             for number, prompt in enumerate(prompts):
                 begun = {}
@@ -155,6 +160,7 @@ async def measure_pass(
                         await _quiet(service)
                 if "host" in begun:
                     result.slower.append(begun["host"] / begun["recomputed"])
+
         for setup, service, _ in running:
             result.tiers[setup.where] = _traffic(await asyncio.to_thread(service.figures, 0))
     return result
@@ -164,7 +170,7 @@ async def _ask(
     result: Pass, turn: int, number: int, prompt: list[int], setup: Setup, channel: Any
 ) -> Answer:
     where = setup.where if turn or setup.where == "recomputed" else "cold"
-    # A session's blocks go to files with their first use.
+    # The blocks of a session are saved to files at their first use.
     session = f"session-{number}" if setup.file_share else ""
     answer = await ask(channel, prompt, OUTPUT, session)
     _check(answer, where, len(prompt))
@@ -181,7 +187,7 @@ async def _ask(
 def _check(answer: Answer, where: str, num_tokens: int) -> None:
     cached = answer.cached_by_tier
     if where in ("cold", "recomputed"):
-        # What the device had room for beside the other prompt.
+        # The device has room for a few blocks next to the other prompt.
         is_so = answer.cached_tokens <= (1 - FROM_TIER) * num_tokens and not set(cached) - {
             "device"
         }
@@ -192,10 +198,10 @@ def _check(answer: Answer, where: str, num_tokens: int) -> None:
 
 
 async def _quiet(service: Service) -> None:
-    """Return when nothing is copied between tiers any more.
+    """Wait until the tiers copy nothing.
 
     Raises:
-        SystemExit: it is not so within a minute.
+        SystemExit: they still copy after a minute.
     """
     names = ("queued", "blocks", "written_bytes_total")
     before: list[float] = []
@@ -214,7 +220,7 @@ async def _quiet(service: Service) -> None:
 
 
 def _traffic(figures: dict[str, float]) -> dict[str, float]:
-    """Blocks and bytes of each tier, by `tier/what`."""
+    """Return the blocks and bytes of each tier, by `tier/figure`."""
     kinds = {"hits": "hits", "misses": "misses", "read_bytes": "read", "written_bytes": "written"}
     return {
         f"{tier}/{short}": figures[f"ullage_kv_tier_{kind}_total/{tier}"]
@@ -225,16 +231,22 @@ def _traffic(figures: dict[str, float]) -> dict[str, float]:
 
 
 def measure_engine(num_tokens: int, rounds: int) -> dict[str, Any]:
-    """Times with the fast kernels; then texts with the deterministic ones, on shorter prompts."""
+    """Measure times with the fast kernels, then texts with the deterministic ones.
+
+    The texts have shorter prompts.
+    """
     with tempfile.TemporaryDirectory(prefix="ullage-tiers-") as name:
         times = asyncio.run(measure_pass(Path(name), num_tokens, rounds, is_deterministic=False))
         progress("texts of deterministic answers")
         short = min(num_tokens, TEXT_PROMPT)
         texts = asyncio.run(measure_pass(Path(name), short, 1, is_deterministic=True))
+
     rows = {where: row.figures() for where, row in times.rows.items()}
     recomputed = rows["recomputed"]["ttft_p50_ms"]
+
     equal, total = texts.equal_texts()
     fast_equal, fast_total = times.equal_texts()
+
     return {
         "prompt_tokens": num_tokens,
         "rows": rows,
@@ -247,14 +259,6 @@ def measure_engine(num_tokens: int, rounds: int) -> dict[str, Any]:
     }
 
 
-ENGINE_LIMITS = {
-    "ttft_host_share": (1 / 5, "first token from host / recomputed"),
-    "ttft_file_share": (1 / 3, "first token from files / recomputed"),
-    "inter_token_share": (1.03, "between tokens, with a host tier / without"),
-}
-"""Most that each may be."""
-
-
 def print_engine(result: dict[str, Any]) -> bool:
     """Print the figures; return whether all are within their limits."""
     names = ("ttft_p50_ms", "ttft_p99_ms", "inter_token_p50_ms", "inter_token_p99_ms", "hit_ratio")
@@ -263,85 +267,26 @@ def print_engine(result: dict[str, Any]) -> bool:
     print("".join(f"{title:>11}" for title in titles))
     for where, row in result["rows"].items():
         print(f"{where:28}" + "".join(f"{row[name]:11.2f}" for name in names))
+
     for where, traffic in result["tiers"].items():
         amounts = {
             key: f"{value / MIB:.0f} MiB" if key.endswith(("read", "written")) else int(value)
             for key, value in traffic.items()
         }
         print(f"tiers of `{where}`: {amounts}")
+
     is_well = True
     for key, (most, title) in ENGINE_LIMITS.items():
         is_within = result[key] <= most
         is_well &= is_within
         print(f"{title:48} {result[key]:6.3f}  {'ok' if is_within else f'ABOVE {most:.3f}'}")
+
     (equal, total), fast = result["equal_texts"], result["equal_texts_fast"]
     is_equal = equal == total
     print(
         f"deterministic texts that are equal: {equal} of {total}; fast ones: {fast[0]} of {fast[1]}"
     )
     return is_well and is_equal
-
-
-# vLLM's own offloading ---------------------------------------------------------------------------
-
-VLLM_START_S = 600.0
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
-"""SmolLM2-135M's; whether vLLM offloads KV here does not depend on the weights."""
-ERROR = re.compile(r"(?:^|\s)([A-Z]\w*(?:Error|Exception)|Exception): (.+)$", re.MULTILINE)
-
-
-def measure_vllm(python: Path) -> dict[str, str]:
-    """Start vLLM with its own offloading to host memory, and say what it says."""
-    if not python.exists():
-        return {"outcome": "not installed", "detail": f"no {python}: make install-vllm"}
-    with tempfile.TemporaryDirectory(prefix="ullage-vllm-") as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
-        [port] = free_ports(1)
-        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-        command += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager"]
-        command += ["--max-model-len", "4096", "--kv-cache-memory-bytes", str(256 * MIB)]
-        command += ["--kv-offloading-size", "1", "--host", "127.0.0.1", "--port", str(port)]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        log = folder / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, start_new_session=True
-            )
-        try:
-            return _vllm_outcome(process, log)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _vllm_outcome(process: subprocess.Popen[bytes], log: Path) -> dict[str, str]:
-    deadline = time.monotonic() + VLLM_START_S
-    while time.monotonic() < deadline:
-        text = log.read_text(encoding="utf-8", errors="replace")
-        if process.poll() is not None:
-            errors = [f"{kind}: {what}" for kind, what in ERROR.findall(text)]
-            return {"outcome": "refused", "detail": errors[0] if errors else text[-400:]}
-        if "Application startup complete" in text:
-            return {"outcome": "runs", "detail": "it offloads here; nothing is compared yet"}
-        time.sleep(0.5)
-    return {"outcome": "not ready", "detail": f"within {VLLM_START_S:g} s"}
 
 
 def progress(text: str) -> None:

@@ -1,12 +1,12 @@
-#!/usr/bin/env python3
-"""An engine without a model: bounded KV, real gRPC, real admission; a process for load and faults.
+"""An engine without a model, as a process: bounded KV, real gRPC, real admission.
 
-usage: kv_engine.py [--port 0] [--name engine-0] [--blocks 90] [--token-s 0.03] [--sequence-s 0]
+usage: python -m benchmarks.support.kv_engine [--port 0] [--name engine-0] [--blocks 90]
+                                              [--token-s 0.03] [--sequence-s 0]
 
-A request holds the blocks of its prompt and its output from Accepted to Finished and gets a token
-every `--token-s` seconds, and `--sequence-s` more for every other request that runs; one that does
-not fit is refused with RESOURCE_EXHAUSTED, as engines do. Prints one JSON line with the port once
-it listens, and on SIGTERM one with what it served and what was cancelled.
+A request holds the blocks of its prompt and its output from Accepted to Finished. It gets a token
+every `--token-s` seconds, plus `--sequence-s` for every other running request. A request that does
+not fit is refused with RESOURCE_EXHAUSTED, as engines do. Print one JSON line with the port as soon
+as it listens, and on SIGTERM one with the numbers of served, cancelled and refused requests.
 """
 
 import argparse
@@ -39,18 +39,18 @@ HEARTBEAT_S = 1.0
 PUSH_INTERVAL_S = 0.1
 TOKENS_A_MESSAGE = 8
 A = 64
-"""The token of the letter a: where it is in the tokenizer's order."""
+"""Token id of the letter a in byte_tokenizer()."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def blocks_of(prompt_tokens: int, output_tokens: int) -> int:
-    """Blocks that a request holds."""
+    """Return the blocks that a request holds."""
     return -(-(prompt_tokens + output_tokens) // BLOCK_TOKENS)
 
 
 def byte_tokenizer() -> str:
-    """One token a byte."""
+    """Return a tokenizer with one token a byte, as JSON."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -61,14 +61,14 @@ def byte_tokenizer() -> str:
 
 @dataclass
 class Pool:
-    """Blocks, and how many tokens those in use wait for."""
+    """Blocks, and the remaining tokens of the requests that hold them."""
 
     blocks: int
     token_s: float
     sequence_s: float
     free: int = 0
     running: dict[int, list[int]] = field(default_factory=dict)
-    """Tokens left and blocks of each request."""
+    """Remaining tokens and blocks of each request."""
     step_seconds: list[float] = field(default_factory=list)
     served: int = 0
     cancelled: int = 0
@@ -84,7 +84,7 @@ class Pool:
         return self.token_s + self.sequence_s * max(0, len(self.running) - 1)
 
     def take(self, key: int, blocks: int, tokens: int) -> bool:
-        """Whether there was room."""
+        """Reserve blocks; return whether there was room."""
         if blocks > self.free:
             self.refused += 1
             return False
@@ -92,14 +92,14 @@ class Pool:
         self.running[key] = [tokens, blocks]
         bucket = len(self.running).bit_length()
         self.step_seconds[bucket - 1 : bucket] = [self.step_s]
-        self.tell()
+        self.notify()
         return True
 
     def give_back(self, key: int) -> None:
         self.free += self.running.pop(key)[1]
-        self.tell()
+        self.notify()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         changed = self.changed
         self.changed = asyncio.Event()
         changed.set()
@@ -151,6 +151,7 @@ class KVEngine(
             headroom_pb2.Release(after_ms=int(1e3 * remaining * pool.step_s), bytes=n * BLOCK_BYTES)
             for remaining, n in sorted(pool.running.values())[:32]
         ]
+
         return headroom_pb2.Headroom(
             engine=self._name,
             epoch=self._epoch,
@@ -181,6 +182,7 @@ class KVEngine(
         if not self.pool.take(key, blocks, tokens):
             full = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_HEADROOM", "no blocks left")
             await abort(context, full)
+
         try:
             received = sum(len(answer.token_ids) for answer in request.continuation.answers)
             accepted = pb.Accepted(
@@ -194,6 +196,7 @@ class KVEngine(
             raise
         finally:
             self.pool.give_back(key)
+
         self.pool.served += 1
         usage = pb.Usage(prompt_tokens=len(request.token_ids.ids), completion_tokens=tokens)
         finished = pb.Finished(reason=pb.FINISH_REASON_LENGTH, usage=usage)
@@ -212,14 +215,17 @@ async def serve(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
     pool = Pool(options.blocks, options.token_s, options.sequence_s)
     engine = KVEngine(options.name, pool)
     server = new_server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
     headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
+
     port = server.add_insecure_port(f"127.0.0.1:{options.port}")
     await server.start()
     print(json.dumps({"port": port}), flush=True)
+
     await stop.wait()
     await server.stop(None)
     totals = {"served": pool.served, "cancelled": pool.cancelled, "refused": pool.refused}
@@ -227,7 +233,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--name", default="engine-0")
     parser.add_argument("--blocks", type=int, default=90)

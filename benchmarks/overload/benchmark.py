@@ -1,36 +1,51 @@
-#!/usr/bin/env python3
-"""Ten times the capacity of mixed lengths: goodput, lateness, and how fast the rest is refused.
+"""Ten times the capacity of mixed lengths: goodput, lateness and the time of refusals.
 
-usage: overload.py [--seconds 60] [--factor 10] [--engines 2] [--sequence-s 0] [--real] [--quick]
-                   [--prometheus]
+Start engines and one `ullage-router` with its default ladder, a process each. Send streamed
+requests of mixed prompts and outputs at `--factor` times the capacity, at even intervals, whether
+or not earlier ones have been answered (an open loop). The engines have no model, but a bounded KV
+and a given time for a step; with --real there is one engine with SmolLM2 on the CPU.
 
-Starts engines and one `ullage-router` with its default ladder, a process each, and sends streamed
-requests of mixed prompts and outputs at `--factor` times the capacity, at even intervals and
-whatever comes back (an open loop). The engines are either without a model, with bounded KV and a
-given time for a step (`kv_engine.py`), or, with --real, one engine with SmolLM2 on the CPU.
-
-What a request is worth is the KV that it holds times its output, or, where time is short rather
-than memory (--sequence-s, --real), its output. The capacity is computed of memory, and measured
-before the load of time: `--clients` at once, one request after another. Prints one JSON object:
+The worth of a request is the KV that it holds times its output. Where time is short rather than
+memory (--sequence-s, --real), it is its output alone. The capacity of memory is computed. The
+capacity of time is measured before the load, by `--clients` that each send one request after
+another. Print one JSON object:
 
 capacity          worth of the requests that can be served in a second
-goodput_share     worth of the answers in full and within the objectives, over the capacity; without
+goodput_share     worth of the complete answers within the objectives, over the capacity; without
                   the first seconds
-ttft_p95_s        from sending a request to its first token, of those that were served
+ttft_p95_s        from sending a request to its first token, of requests that were served
 e2e_p95_s         the same to its last token
-refused_p50_ms    from sending a request to the whole of its refusal, those that waited left out
+refused_p50_ms    from sending a request to the end of its refusal, of requests that did not queue
 router_cpu_ms     processor time of the router for a request
 hangs             requests without an answer at their time limit
-missed            figures that are worse than their floors (FLOORS); --quick has none
-alerts            with --prometheus: when each alert of a service fired and cleared, in seconds from
-                  the load's begin, as a Prometheus with the rules that the operator makes saw it,
-                  which scrapes the router every second; waited for until UllageHeadroomExhausted
-                  has cleared
+missed            figures that are worse than their floors; --quick has none
+alerts            with --prometheus: when each alert of a service fired and cleared, in seconds
+                  after the load began. A Prometheus with the rules that the operator makes scrapes
+                  the router every second. The run waits until UllageHeadroomExhausted has cleared.
 
-exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed; 1 otherwise
+With --refused N, measure something else: whether refused clients that obey Retry-After are refused
+again. Clients come at once to one engine with `--slots`, until N of them were refused, each on a
+connection of its own. A refused client returns after the seconds of Retry-After, until it is
+served. Print one JSON object:
+
+clients         all of them
+refused         clients that were refused at first
+refused_again   refused clients that were refused when they returned
+retry_after     number of clients by the seconds of their first Retry-After
+took_s          from the first request to the last answer
+shortest_s      the same on an engine that is never idle
+
+examples:
+  python -m benchmarks overload
+  python -m benchmarks overload --real
+  python -m benchmarks overload --prometheus
+  python -m benchmarks overload --refused 60
+  python -m benchmarks overload --quick
+
+exit status: 0 no hang, only 200, 429, 503 and 504, and no floor missed; with --refused, every
+client was served and none was refused again; 1 otherwise
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -40,36 +55,41 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 import psutil
-from kv_engine import MODEL, blocks_of
-from local_prometheus import Prometheus, find
-from local_prometheus import running as running_prometheus
-from one_engine import start_engine as start_real_engine
 
+from benchmarks.overload import refused
+from benchmarks.support.kv_engine import MODEL, blocks_of
+from benchmarks.support.one_engine import start_engine as start_real_engine
+from benchmarks.support.options import new_parser
+from benchmarks.support.prometheus import Prometheus, find
+from benchmarks.support.prometheus import running as running_prometheus
+from benchmarks.support.router_process import (
+    E2E_S,
+    START_S,
+    TTFT_S,
+    listening,
+    process,
+    ready,
+    start_router,
+)
 from ullage_operator.api.spec import Settings, parse
 from ullage_operator.manifests.monitoring import rule_groups
 
-HERE = Path(__file__).resolve().parent
 ALLOWED = {200, 429, 503, 504}
 HANG_S = 60.0
-START_S = 60.0
 HEADROOM_ALERT = "UllageHeadroomExhausted"
 FIRING = 'ALERTS{alertstate="firing"}'
 CLEAR_S = 180.0
 GAP_S = 2.5
-"""Seconds without a sample after which an alert has cleared; there is one every second."""
+"""Seconds without a sample after which an alert has cleared; samples come every second."""
 LEAST_GOODPUT_SHARE = 0.9
 MOST_REFUSED_P99_MS = 20.0
-TTFT_S = 7.0
-E2E_S = 20.0
-OBJECTIVES = MappingProxyType({"ttft_p95": TTFT_S, "e2e_p95": E2E_S})
 FLOORS = (
     f"floors: goodput_share >= {LEAST_GOODPUT_SHARE:g}, refused_p99_ms <= {MOST_REFUSED_P99_MS:g}, "
     f"ttft_p95_s <= {TTFT_S:g}, e2e_p95_s <= {E2E_S:g}"
@@ -77,12 +97,12 @@ FLOORS = (
 REAL_MODEL = "smollm2"
 PROMPTS = (40, 100, 250)
 OUTPUTS = (10, 40, 90)
-"""Lengths of prompts, in characters or, of the real model, in words, and of outputs, in tokens."""
+"""Lengths of outputs in tokens; those of PROMPTS are in characters, or in words with --real."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request of the mix."""
+    """Lengths of one request of the mix."""
 
     prompt: int
     output: int
@@ -97,7 +117,7 @@ MIX = [Ask(prompt, output) for prompt in PROMPTS for output in OUTPUTS]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run."""
+    """The parameters of one run."""
 
     seconds: float
     factor: float
@@ -111,7 +131,7 @@ class Plan:
 
     @property
     def is_timed(self) -> bool:
-        """Whether time is short, rather than memory."""
+        """Whether time is short rather than memory."""
         return self.is_real or self.sequence_s > 0
 
     @property
@@ -128,15 +148,15 @@ class Plan:
 
     @property
     def ramp_s(self) -> float:
-        """Until the engines are full and the first answers have come."""
+        """Seconds until the engines are full and the first answers have come."""
         return min(2 * max(OUTPUTS) * self.token_s, self.seconds / 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Outcome:
     ask: Ask
     status: int
-    """0: it hung."""
+    """HTTP status; 0 if the request hung, -1 if its connection or stream broke."""
     code: str
     has_waited: bool
     ended: float
@@ -148,28 +168,13 @@ class Answer:
         return self.status == 200 and self.ttft_s <= TTFT_S and self.took_s <= E2E_S
 
 
-@contextlib.asynccontextmanager
-async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that is ended when the block ends."""
-    with log.open("wb") as errors:
-        started = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=errors
-        )
-    try:
-        yield started
-    finally:
-        if started.returncode is None:
-            started.terminate()
-            await started.wait()
-
-
 async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int, to: Path) -> str:
-    """The address of a new engine."""
+    """Start an engine; return its address."""
     if plan.is_real:
         memory = {"device_bytes": 1500 << 20, "safety_reserve": 32 << 20}
         real = await stack.enter_async_context(start_real_engine(to, None, memory=memory))
         return real.address
-    command = [sys.executable, str(HERE / "kv_engine.py"), "--name", f"engine-{number}"]
+    command = [sys.executable, "-m", "benchmarks.support.kv_engine", "--name", f"engine-{number}"]
     blocks = plan.blocks * (100 if plan.is_timed else 1)
     command += ["--blocks", str(blocks), "--token-s", str(plan.token_s)]
     command += ["--sequence-s", str(plan.sequence_s)]
@@ -180,60 +185,23 @@ async def start_engine(stack: contextlib.AsyncExitStack, plan: Plan, number: int
     return f"127.0.0.1:{json.loads(line)['port']}"
 
 
-async def start_router(
-    stack: contextlib.AsyncExitStack,
-    model: str,
-    addresses: list[str],
-    to: Path,
-    slo: Mapping[str, float] = OBJECTIVES,
-) -> tuple[str, psutil.Process]:
-    """The URL of a new router, and its process."""
-    anywhere = {"host": "127.0.0.1", "port": 0}
-    config = {
-        "model": model,
-        "http": {**anywhere, "public_stats": True},
-        "grpc": anywhere,
-        "metrics": anywhere,
-        "pools": [{"name": "single", "targets": addresses}],
-        "slo": dict(slo),
-    }
-    path = to / "router.yaml"
-    log = to / "router.log"
-    path.write_text(json.dumps(config))
-    command = (sys.executable, "-m", "ullage_router.main", "--config", str(path))
-    router = await stack.enter_async_context(process(*command, log=log))
-    port = (await listening(log))["http_port"]
-    return f"http://127.0.0.1:{port}", psutil.Process(router.pid)
-
-
-async def listening(log: Path) -> dict[str, Any]:
-    """The ports that a router's log names."""
-    async with asyncio.timeout(START_S):
-        while True:
-            if line := first_line(log, '"listening"'):
-                return dict(json.loads(line))
-            await asyncio.sleep(0.05)
-
-
-def first_line(log: Path, word: str) -> str:
-    """The first line with the word; empty when there is none yet."""
-    return next((line for line in log.read_text().splitlines() if word in line), "")
-
-
 def start_prometheus(stack: contextlib.AsyncExitStack, metrics_port: int, to: Path) -> Prometheus:
-    """A Prometheus with a service's rules that scrapes the router."""
+    """Start a Prometheus with a service's rules that scrapes the router."""
     program = find()
     if program is None:
         sys.exit(
             "error: no prometheus: run tests/charts/get_prometheus.py or set ULLAGE_PROMETHEUS"
         )
+
     kind = {"apiVersion": "serving.ullage.dev/v1alpha1", "kind": "LLMService"}
     spec = {"model": {"source": "file:///model", "name": MODEL}, "pools": {"single": {}}}
     service = parse({**kind, "metadata": {"name": "overload"}, "spec": spec})
+
     pod = "overload-router-6c9f8d7b5-x2x4z"
     labels = {"namespace": service.namespace, "llmservice": service.name, "pod": pod}
     targets = [{"targets": [f"127.0.0.1:{metrics_port}"], "labels": labels}]
     jobs = [{"job_name": "router", "static_configs": targets}]
+
     folder = to / "prometheus"
     folder.mkdir()
     rules = rule_groups(service, Settings())
@@ -241,19 +209,22 @@ def start_prometheus(stack: contextlib.AsyncExitStack, metrics_port: int, to: Pa
 
 
 def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | None]]]:
-    """When each alert fired and cleared, seconds from the time when the load began.
+    """Return the spells of each alert, as pairs of seconds after the load began.
 
-    Waits until the headroom's has cleared; None: it did not within CLEAR_S.
+    Wait until the headroom alert has cleared, or for CLEAR_S. The end of an alert that still fires
+    is None.
     """
     firing = f'ALERTS{{alertname="{HEADROOM_ALERT}",alertstate=~"pending|firing"}}'
     end = time.monotonic() + CLEAR_S
     while prometheus.query(firing) and time.monotonic() < end:
         time.sleep(1)
+
     still = {each["metric"]["alertname"] for each in prometheus.query(FIRING)}
     spells_by_alert = dict[str, list[list[float | None]]]()
     for series in prometheus.query(f"{FIRING}[1h]"):
         name = series["metric"]["alertname"]
         spells = spells_by_alert.setdefault(name, [])
+
         times = [at for at, _ in series["values"]]
         gaps = [n for n in range(1, len(times)) if times[n] - times[n - 1] > GAP_S]
         for first, last in itertools.pairwise([0, *gaps, len(times)]):
@@ -263,22 +234,12 @@ def alerts(prometheus: Prometheus, began: float) -> dict[str, list[list[float | 
     return spells_by_alert
 
 
-async def ready(session: aiohttp.ClientSession, url: str, engines: int) -> None:
-    async with asyncio.timeout(START_S):
-        while True:
-            async with session.get(f"{url}/stats") as response:
-                states = (await response.json())["engines"]
-            if [engine["state"] for engine in states] == ["ready"] * engines:
-                return
-            await asyncio.sleep(0.05)
-
-
 class Client:
-    """Sends requests.
+    """A client of one router.
 
     Args:
         session: its connections.
-        url: of the router.
+        url: URL of the router.
         model: name of the served model.
     """
 
@@ -289,7 +250,7 @@ class Client:
         self._numbers = random.Random(5)
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """Prompts differ from their first token, so that no cache knows them."""
+        """Return a request whose prompt differs from its first token on, which no cache has."""
         number = self._numbers.randrange(1 << 30)
         words = [f"{number:010d}", *["x" if self._model == MODEL else "word "] * (ask.prompt - 10)]
         return {
@@ -300,12 +261,13 @@ class Client:
             "stream": True,
         }
 
-    async def ask(self, ask: Ask) -> Answer:
-        """One request, to its last byte."""
+    async def ask(self, ask: Ask) -> Outcome:
+        """Send one request and read its answer to the last byte."""
         started = time.monotonic()
         ttft_s = 0.0
         code = ""
         has_waited = False
+
         try:
             async with (
                 asyncio.timeout(HANG_S),
@@ -327,15 +289,19 @@ class Client:
         except aiohttp.ClientError as error:
             status = -1
             code = type(error).__name__
+
         now = time.monotonic()
-        return Answer(ask, status, code, has_waited, now, ttft_s, now - started)
+        return Outcome(ask, status, code, has_waited, now, ttft_s, now - started)
 
 
 async def measured_capacity(client: Client, plan: Plan) -> float:
-    """Worth of the answers to clients that each send one request after another, a second."""
+    """Return the worth of answers a second under a closed loop.
+
+    Each of the plan's clients sends one request after another.
+    """
     asks = itertools.cycle(random.Random(3).sample(MIX * 20, k=20 * len(MIX)))
     end = time.monotonic() + max(5.0, plan.seconds / 2)
-    answers = list[Answer]()
+    answers = list[Outcome]()
 
     async def go_on() -> None:
         while time.monotonic() < end:
@@ -349,8 +315,8 @@ async def measured_capacity(client: Client, plan: Plan) -> float:
     return served / (time.monotonic() - started)
 
 
-async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Answer]]:
-    """When the load began, and every answer."""
+async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list[Outcome]]:
+    """Send the load; return the time when it began, and every answer."""
     started = time.monotonic()
     rate = plan.factor * capacity / plan.mean_worth
     asks = random.Random(7).choices(MIX, k=int(rate * plan.seconds))
@@ -362,17 +328,19 @@ async def load(client: Client, plan: Plan, capacity: float) -> tuple[float, list
 
 
 def figures(
-    plan: Plan, capacity: float, started: float, answers: Sequence[Answer]
+    plan: Plan, capacity: float, started: float, answers: Sequence[Outcome]
 ) -> dict[str, Any]:
-    """What is printed."""
+    """Return the figures to print."""
     begin = started + plan.ramp_s
     end = started + plan.seconds
     good = [a for a in answers if a.is_good and begin <= a.ended < end]
     goodput = sum(plan.worth(answer.ask) for answer in good) / (end - begin)
+
     served = [answer for answer in answers if answer.status == 200]
     refused = [a for a in answers if a.status == 429 and not a.has_waited]
     refused_ms = sorted(1e3 * answer.took_s for answer in refused)
     counts = Counter(f"{a.status} {a.code}".strip() for a in answers)
+
     return {
         "seconds": plan.seconds,
         "capacity": round(capacity, 2),
@@ -395,7 +363,7 @@ def _quantile(ordered: list[float], share: float) -> float:
 
 
 def missed(figures: Mapping[str, Any]) -> list[str]:
-    """Names of the figures that are worse than their floors."""
+    """Return the names of figures that are worse than their floors."""
     is_reached = {
         "goodput_share": figures["goodput_share"] >= LEAST_GOODPUT_SHARE,
         "refused_p99_ms": figures["refused_p99_ms"] <= MOST_REFUSED_P99_MS,
@@ -411,20 +379,24 @@ async def run(plan: Plan, with_prometheus: bool) -> dict[str, Any]:
         to = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         addresses = [await start_engine(stack, plan, n, to) for n in range(plan.engines)]
         url, router = await start_router(stack, model, addresses, to)
+
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await ready(session, url, plan.engines)
         port = (await listening(to / "router.log"))["metrics_port"]
         prometheus = start_prometheus(stack, port, to) if with_prometheus else None
+
         client = Client(session, url, model)
         capacity = plan.engines * plan.blocks / plan.token_s
         if plan.is_timed:
             capacity = await measured_capacity(client, plan)
+
         before = cpu_s(router)
         began = time.time()
         started, answers = await load(client, plan, capacity)
         used_ms = 1e3 * (cpu_s(router) - before) / len(answers)
         report = {**figures(plan, capacity, started, answers), "router_cpu_ms": round(used_ms, 3)}
+
         if prometheus:
             report["alerts"] = await asyncio.to_thread(alerts, prometheus, began)
     return report
@@ -441,7 +413,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=FLOORS)
+    parser = new_parser("overload", __doc__, FLOORS)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--factor", type=float, default=10.0)
     parser.add_argument("--engines", type=int, default=2)
@@ -452,25 +424,31 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8, help="at once, to measure the capacity")
     parser.add_argument("--prometheus", action="store_true", help="say which alerts fire, and when")
     parser.add_argument("--quick", action="store_true", help="3 s of little load, without floors")
+    parser.add_argument(
+        "--refused", type=int, metavar="N", help="measure N refused clients that come back instead"
+    )
     o = parser.parse_args()
+    if o.refused is not None:
+        return refused.measure(o.refused, o.slots, o.token_s)
+
     if o.quick:
         o.seconds = 3.0
         o.slots = 2
         o.token_s = 0.01
+
     engines = 1 if o.real else o.engines
     plan = Plan(o.seconds, o.factor, engines, o.slots, o.token_s, o.sequence_s, o.real, o.clients)
+
     figures = asyncio.run(run(plan, o.prometheus))
     figures["missed"] = [] if o.quick else missed(figures)
+
     for name, spells in figures.get("alerts", {}).items():
         for fired, cleared in spells:
             end = "did not clear" if cleared is None else f"cleared at {cleared:g} s"
             print(f"alert {name} fired at {fired:g} s, {end}", file=sys.stderr)
+
     if o.prometheus and not o.quick and not has_fired_and_cleared(figures["alerts"]):
         figures["missed"].append(HEADROOM_ALERT)
     print(json.dumps(figures))
     print(FLOORS, file=sys.stderr)
     return 0 if figures["is_well"] and not figures["missed"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

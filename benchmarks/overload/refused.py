@@ -1,24 +1,5 @@
-#!/usr/bin/env python3
-"""Whether clients that are refused and come back when they are told to are refused again.
+"""Refused clients that obey Retry-After, and whether they are refused again."""
 
-usage: refused.py [--refused 60] [--slots 8] [--token-s 0.05]
-
-Starts an engine without a model (`kv_engine.py`) and one `ullage-router` with its default ladder, a
-process each. Clients come at once, so many that `--refused` of them are refused, each on a
-connection of its own. A refused client comes back after the seconds of Retry-After, until it is
-served. Prints one JSON object:
-
-clients         all of them
-refused         those that were refused at first
-refused_again   those of them that were refused when they came back
-retry_after     number of clients by the seconds of their first Retry-After
-took_s          from the first request to the last answer
-shortest_s      the same on an engine that is never idle
-
-exit status: 0 everybody was served and nobody was refused again; 1 otherwise
-"""
-
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -31,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
-from kv_engine import MODEL, blocks_of
-from overload import HERE, START_S, process, ready, start_router
+
+from benchmarks.support.kv_engine import MODEL, blocks_of
+from benchmarks.support.router_process import START_S, process, ready, start_router
 
 PROMPT = OUTPUT = 40
 """Tokens of each request."""
@@ -40,10 +22,12 @@ LIMIT_S = 300.0
 
 
 @dataclass
-class Client:
-    """A client that comes back when Retry-After says.
+class ReturningClient:
+    """A client that returns after Retry-After.
 
-    told_s: the seconds of each Retry-After.
+    Attributes:
+        number: makes its prompt unique.
+        told_s: seconds of each Retry-After.
     """
 
     number: int
@@ -68,7 +52,7 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
     async with contextlib.AsyncExitStack() as stack:
         to = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         blocks = slots * blocks_of(PROMPT, OUTPUT)
-        command = [sys.executable, str(HERE / "kv_engine.py"), "--blocks", str(blocks)]
+        command = [sys.executable, "-m", "benchmarks.support.kv_engine", "--blocks", str(blocks)]
         engine = await stack.enter_async_context(
             process(*command, "--token-s", str(token_s), log=to / "engine.log")
         )
@@ -76,20 +60,23 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
         line = await asyncio.wait_for(engine.stdout.readline(), START_S)
         address = f"127.0.0.1:{json.loads(line)['port']}"
         url, _ = await start_router(stack, MODEL, [address], to)
+
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         await ready(session, url, 1)
 
-        clients = list[Client]()
+        clients = list[ReturningClient]()
         tasks = list[asyncio.Task[None]]()
         numbers = itertools.count()
         began = time.monotonic()
+
         async with asyncio.timeout(LIMIT_S):
             while sum(bool(client.told_s) for client in clients) < refused:
-                clients.append(Client(next(numbers)))
+                clients.append(ReturningClient(next(numbers)))
                 tasks.append(asyncio.create_task(clients[-1].ask(session, url)))
                 await asyncio.sleep(0.005)
             await asyncio.gather(*tasks)
+
         delays = Counter(client.told_s[0] for client in clients if client.told_s)
         return {
             "clients": len(clients),
@@ -101,16 +88,8 @@ async def run(refused: int, slots: int, token_s: float) -> dict[str, object]:
         }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--refused", type=int, default=60)
-    parser.add_argument("--slots", type=int, default=8, help="requests the engine holds at once")
-    parser.add_argument("--token-s", type=float, default=0.05)
-    o = parser.parse_args()
-    figures = asyncio.run(run(o.refused, o.slots, o.token_s))
+def measure(refused: int, slots: int, token_s: float) -> int:
+    """Print the figures; return the exit status."""
+    figures = asyncio.run(run(refused, slots, token_s))
     print(json.dumps(figures))
     return 0 if figures["refused_again"] == 0 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

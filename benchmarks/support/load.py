@@ -1,14 +1,10 @@
-#!/usr/bin/env python3
 """Closed-loop load on an OpenAI-compatible server: output tokens/s, TTFT, time per token.
 
-usage: load.py URL MODEL [--concurrency 1,8] [--requests 32] [--input-words 163] [--output 64]
-
 Every request has a prompt of its own (163 words are 180 tokens with SmolLM2's template), asks for
-exactly `--output` tokens, greedy, streamed. The words are the system message, so that prompts
-differ from their fourth token on. Prints one JSON object a concurrency.
+an exact number of tokens, and is greedy and streamed. The words are the system message, so that
+prompts differ from their fourth token on.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -27,21 +23,21 @@ OUTPUT = 64
 
 
 class ServerError(SystemExit):
-    """A server that did not start or did not answer as it must; ends programs with its message."""
+    """A server failed to start or to answer; its message ends the program."""
 
 
 class _NotAnswered(Exception):
-    """The first request that went wrong."""
+    """A request failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back of one request; seconds."""
+    """The outcome of one request; times in seconds."""
 
     status: int
-    """0: the connection broke, or the stream ended before its last token."""
+    """HTTP status; 0 if the connection broke, or the stream ended before its last token."""
     error: str
-    """What the server did wrong; empty if it is an answer of so many tokens."""
+    """The server's failure; empty for a complete answer."""
     ttft: float
     e2e: float
     longest_pause: float
@@ -50,7 +46,10 @@ class Answer:
 
 
 def messages(number: int, words: int) -> list[dict[str, str]]:
-    """A prompt that differs from those of other numbers before any cache finds a block of it."""
+    """Return the prompt of a number.
+
+    Prompts of different numbers differ before a prefix cache can match a block.
+    """
     chooser = random.Random(number)
     text = " ".join(chooser.choice(WORDS) for _ in range(words))
     return [{"role": "system", "content": text}, {"role": "user", "content": "Go on."}]
@@ -59,7 +58,7 @@ def messages(number: int, words: int) -> list[dict[str, str]]:
 async def ask(
     session: aiohttp.ClientSession, url: str, model: str, prompt: list[dict[str, str]], tokens: int
 ) -> Answer:
-    """Send one request and read its stream to the end, whatever that is."""
+    """Send one request and read its stream to the end, errors included."""
     body = {
         "model": model,
         "messages": prompt,
@@ -69,12 +68,14 @@ async def ask(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
     started = last = time.perf_counter()
     status = 0
     error = ""
     first = 0.0
     pause = 0.0
     usage = {"prompt_tokens": 0, "completion_tokens": 0}
+
     try:
         async with session.post(f"{url}/v1/chat/completions", json=body) as response:
             status = response.status
@@ -90,12 +91,14 @@ async def ask(
                     pause = max(pause, now - last)
                     last = now
                 usage = chunk.get("usage") or usage
+
         if not error and usage["completion_tokens"] != tokens:
             error = f"sent {usage['completion_tokens']} of {tokens} tokens"
     except TimeoutError:
         error = f"was silent or slow for {time.perf_counter() - started:.0f} s"
     except (aiohttp.ClientError, json.JSONDecodeError) as broken:
         error = f"broke off an answer: {broken or type(broken).__name__}"
+
     ended = time.perf_counter()
     if error and status == 200:
         status = 0
@@ -111,7 +114,7 @@ async def ask(
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Events of a stream; other lines are comments that keep it open, and its end."""
+    """Yield the events of a stream; skip keep-alive comments and the end marker."""
     async for line in response.content:
         if line.startswith(b"data: {"):
             yield json.loads(line.removeprefix(b"data: "))
@@ -127,20 +130,28 @@ async def level(
     seed: int = 0,
     server: str = "",
 ) -> dict[str, float]:
-    """Figures of one concurrency: every worker sends its next request when the last one ended.
+    """Return the figures of one concurrency in a closed loop.
 
-    Prompts of another concurrency or seed (below 1,000) are other ones. `server` is what messages
-    call it, in place of its URL.
+    Args:
+        url: base URL of the server.
+        model: name of its model.
+        concurrency: workers; each sends its next request when the last one has ended.
+        requests: number of requests.
+        words: words of each prompt.
+        tokens: tokens of each answer.
+        seed: below 1,000; another seed or concurrency has other prompts.
+        server: name of the server in messages, in place of its URL.
 
     Raises:
-        ServerError: a request was not answered with 200 and so many tokens.
+        ServerError: a request was not answered with 200 and all its tokens.
     """
     first = (concurrency * 1000 + seed) * 1000
     numbers = iter(range(first, first + requests))
     answers: list[Answer] = []
-    # Some servers close a connection after a stream, while the next request is on its way.
+    # Some servers close a connection after a stream, while the next request is in flight.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=600)
+
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def worker() -> None:
@@ -171,21 +182,3 @@ def figures(concurrency: int, answers: list[Answer], wall: float) -> dict[str, f
         "time_per_token_p50_ms": round(1e3 * statistics.median(per_token), 2),
         "e2e_p95_ms": round(1e3 * ends[int(0.95 * (len(ends) - 1))], 1),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("url")
-    parser.add_argument("model")
-    parser.add_argument("--concurrency", default="1,8")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--input-words", type=int, default=INPUT_WORDS)
-    parser.add_argument("--output", type=int, default=OUTPUT)
-    o = parser.parse_args()
-    for concurrency in map(int, o.concurrency.split(",")):
-        row = level(o.url, o.model, concurrency, o.requests, o.input_words, o.output)
-        print(json.dumps(asyncio.run(row)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Figures of benchmarks as SVG, lines or bars; readable on light and dark pages."""
+"""Figures of benchmarks as SVG lines or bars, readable on light and dark pages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +28,16 @@ class Panel:
     title: str
     lines: Sequence[Line]
     xs: Sequence[float] = ()
-    """Positions of its own; empty: those of all panels."""
+    """Positions of this panel; empty for those of all panels."""
     unit: str = ""
-    """Unit of its own positions."""
+    """Unit of the positions of this panel."""
 
 
 def draw(path: Path, unit: str, xs: Sequence[float], panels: Sequence[Panel]) -> None:
-    """Panels of lines below one another over the same positions, which increase, or each over its
-    own."""
+    """Draw panels of lines below one another.
+
+    They share the increasing positions `xs`, or each has positions of its own.
+    """
     body: list[str] = []
     top = TOP
     for panel in panels:
@@ -61,6 +63,7 @@ def _positions(xs: Sequence[float], unit: str, top: float) -> list[str]:
 def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
     most = max((max(line.values) for line in panel.lines), default=0.0) or 1.0
     body = [_text(LEFT, top - 8, panel.title, "start")]
+
     for share in (0.0, 0.5, 1.0):
         y = top + (1 - share) * HEIGHT
         body.append(
@@ -68,6 +71,7 @@ def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
             'stroke="#888" stroke-opacity="0.4"/>'
         )
         body.append(_text(LEFT - 6, y + 4, f"{share * most:.4g}", "end"))
+
     end = WIDTH - RIGHT
     for line, color in reversed(list(zip(panel.lines, COLORS, strict=False))):
         body.append(_text(end, top - 8, line.name, "end", color))
@@ -83,11 +87,12 @@ def _panel(panel: Panel, xs: Sequence[float], top: float) -> list[str]:
 
 
 def draw_bars(path: Path, panels: Sequence[tuple[str, Mapping[str, float]]]) -> None:
-    """Panels of named bars below one another, each with a scale of its own from 0."""
+    """Draw panels of named bars below one another, each with its own scale from 0."""
     body: list[str] = []
     top = float(TOP)
     for title, bars in panels:
         body.append(_text(BARS_LEFT, top - 8, title, "start"))
+
         most = max(bars.values(), default=0.0) or 1.0
         for (name, value), color in zip(bars.items(), cycle(COLORS), strict=False):
             width = value / most * (WIDTH - BARS_LEFT - 3 * RIGHT)
@@ -98,6 +103,7 @@ def draw_bars(path: Path, panels: Sequence[tuple[str, Mapping[str, float]]]) -> 
             body.append(_text(BARS_LEFT + width + 6, top + 13, f"{value:.4g}", "start"))
             top += 22
         top += GAP - 6
+
     _write(path, top - GAP + 20, body)
 
 

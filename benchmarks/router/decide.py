@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
-"""CPU microseconds of one decision of the router: prints the median.
+"""CPU time of one decision of the router: print the median, microseconds.
 
-usage: router_decide.py PORT...
+usage: python -m benchmarks.router.decide PORT...
 
-Admits requests in this process, with the router's own parts, before the engines on these ports of
-this machine, which report all the while. Measured is an admission from the tokens of a prompt, all
-different, to memory that is reserved on an engine and given back.
+Admit requests in this process, with the router's own parts. The engines listen on these ports of
+this machine and report all the while. A decision is one admission: from the tokens of a prompt, all
+different, to memory that is reserved on an engine and released.
 """
 
 import argparse
@@ -58,7 +57,7 @@ async def median_us(service: RouterService) -> float:
     model = service.engines.served_model("")
     took = []
     for _ in range(BATCHES):
-        await asyncio.sleep(0.002)  # reports come in between
+        await asyncio.sleep(0.002)  # let reports come in between
         calls = [new_call(Prompt(model, prompt_tokens())) for _ in range(BATCH)]
         started = time.thread_time()
         for call in calls:
@@ -80,6 +79,6 @@ def new_call(prompt: Prompt) -> Call:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("ports", type=int, nargs="+")
     print(round(uvloop.run(decision_us(parser.parse_args().ports)), 1))

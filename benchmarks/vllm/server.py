@@ -1,17 +1,18 @@
-#!/usr/bin/env python3
-"""Ullage around vLLM beside vLLM's own server: speed, a killed engine, an overload. In one sitting.
+"""Ullage around vLLM next to vLLM's own server: speed, a killed engine, an overload.
 
-usage: .venv-vllm/bin/python benchmarks/beside_vllm.py [--rounds 3] [--concurrency 8,32] [--quick]
+Start `vllm serve` and, with the same checkpoint and arguments, an `ullage-engine` with vLLM behind
+an `ullage-router`. Send both the same streamed requests (180 tokens in, 64 out) in turns. Then, on
+each, send ten times the requests that it can serve for `--overload-s` seconds, and kill the process
+that computes while 8 streams run. Run this with the Python that has vLLM. Print one JSON object:
 
-Starts `vllm serve` and, with the same checkpoint and arguments, an `ullage-engine` with vLLM behind
-an `ullage-router`. Sends the same streamed requests (180 tokens in, 64 out) to one and the other in
-turns. Then kills the process that computes while 8 streams run, on each; then sends ten times the
-requests that it can serve, for `--overload-s` seconds. Prints one JSON object:
-
-speed       by concurrency and server: output tokens/s and the median time to the first token, ms;
+speed       by concurrency and server: output tokens/s and the median time to first token, ms;
             medians of all rounds, with the ratio and the difference
 kill        of 8 streams those that ended with an error, and the longest pause of the others, s
-overload    statuses, the time of refusals, ms, and that of first tokens, s
+overload    statuses, the time of refusals, ms, and the time to first token, s
+
+examples:
+  .venv-vllm/bin/python -m benchmarks vllm server --rounds 3
+  .venv-vllm/bin/python -m benchmarks vllm server --quick
 
 exit status: 0 all streams of Ullage ended well and only 200 and 429 were answered; 1 otherwise
 """
@@ -33,12 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import load
 import psutil
-from load import INPUT_WORDS, OUTPUT, Answer, messages
-from one_engine import start_engine
-from overload import ready, start_router
-from processes import free_ports
+
+from benchmarks.support import load
+from benchmarks.support.load import INPUT_WORDS, OUTPUT, Answer, messages
+from benchmarks.support.one_engine import start_engine
+from benchmarks.support.processes import free_ports
+from benchmarks.support.router_process import ready, start_router
 
 MODEL = "smollm2"
 START_S = 300.0
@@ -47,21 +49,23 @@ KV_BYTES = 1 << 30
 WARM_UP_SEED = 999
 
 
+_EXPLAINED = set[tuple[str, int]]()
+"""Servers and statuses with an answer already printed."""
+
+
 @dataclass(frozen=True)
-class Server:
+class ServerUnderTest:
     """A server under test."""
 
     name: str
     url: str
     compute_pid: Callable[[], int]
-    """Process that computes."""
+    """Return the id of the process that computes."""
 
 
-_EXPLAINED = set[tuple[str, int]]()
-"""Servers and statuses of which an answer was printed."""
-
-
-async def ask(session: aiohttp.ClientSession, server: Server, number: int, output: int) -> Answer:
+async def ask(
+    session: aiohttp.ClientSession, server: ServerUnderTest, number: int, output: int
+) -> Answer:
     """Send one streamed request and read it to its end."""
     answer = await load.ask(session, server.url, MODEL, messages(number, INPUT_WORDS), output)
     if answer.error and (server.name, answer.status) not in _EXPLAINED:
@@ -70,8 +74,8 @@ async def ask(session: aiohttp.ClientSession, server: Server, number: int, outpu
     return answer
 
 
-async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]:
-    """Kills what computes while 8 streams run."""
+async def kill(session: aiohttp.ClientSession, server: ServerUnderTest) -> dict[str, Any]:
+    """Kill the computing process while 8 streams run; return the outcome of the streams."""
     streams = [
         asyncio.create_task(ask(session, server, 900_000 + index, 2 * OUTPUT)) for index in range(8)
     ]
@@ -84,7 +88,7 @@ async def kill(session: aiohttp.ClientSession, server: Server) -> dict[str, Any]
 
 
 async def overload(
-    session: aiohttp.ClientSession, server: Server, rate: float, seconds: float
+    session: aiohttp.ClientSession, server: ServerUnderTest, rate: float, seconds: float
 ) -> dict[str, Any]:
     """Send `rate` requests a second at even intervals, without waiting for answers."""
     tasks = list[asyncio.Task[Answer]]()
@@ -92,6 +96,7 @@ async def overload(
     for number in range(int(rate * seconds)):
         await asyncio.sleep(max(0.0, started + number / rate - time.perf_counter()))
         tasks.append(asyncio.create_task(ask(session, server, 500_000 + number, OUTPUT)))
+
     answers = await asyncio.gather(*tasks)
     refused = sorted(each.e2e * 1e3 for each in answers if each.status == 429)
     served = sorted(each.ttft for each in answers if each.status == 200)
@@ -110,8 +115,8 @@ def _quantile(ordered: list[float], share: float) -> float | None:
 
 
 @contextlib.asynccontextmanager
-async def ullage(folder: Path) -> AsyncIterator[Server]:
-    """Ullage's engine with vLLM, and a router."""
+async def ullage(folder: Path) -> AsyncIterator[ServerUnderTest]:
+    """Run Ullage's engine with vLLM behind a router."""
     run = folder / "ullage"
     run.mkdir()
     sections: dict[str, Any] = {
@@ -122,20 +127,22 @@ async def ullage(folder: Path) -> AsyncIterator[Server]:
         "model": {"max_model_len": 4096, "dtype": "bfloat16"},
         "server": {"weights_dir": str(folder / "weights"), "owns_cores": True},
     }
+
     log = str(folder / "engine.log")
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(start_engine(run, log, **sections))
+
         slo = {"ttft_p95": 15.0, "e2e_p95": 40.0}
         url, _ = await start_router(stack, MODEL, [engine.address], folder, slo)
         async with aiohttp.ClientSession() as session:
             await ready(session, url, 1)
         pid = engine.worker_pid
-        yield Server("ullage", url, lambda: pid() or 0)
+        yield ServerUnderTest("ullage", url, lambda: pid() or 0)
 
 
 @contextlib.asynccontextmanager
-async def plain(folder: Path) -> AsyncIterator[Server]:
-    """vLLM's own server with the checkpoint that Ullage has made."""
+async def plain(folder: Path) -> AsyncIterator[ServerUnderTest]:
+    """Run vLLM's own server with the checkpoint that Ullage converted."""
     [checkpoint] = (folder / "weights").glob("vllm-*")
     [port] = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
@@ -152,7 +159,7 @@ async def plain(folder: Path) -> AsyncIterator[Server]:
 
     try:
         await _ready(url, process)
-        yield Server("vllm", url, compute_pid)
+        yield ServerUnderTest("vllm", url, compute_pid)
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if _runs(process) else []
         for each in children:
@@ -179,16 +186,19 @@ async def _ready(url: str, process: asyncio.subprocess.Process) -> None:
             await asyncio.sleep(0.5)
 
 
-async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -> dict[str, Any]:
-    """Measures both servers in turns; medians of all rounds."""
+async def measure_speed(
+    servers: list[ServerUnderTest], levels: list[int], rounds: int
+) -> dict[str, Any]:
+    """Measure both servers in turns; return the medians of all rounds."""
     rows: dict[tuple[int, str], list[dict[str, float]]] = {}
     for turn in range(rounds):
         for level in levels:
-            # The first of a turn is the last of the next one.
+            # The order reverses each turn.
             for server in servers if turn % 2 == 0 else servers[::-1]:
                 row = await closed_loop(server, level, max(32, level), seed=turn)
                 rows.setdefault((level, server.name), []).append(row)
                 print(f"{server.name:7} {row}", file=sys.stderr, flush=True)
+
     result: dict[str, Any] = {}
     for level in levels:
         medians = {
@@ -198,6 +208,7 @@ async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -
             }
             for server in servers
         }
+
         ours = medians["ullage"]
         theirs = medians["vllm"]
         ratio = ours["output_tokens_per_s"] / theirs["output_tokens_per_s"]
@@ -210,9 +221,9 @@ async def measure_speed(servers: list[Server], levels: list[int], rounds: int) -
 
 
 async def closed_loop(
-    server: Server, concurrency: int, requests: int, seed: int
+    server: ServerUnderTest, concurrency: int, requests: int, seed: int
 ) -> dict[str, float]:
-    """Return the figures of load.py for one server."""
+    """Return the figures of one concurrency for one server."""
     return await load.level(server.url, MODEL, concurrency, requests, seed=seed, server=server.name)
 
 
@@ -221,6 +232,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)
     result: dict[str, Any] = {"kill": {}, "overload": {}}
+
     with tempfile.TemporaryDirectory() as name:
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
@@ -228,15 +240,17 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             plain(Path(name)) as theirs,
         ):
             servers = [ours, theirs]
-            for server in servers:  # libraries compile and allocate at the first steps
+            for server in servers:  # the first steps compile and allocate
                 await closed_loop(server, 8, 16, WARM_UP_SEED)
             result["speed"] = await measure_speed(servers, levels, options.rounds)
-            steps: list[tuple[str, Callable[[Server], Awaitable[dict[str, Any]]]]] = []
+
+            steps: list[tuple[str, Callable[[ServerUnderTest], Awaitable[dict[str, Any]]]]] = []
             top = result["speed"][str(levels[-1])]
             rate = 10 * top["vllm"]["output_tokens_per_s"] / OUTPUT
             steps.append(("overload", lambda s: overload(session, s, rate, options.overload_s)))
-            # Last, since vLLM's own server does not come back.
+            # Killed last, because vLLM's own server does not restart.
             steps.append(("kill", lambda server: kill(session, server)))
+
             for kind, step in steps:
                 for server in servers:
                     result[kind][server.name] = await step(server)
@@ -245,24 +259,21 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", default="8,32", help="levels, with commas between them")
     parser.add_argument("--overload-s", type=float, default=10.0)
     parser.add_argument("--quick", action="store_true", help="one round of 8, a short overload")
-    options = parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure both servers; return the exit status."""
     if options.quick:
         options.rounds = 1
         options.concurrency = "8"
         options.overload_s = 3.0
     result = asyncio.run(run(options))
     print(json.dumps(result, indent=2))
+
     statuses = set(result["overload"]["ullage"]["statuses"])
     return int(bool(result["kill"]["ullage"]["errors_of_8"] or statuses - {"200", "429"}))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

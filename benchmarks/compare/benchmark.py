@@ -1,18 +1,15 @@
-#!/usr/bin/env python3
-"""Ullage beside llama.cpp's server and vLLM: speed, memory, start and quality, in one sitting.
+"""Speed, memory, start-up and quality of Ullage next to llama.cpp's server and vLLM.
 
-usage: compare.py DIR [--rounds 2] [--concurrency 1,8,32] [--only ullage,vllm] [--quality]
-                  [-f MANIFEST] [--json FILE] [--plot FILE]
+Install the two others below DIR unless they are there: some gigabytes, and llama.cpp is compiled.
+Write the logs there, too. Start one server after another, never two at once, with the same model
+and limits that no request meets. Send each the same load: 32 requests at each concurrency, 180
+tokens in, different from the fourth on, and 64 out, greedy, streamed. A few requests before it
+warm the server up and are not measured.
 
-Installs the two others below DIR if they are not there: some gigabytes; llama.cpp is compiled. Logs
-are written there, too. Then starts one server after another, never two at once, with the same model
-and limits out of the way, and sends each the load of load.py: 32 requests at each concurrency, 180
-tokens in, different from the fourth on, and 64 out, greedy, streamed. A few requests before it are
-not measured. Prints for each server the seconds from its start to its first answer and its resident
-memory after the load, shared pages counted once (PSS), and for each concurrency, as means of the
-rounds:
+Print for each server the seconds from its start to its first answer, and its resident memory after
+the load (PSS: shared pages count once). Print for each concurrency, as means of the rounds:
 
-tokens in     of a prompt, which all servers have to agree about
+tokens in     tokens of a prompt, on which all servers have to agree
 tok/s         output tokens a second
 TTFT p50      median time to the first text, ms
 inter-token   median of the mean time between a request's tokens, ms
@@ -21,15 +18,17 @@ CPU/token     processor time of the server for an output token, prompts included
 others        cores that other programs took meanwhile: quiet is below 0.1
 load          the machine's load average over a minute, when the concurrency began
 
-and the ratios of Ullage to the better of the others. With --quality, too, what the served format
-adds to the perplexity of the file's own weights (quality.py). The goal is judged where nothing was
-left out: all servers, 1, 8 and 32 concurrent, two rounds or more, --quality, and Ullage with
-examples/bench.yaml. The file of --json has after each server what was measured so far.
+Then print the ratios of Ullage to the better of the others. With --quality, print by how much the
+served format raises the perplexity of the file's own weights (`python -m benchmarks quality`).
+
+The goal is judged only if nothing was left out: all servers, 1, 8 and 32 concurrent requests, two
+rounds or more, --quality, and Ullage with examples/bench.yaml. The file of --json is written after
+each server and has all figures so far.
 
 examples:
-  compare.py .peers --quality --json bench.json
-  compare.py .peers --only ullage,vllm --rounds 1 --concurrency 8
-  compare.py .peers --only ullage -f examples/smollm2.yaml
+  python -m benchmarks compare .peers --quality --json bench.json
+  python -m benchmarks compare .peers --only ullage,vllm --rounds 1 --concurrency 8
+  python -m benchmarks compare .peers --only ullage -f examples/smollm2.yaml
 
 exit status: 0 the goal is reached, 1 it is missed, 2 something failed or an option is wrong, 3 the
 goal is not judged, 130 interrupted
@@ -54,17 +53,18 @@ from typing import Any
 
 import psutil
 import torch
-from load import OUTPUT, ServerError, level
-from peers import CORES, MANIFEST, SERVERS, Running, Server, progress, running
-from plots import draw_bars
 
+from benchmarks.compare.servers import CORES, MANIFEST, SERVERS, Running, Server, progress, running
+from benchmarks.support.load import OUTPUT, ServerError, level
+from benchmarks.support.options import new_parser
+from benchmarks.support.plots import draw_bars
 from ullage_engine.model_config.dtypes import cpu_computes_bfloat16
 
-QUALITY = (sys.executable, str(Path(__file__).with_name("quality.py")), "--forms", "auto")
+QUALITY = (sys.executable, "-m", "benchmarks", "quality", "--forms", "auto")
 OURS = "ullage"
 REQUESTS = 32
 WARM_UP = ((1, 2), (8, 8))
-"""Concurrencies and requests of what is not measured."""
+"""Concurrencies and requests of the warm-up."""
 WARM_UP_SEED = 999
 LEAST_THROUGHPUT = 1.5
 MOST_TTFT = 0.6
@@ -91,7 +91,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Round:
-    """What one start of a server gave."""
+    """The figures of one start of a server."""
 
     ready_s: float
     pss_mb: float
@@ -102,7 +102,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ullage beside the better of the others at one concurrency."""
+    """Ullage against the better of the others at one concurrency."""
 
     concurrency: int
     throughput: float
@@ -123,7 +123,7 @@ class Ratio:
 
 
 def means(rounds: Sequence[Round]) -> dict[int, dict[str, float]]:
-    """Means of the rounds' figures by concurrency."""
+    """Return the means of the rounds' figures by concurrency."""
     return {
         concurrency: {
             figure: statistics.mean(each.levels[concurrency][figure] for each in rounds)
@@ -134,7 +134,7 @@ def means(rounds: Sequence[Round]) -> dict[int, dict[str, float]]:
 
 
 def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Ratio]:
-    """Compares at each concurrency; empty where Ullage or all the others were left out."""
+    """Compare at each concurrency; return none if Ullage or all the others were left out."""
     others = {name: levels for name, levels in figures.items() if name != OURS}
     if OURS not in figures or not others:
         return []
@@ -151,7 +151,7 @@ def ratios(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[Rat
 
 
 def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> None:
-    """Raise ServerError where servers did not compute the same prompts."""
+    """Raise ServerError if servers counted different tokens for the same prompts."""
     for concurrency in next(iter(figures.values())):
         tokens = {name: each[concurrency]["prompt_tokens"] for name, each in figures.items()}
         if len(set(tokens.values())) > 1:
@@ -164,7 +164,7 @@ def check_prompts(figures: Mapping[str, Mapping[int, Mapping[str, float]]]) -> N
 
 @dataclass(frozen=True)
 class Quality:
-    """What is served beside the file's own weights."""
+    """The served format against the file's own weights."""
 
     is_kept: bool
     gates: Sequence[str]
@@ -172,7 +172,7 @@ class Quality:
 
 @dataclass
 class Sitting:
-    """What one run has measured so far."""
+    """All measurements of one run so far."""
 
     manifest: Path
     json: Path | None
@@ -192,7 +192,7 @@ class Sitting:
             self.json.write_text(json.dumps(self.result(), indent=2, default=asdict) + "\n")
 
     def result(self) -> dict[str, Any]:
-        """Everything that is known."""
+        """Return all measurements and the verdict."""
         figures = {name: means(rounds) for name, rounds in self.rounds.items()}
         compared = ratios(figures)
         return {
@@ -214,7 +214,7 @@ class Sitting:
         }
 
     def left_out(self) -> list[str]:
-        """What the goal is judged by and was not measured."""
+        """Return the conditions of the goal that were not measured."""
         rounds = [each for name in SERVERS for each in self.rounds.get(name, ())]
         wanted = {
             "all servers": self.rounds.keys() >= set(SERVERS),
@@ -238,7 +238,7 @@ class Sitting:
 
 
 def machine() -> dict[str, Any]:
-    """What the machine is and, measured with torch, what it can do at most."""
+    """Return a description of the machine, with its peak rates as measured by torch."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     fields = dict(
         [part.strip() for part in line.split(":", 1)]
@@ -246,6 +246,7 @@ def machine() -> dict[str, Any]:
         if ":" in line
     )
     flags = fields.get("flags", "").split()
+
     with progress("measuring the machine"):
         return {
             "cpu": fields.get("model name", platform.processor()),
@@ -281,7 +282,7 @@ def _matmul_gflops(dtype: torch.dtype) -> float:
 
 
 class CpuTimes:
-    """What a server and everything else but this program take of their cores, from now on."""
+    """Processor time of a server, and of all other programs on its cores, from now on."""
 
     def __init__(self, server: Running) -> None:
         self._server = server
@@ -289,7 +290,7 @@ class CpuTimes:
         self._server_s, self._other_s = self._seconds()
 
     def spent(self) -> tuple[float, float]:
-        """Seconds of the server, and cores that others took on average."""
+        """Return the CPU seconds of the server, and the cores that others used on average."""
         server_s, other_s = self._seconds()
         cores = (other_s - self._other_s) / (time.monotonic() - self._began)
         return server_s - self._server_s, max(0.0, cores)
@@ -305,16 +306,18 @@ class CpuTimes:
 
 
 def measure(server: Server, levels: Sequence[int], log: Path) -> Round:
-    """Start a server, loads it, ends it."""
+    """Start a server, send it the load and end it."""
     with running(server, log) as run:
         print(f"{server.name}: ready after {run.ready_s:.1f} s", file=sys.stderr, flush=True)
         load = partial(level, run.url, server.model, server=f"{server.name} (its log: {log})")
         with progress(f"{server.name}, warm-up"):
             for concurrency, requests in WARM_UP:
                 asyncio.run(load(concurrency, requests, seed=WARM_UP_SEED))
+
         figures = {}
         for concurrency in levels:
             load_average = os.getloadavg()[0]
+
             times = CpuTimes(run)
             with progress(f"{server.name}, {concurrency} concurrent"):
                 measured = asyncio.run(load(concurrency, REQUESTS))
@@ -336,27 +339,30 @@ def _row(figures: Mapping[str, float]) -> str:
 
 
 def report(result: Mapping[str, Any]) -> None:
-    """Print everything that was measured."""
+    """Print all measurements."""
     for name, value in result["machine"].items():
         print(f"{name:18}{', '.join(value) if isinstance(value, list) else value}")
     print()
+
     for name, server in result["servers"].items():
         print(f"{name} {server['version']}: {server['how']}")
         ready = ", ".join(f"{each['ready_s']:.1f}" for each in server["rounds"])
         memory = ", ".join(f"{each['pss_mb']:.0f}" for each in server["rounds"])
         print(f"    ready after {ready} s; {memory} MB resident (PSS)")
+
     heads = "".join(f"{head:>12}" for head in COLUMNS)
     print(f"\n{'':10}{'c':>4}{heads}{'others':>8}{'load':>7}")
     for name, server in result["servers"].items():
         for figures in server["means"].values():
             print(f"{name:10}{_row(figures)}")
+
     for ratio in result["ratios"]:
         print(ratio)
     sys.stdout.flush()
 
 
 def plot(path: Path, servers: Mapping[str, Any]) -> None:
-    """Draws speed and first tokens by concurrency."""
+    """Draw throughput and TTFT by concurrency."""
     panels = []
     for figure, title in (("output_tokens_per_s", "output tok/s"), ("ttft_p50_ms", "TTFT p50, ms")):
         for concurrency in next(iter(servers.values()))["means"]:
@@ -366,20 +372,20 @@ def plot(path: Path, servers: Mapping[str, Any]) -> None:
 
 
 def run(options: argparse.Namespace, makers: Makers, sitting: Sitting) -> None:
-    """Measures everything that the options ask for."""
+    """Measure all servers that the options name."""
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.resolve()
     servers = [makers[name](options.file if name == OURS else folder) for name in options.only]
     sitting.machine = machine()
     for turn in range(options.rounds):
-        # The first of a round is the last of the next one.
+        # The order reverses each round.
         for server in servers if turn % 2 == 0 else servers[::-1]:
             log = options.folder / f"{server.name}-{turn + 1}.log"
             sitting.add(server, measure(server, options.concurrency, log))
 
 
 def measure_quality(command: Sequence[str]) -> Quality:
-    """Compare the perplexity of what is served with the file's own; prints both."""
+    """Print and judge the perplexity of the served format and of the file's own weights."""
     with progress("measuring perplexity"):
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, end="")
@@ -428,9 +434,7 @@ def _output(text: str) -> Path:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("compare", __doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the others are installed")
     parser.add_argument("--rounds", type=_rounds, default=2)
     parser.add_argument("--concurrency", type=_levels, default="1,8,32")
@@ -446,6 +450,7 @@ def main(makers: Makers = SERVERS, quality: Sequence[str] = QUALITY) -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sitting = Sitting(options.file, options.json)
+
     try:
         try:
             run(options, makers, sitting)
@@ -462,14 +467,11 @@ def main(makers: Makers = SERVERS, quality: Sequence[str] = QUALITY) -> int:
     except ServerError as error:
         print(error, file=sys.stderr)
         return FAILED
-    except Exception:  # by itself it would end with the status of a missed goal
+    except Exception:  # an uncaught error would exit with 1, the status of a missed goal
         traceback.print_exc()
         return FAILED
+
     result = sitting.result()
     left_out = f", for want of: {'; '.join(result['left_out'])}" if result["left_out"] else ""
     print(f"{GOAL}: {result['verdict']}{left_out}")
     return STATUSES[result["verdict"]]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -76,11 +76,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "gpt_oss, packed": {**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
 }
-"""config.json of each, for about 20 to 40 million parameters."""
+"""config.json of each model, with about 20 to 40 million parameters."""
 
 
 def write_model(name: str, folder: Path, changes: dict[str, Any] | None = None) -> str:
-    """Write the model, with other settings where `changes` has them; its source."""
+    """Write a model, with the settings of `changes`; return its source URI."""
     config = MODELS[name] | (changes or {})
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -98,14 +98,17 @@ def write_model(name: str, folder: Path, changes: dict[str, Any] | None = None) 
 
 
 def _numbers(shape: tuple[int, ...]) -> torch.Tensor:
-    """Draw numbers about as large as 0.02 from whole ones, which every version of torch and every
-    processor draws alike: normal ones differ in their last bits."""
+    """Draw bfloat16 numbers of a magnitude of about 0.02.
+
+    They are drawn as integers, which every version of torch and every processor draws alike. Normal
+    numbers differ in their last bits.
+    """
     whole = torch.randint(-128, 128, shape, dtype=torch.int16)
     return (whole.float() * 2.0**-12).to(torch.bfloat16)
 
 
 def _packed(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """MXFP4 blocks and scales for a tensor that is [experts, in, out] unpacked."""
+    """Draw MXFP4 blocks and scales of a tensor whose unpacked shape is [experts, in, out]."""
     experts, inside, out = shape
     groups = (experts, out, inside // 32)
     blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Ullage next to llama.cpp's server and vLLM."""

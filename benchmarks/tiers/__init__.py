@@ -1,0 +1,1 @@
+"""Tiers of KV memory: the store alone, engines with tiers, and vLLM's offloading."""
