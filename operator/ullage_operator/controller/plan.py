@@ -100,7 +100,7 @@ from ullage_operator.manifests.manifests import (
     without_replicas,
 )
 from ullage_operator.manifests.monitoring import monitoring_objects
-from ullage_operator.manifests.pod_templates import template_conflicts
+from ullage_operator.manifests.template_checks import template_conflicts
 from ullage_operator.rollout.analysis import CanarySample
 from ullage_operator.rollout.canary import (
     RolloutObservation,

@@ -13,18 +13,15 @@ from ullage_operator.api.overlay import over_template
 from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.spec import Service, Settings
 from ullage_operator.manifests.engine_choice import engine_image
+from ullage_operator.manifests.engine_env import ENGINE_ENV, s3_env, s3_store
 from ullage_operator.manifests.manifests import Builder, from_operator
-from ullage_operator.manifests.pod_templates import (
-    ENGINE_ENV,
+from ullage_operator.manifests.pod_fields import (
     account_name,
-    cache_volumes,
     container_security,
     pod_defaults,
     port,
-    s3_env,
-    s3_store,
-    scratch_volume,
 )
+from ullage_operator.manifests.volumes import cache_volumes, scratch_volume
 
 Manifest = dict[str, Any]
 

@@ -23,12 +23,9 @@ from ullage_operator.manifests.config_files import (
     router_config,
     to_yaml,
 )
-from ullage_operator.manifests.pod_templates import (
-    engine_template,
-    follower_template,
-    router_template,
-    volume_claim_templates,
-)
+from ullage_operator.manifests.engine_pod import engine_template, follower_template
+from ullage_operator.manifests.router_pod import router_template
+from ullage_operator.manifests.volumes import volume_claim_templates
 
 Manifest = dict[str, Any]
 

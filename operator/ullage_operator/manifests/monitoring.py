@@ -15,6 +15,7 @@ from ullage_operator.api.spec import Service, Settings
 from ullage_operator.manifests.manifests import Builder
 
 Manifest = dict[str, Any]
+
 Rule = dict[str, Any]
 
 BURN = "ullage:slo_burn:rate"

@@ -28,7 +28,7 @@ from ullage_operator.api.sections import USER, SecurityContext, to_api
 from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
 from ullage_operator.conditions.pod_problems import is_follower
 from ullage_operator.manifests.engine_choice import engine_image
-from ullage_operator.manifests.pod_templates import ENGINE_TLS_VOLUME
+from ullage_operator.manifests.volumes import ENGINE_TLS_VOLUME
 from ullage_operator.rollout.stages import (
     TRYING,
     RolloutCommand,
