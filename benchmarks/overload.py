@@ -53,7 +53,8 @@ from local_prometheus import Prometheus, find
 from local_prometheus import running as running_prometheus
 from one_engine import start_engine as start_real_engine
 
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.manifests.monitoring import rule_groups
 
 HERE = Path(__file__).resolve().parent

@@ -19,7 +19,7 @@ import pytest
 from ullage_operator import main
 from ullage_operator.api import naming
 from ullage_operator.api.sections import USER
-from ullage_operator.api.spec import Settings
+from ullage_operator.api.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()

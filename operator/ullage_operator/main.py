@@ -16,7 +16,7 @@ from ullage_common.process import logs
 from ullage_common.process.logs import serve_metrics
 from ullage_operator.api.errors import OperatorError
 from ullage_operator.api.naming import METRICS_PORT
-from ullage_operator.api.spec import VERSION, Settings
+from ullage_operator.api.settings import VERSION, Settings
 from ullage_operator.controller.controller import Controller, Options
 from ullage_operator.kube.connection import load_configuration
 from ullage_operator.kube.leader_election import Times, own_namespace

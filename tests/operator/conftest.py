@@ -17,8 +17,9 @@ import pytest
 from ullage_kubeapi.server import ApiServer, running
 from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until, with_roles
 
+from ullage_operator.api.parsing import parse
 from ullage_operator.api.schema import complete, load_schema
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
 
 MANIFEST: dict[str, Any] = {

@@ -15,7 +15,8 @@ import yaml
 from ullage_common.process.config_file import TENANT_NAME, entry, new_key
 from ullage_operator.api.errors import LocalFailure, OperatorError
 from ullage_operator.api.naming import HTTP_ROUTE, ROUTER_SCALER
-from ullage_operator.api.spec import VERSION, Service, Settings
+from ullage_operator.api.settings import VERSION, Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.cli import profile, top, trace, up
 from ullage_operator.cli.manifest_file import (
     BASE_HELP,

@@ -16,9 +16,10 @@ import yaml
 from ullage_operator.api.bases import Bases, base_problems, overruled_defaults
 from ullage_operator.api.errors import InvalidManifest, LocalFailure, Problem
 from ullage_operator.api.naming import BASE, KIND
+from ullage_operator.api.parsing import parse
 from ullage_operator.api.renames import rounded, upgraded
 from ullage_operator.api.schema import complete, join, load_schema
-from ullage_operator.api.spec import Service, parse
+from ullage_operator.api.spec import Service
 
 BASE_HELP = "manifest of an LLMServiceBase that it names; once for each"
 MAX_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from ullage_common.process import tracing
 from ullage_operator.api.naming import WATCHED, Kind
-from ullage_operator.api.spec import Settings
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.apply import Applier
 from ullage_operator.controller.autoscaler import Autoscaler
 from ullage_operator.controller.healer import Healer, StreamTimes

@@ -14,7 +14,8 @@ from ullage_common.wire.fingerprint import Fingerprint
 from ullage_operator.api import naming
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.autoscaling import (
     NO_DECISIONS,
     SCALED_OBJECT,

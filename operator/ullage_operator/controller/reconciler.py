@@ -18,7 +18,8 @@ from ullage_operator.api.errors import (
 )
 from ullage_operator.api.naming import BASE, EVENT
 from ullage_operator.api.renames import dropped_fields
-from ullage_operator.api.spec import VERSION, Service, Settings
+from ullage_operator.api.settings import VERSION, Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.autoscaling import own_policies, with_replicas
 from ullage_operator.conditions.pod_problems import ObjectWarning
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
@@ -57,6 +58,7 @@ from ullage_operator.kube.client import Cluster
 from ullage_operator.rollout.state import is_canary_running
 
 Object = dict[str, Any]
+
 _logger = logging.getLogger(__name__)
 _MIN_WAIT_S = 1.0
 _MAX_WARNED = 3

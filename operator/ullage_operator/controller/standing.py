@@ -22,17 +22,11 @@ from typing import Any
 from ullage_operator.api import naming, schema
 from ullage_operator.api.bases import NO_BASES, Bases
 from ullage_operator.api.errors import InvalidManifest, Problem
+from ullage_operator.api.parsing import parse_filled, parse_stored, service_of, to_spec
 from ullage_operator.api.renames import dropped_fields, remedy, upgraded
 from ullage_operator.api.sections import to_api
-from ullage_operator.api.spec import (
-    Service,
-    Settings,
-    Spec,
-    parse_filled,
-    parse_stored,
-    service_of,
-    to_spec,
-)
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service, Spec
 from ullage_operator.autoscaling import live_replicas
 from ullage_operator.controller.plan import (
     LiveObject,

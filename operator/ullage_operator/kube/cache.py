@@ -17,6 +17,7 @@ from ullage_operator.api.naming import BASE, FIELD_MANAGER, HTTP_ROUTE, JOB, POD
 from ullage_operator.api.renames import LAST_APPLIED, dropped_fields
 
 Object = dict[str, Any]
+
 Name = tuple[str, str]
 """Namespace and name."""
 _INSTANCE = "app.kubernetes.io/instance"

@@ -22,7 +22,8 @@ from ullage_common.process.memory import usable_bytes
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.sections import AutoscalingSpec
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.autoscaling import autoscaling_of, replicas
 from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.local.checks import check_service

@@ -35,7 +35,8 @@ from ullage_common.config.router import (
 from ullage_common.process.config_file import LogLevel, Strict
 from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import CascadeSpec, Service, Settings, TenantsSpec
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import CascadeSpec, Service, TenantsSpec
 from ullage_operator.autoscaling import may_sleep
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

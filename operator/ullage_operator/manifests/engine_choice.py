@@ -7,8 +7,10 @@ The engine itself decides at its start, by the same rule. The prediction picks t
 from itertools import product
 
 from ullage_common.config.engine import choose_engine, refusal_by_vllm
+from ullage_operator.api.parsing import in_api_names
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, Spec, in_api_names
+from ullage_operator.api.settings import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings
+from ullage_operator.api.spec import Spec
 
 _NO_ADAPTERS = "it serves no adapters"
 _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"

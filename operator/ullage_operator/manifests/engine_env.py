@@ -9,7 +9,8 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.sections import USER, PoolSpec
-from ullage_operator.api.spec import S3Spec, Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import S3Spec, Service
 from ullage_operator.manifests.config_files import digest
 from ullage_operator.manifests.engine_choice import may_be_vllm
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import engine_image
 from ullage_operator.manifests.engine_env import ENGINE_ENV, group_env, s3_env, user_env, vllm_env
 from ullage_operator.manifests.pod_fields import (

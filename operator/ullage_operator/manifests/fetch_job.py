@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from ullage_operator.api import naming
 from ullage_operator.api.overlay import over_template
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import engine_image
 from ullage_operator.manifests.engine_env import ENGINE_ENV, s3_env, s3_store
 from ullage_operator.manifests.manifests import Builder, from_operator

@@ -13,7 +13,8 @@ from ullage_common.config.engine import GroupSection
 from ullage_common.process.config_file import Strict
 from ullage_operator.api import naming
 from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec, to_api
-from ullage_operator.api.spec import VERSION, Service, Settings
+from ullage_operator.api.settings import VERSION, Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.autoscaling import KEDA, SCALED_OBJECT, autoscaling_of
 from ullage_operator.manifests.config_files import (
     adapters_file,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from ullage_common.process.metrics import SECONDS
 from ullage_operator.api import naming
 from ullage_operator.api.naming import MONITORING_API
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.manifests.manifests import Builder
 
 Manifest = dict[str, Any]

@@ -15,7 +15,8 @@ from ullage_common.config.engine import ModelSection, default_host_tier
 from ullage_operator.api import naming
 from ullage_operator.api.overlay import lies_in
 from ullage_operator.api.sections import PoolSpec, amount, canonical
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import is_vllm
 
 Amounts = dict[str, dict[str, str]]

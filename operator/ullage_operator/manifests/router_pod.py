@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.autoscaling import may_sleep
 from ullage_operator.manifests.pod_fields import (
     PRE_STOP_S,

@@ -7,7 +7,8 @@ from ullage_operator.api.errors import Problem
 from ullage_operator.api.overlay import conflicts, overlap
 from ullage_operator.api.pod_rules import template_problems
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_pod import own_engine
 from ullage_operator.manifests.resources import kv_holders
 from ullage_operator.manifests.router_pod import own_router

@@ -13,7 +13,8 @@ import yaml
 
 from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.autoscaling import left_to_others, may_sleep
 from ullage_operator.conditions.conditions import Condition, timestamp, workload_of
 from ullage_operator.manifests.config_files import to_yaml

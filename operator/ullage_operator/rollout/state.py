@@ -23,9 +23,12 @@ import msgspec
 
 from ullage_common.config.engine import ProfilingSection
 from ullage_operator.api import naming
+from ullage_operator.api.parsing import to_spec
+from ullage_operator.api.pool_defaults import with_pod_template
 from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import USER, SecurityContext, to_api
-from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.conditions.pod_problems import is_follower
 from ullage_operator.manifests.engine_choice import engine_image
 from ullage_operator.manifests.volumes import ENGINE_TLS_VOLUME

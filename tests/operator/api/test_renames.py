@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.parsing import parse, parse_filled
 from ullage_operator.api.renames import (
     RENAMES,
     Rename,
@@ -22,7 +23,6 @@ from ullage_operator.api.renames import (
     upgraded,
 )
 from ullage_operator.api.schema import complete, load_schema
-from ullage_operator.api.spec import parse, parse_filled
 from ullage_operator.cli.main import main
 
 IN_PERCENT = tuple(

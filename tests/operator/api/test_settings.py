@@ -6,7 +6,8 @@ import pytest
 
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.naming import operator_selector
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.plan import Observed, plan
 
 

@@ -12,15 +12,10 @@ import pytest
 
 from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.parsing import in_api_names, parse, parse_filled, parse_stored
 from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import camel
-from ullage_operator.api.spec import (
-    Settings,
-    in_api_names,
-    parse,
-    parse_filled,
-    parse_stored,
-)
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
 from ullage_operator.rollout.state import release_of, revision_of
 

@@ -22,7 +22,7 @@ from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRD, CRDS, MERGE, login, read_crd, until
 
 from ullage_operator.api import schema
-from ullage_operator.api.spec import parse_stored
+from ullage_operator.api.parsing import parse_stored
 from ullage_operator.cli.main import main
 
 STRICT = {"dryRun": "All", "fieldValidation": "Strict"}

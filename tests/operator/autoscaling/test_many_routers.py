@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from ullage_common.wire.load_report import PoolReport
-from ullage_operator.api.spec import parse
+from ullage_operator.api.parsing import parse
 from ullage_operator.controller import autoscaler, router_client
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 from ullage_operator.controller.router_client import RouterClient

@@ -14,7 +14,7 @@ from ullage_kubeapi.trial import relist
 
 from ullage.headroom.v1.headroom_pb2 import Headroom
 from ullage_operator.api.naming import POD, SERVICE, WATCHED, kind_of
-from ullage_operator.api.spec import Settings
+from ullage_operator.api.settings import Settings
 from ullage_operator.conditions.conditions import timestamp
 from ullage_operator.controller.apply import Applier
 from ullage_operator.controller.autoscaler import Autoscaler

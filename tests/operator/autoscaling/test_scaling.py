@@ -13,8 +13,8 @@ from aiohttp import web
 
 from ullage_common.wire.load_report import PoolReport
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.parsing import parse as parse_service
 from ullage_operator.api.sections import AutoscalingSpec
-from ullage_operator.api.spec import parse as parse_service
 from ullage_operator.autoscaling import (
     PoolLoad,
     ScalingChange,

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ullage_common.process.tracing import TracingSection
-from ullage_operator.api.spec import parse
+from ullage_operator.api.parsing import parse
 from ullage_operator.cli.main import main, make_parser
 from ullage_operator.cli.up import traced_to
 

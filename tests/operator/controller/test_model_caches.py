@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ullage_operator.api.spec import Service, Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.controller.model_caches import FetchObservation, parse_progress
 from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan, key_of, plan
 

@@ -10,7 +10,8 @@ import pytest
 
 from ullage_operator.api import naming
 from ullage_operator.api.bases import Bases
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.plan import ObjectKey, Observed, key_of, plan
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import ServiceKey

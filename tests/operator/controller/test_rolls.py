@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ullage_operator.api import naming
+from ullage_operator.api.parsing import parse
 from ullage_operator.api.sections import camel
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
 
 POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}

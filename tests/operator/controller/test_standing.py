@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ullage_operator.api import naming
+from ullage_operator.api.parsing import parse, parse_filled, to_spec
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.sections import to_api
-from ullage_operator.api.spec import Settings, parse, parse_filled, to_spec
+from ullage_operator.api.settings import Settings
 from ullage_operator.autoscaling import ScalingDecision, ScalingDecisions
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of
 from ullage_operator.controller.standing import Declared, plan_standing, read, standing

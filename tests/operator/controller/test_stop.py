@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.autoscaling import ScalingDecision, ScalingDecisions, own_policies
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
 from ullage_operator.controller.standing import plan_standing, read, standing

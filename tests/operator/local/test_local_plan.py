@@ -20,7 +20,7 @@ from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import usable_bytes
 from ullage_common.wire.channels import bind, new_server
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.api.spec import parse
+from ullage_operator.api.parsing import parse
 from ullage_operator.local.plan import LocalPlan, plan_local
 from ullage_operator.local.runtime import make_folders, write_files
 from ullage_router.rollout import RolloutFile

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ullage_operator.api import naming
+from ullage_operator.api.parsing import parse
 from ullage_operator.api.sections import parse_bytes
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.conditions.pod_problems import diagnose_pod, fits_place_of
 from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.manifests.manifests import pool_objects

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.plan import Observed, ServicePlan, plan
 
 MakePlan = Callable[..., ServicePlan]

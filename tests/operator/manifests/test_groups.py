@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ullage_common.config.engine import EngineConfig, follower_place
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.api.spec import parse
+from ullage_operator.api.parsing import parse
 from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan, key_of
 from ullage_operator.healing import stream_targets
 from ullage_operator.local.plan import plan_local

@@ -13,7 +13,7 @@ import yaml
 from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import EngineTLS, RouterConfig, ServerTLS
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.spec import parse
+from ullage_operator.api.parsing import parse
 from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.local.plan import plan_local
 

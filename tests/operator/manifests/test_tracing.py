@@ -9,7 +9,8 @@ import yaml
 
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.local.plan import plan_local
 from ullage_operator.manifests.config_files import engine_config, router_config
 from ullage_operator.rollout.state import shared_hash

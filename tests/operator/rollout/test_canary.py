@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.plan import Observed, key_of, plan
 from ullage_operator.rollout.analysis import (
     CanarySample,

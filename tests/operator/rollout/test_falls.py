@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from ullage.headroom.v1 import headroom_pb2
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.plan import Observed, key_of, plan
 from ullage_operator.healing import EngineHealth
 from ullage_operator.rollout.analysis import CanarySample, Variant

@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Service, Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.autoscaling import live_replicas
 from ullage_operator.conditions.conditions import timestamp
 from ullage_operator.controller.plan import Observed, key_of, plan

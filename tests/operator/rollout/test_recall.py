@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.rollout.canary import RolloutObservation, plan_rollout
 from ullage_operator.rollout.falls import FallCount
 from ullage_operator.rollout.stages import TRYING, RolloutProgress, RolloutStage

@@ -11,7 +11,8 @@ from datetime import UTC, datetime, timedelta
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.healer import HeadroomStreams, StreamTimes
 from ullage_operator.controller.plan import Observed, key_of, plan
 from ullage_operator.controller.router_client import RouterClient
