@@ -21,8 +21,8 @@ from ullage_operator.api import naming
 from ullage_operator.api.spec import HealingSpec
 from ullage_operator.conditions.conditions import timestamp
 from ullage_operator.conditions.events import EventNote
-from ullage_operator.conditions.pod_problems import (
-    PodProblem,
+from ullage_operator.conditions.pod_problem import PodProblem
+from ullage_operator.conditions.pods import (
     has_started,
     is_follower,
     is_ready,

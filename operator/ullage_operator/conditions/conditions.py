@@ -35,7 +35,8 @@ from datetime import datetime
 from typing import Any
 
 from ullage_operator.api.naming import MONITORING_API, OWNED
-from ullage_operator.conditions.pod_problems import PROGRESSING, PodProblem
+from ullage_operator.conditions.missing_pods import PROGRESSING
+from ullage_operator.conditions.pod_problem import PodProblem
 
 READY = "Ready"
 AVAILABLE = "Available"

@@ -26,7 +26,7 @@ from ullage_operator.api.overlay import merge_key
 from ullage_operator.autoscaling import scaling_notes
 from ullage_operator.conditions.conditions import DEGRADED, READY, Condition, render
 from ullage_operator.conditions.events import EventNote, clipped, transitions
-from ullage_operator.conditions.pod_problems import PodProblem
+from ullage_operator.conditions.pod_problem import PodProblem
 from ullage_operator.controller.model_caches import FetchObservation
 from ullage_operator.controller.plan import INVALID_SPEC, Observed, ServicePlan, key_of
 from ullage_operator.healing import boost_notes, worker_restart_notes

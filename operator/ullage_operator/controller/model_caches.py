@@ -14,7 +14,7 @@ from typing import Any
 from ullage_operator.api import naming
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.conditions import Condition
-from ullage_operator.conditions.pod_problems import diagnose
+from ullage_operator.conditions.diagnosis import diagnose
 from ullage_operator.manifests.fetch_job import SharedCache, shared_caches
 
 LiveObject = dict[str, Any]

@@ -43,26 +43,28 @@ from ullage_operator.conditions.conditions import (
     workload_of,
 )
 from ullage_operator.conditions.consistency import EngineNumerics, consistency_condition
-from ullage_operator.conditions.pod_problems import (
-    PROGRESSING,
-    PodProblem,
-    Warnings,
-    WorkloadPods,
+from ullage_operator.conditions.diagnosis import (
     diagnose,
-    fits_place_of,
+    is_unmounted,
+    stable_in_s,
+    unmounted_recheck_s,
+)
+from ullage_operator.conditions.missing_pods import (
+    PROGRESSING,
+    WorkloadPods,
+    lacking_workloads,
+    missing_pods,
+    missing_pods_due_s,
+)
+from ullage_operator.conditions.placement import fits_place_of, roomless_s
+from ullage_operator.conditions.pod_problem import PodProblem, Warnings
+from ullage_operator.conditions.pods import (
     is_counted,
     is_follower,
     is_placed,
     is_router,
-    is_unmounted,
-    lacking_workloads,
-    missing_pods,
-    missing_pods_due_s,
     pool_of,
     restart_count,
-    roomless_s,
-    stable_in_s,
-    unmounted_recheck_s,
 )
 from ullage_operator.controller.model_caches import (
     RECHECK_S,

@@ -21,7 +21,7 @@ from ullage_operator.api.renames import dropped_fields
 from ullage_operator.api.settings import VERSION, Settings
 from ullage_operator.api.spec import Service
 from ullage_operator.autoscaling import own_policies, with_replicas
-from ullage_operator.conditions.pod_problems import ObjectWarning
+from ullage_operator.conditions.pod_problem import ObjectWarning
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 from ullage_operator.controller.contest import (

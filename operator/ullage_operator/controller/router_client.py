@@ -12,7 +12,7 @@ from typing import Any
 from ullage_common.process.addresses import joined
 from ullage_operator.api import naming
 from ullage_operator.autoscaling import parse_reports
-from ullage_operator.conditions.pod_problems import is_ready, is_router, parse_time
+from ullage_operator.conditions.pods import is_ready, is_router, parse_time
 from ullage_operator.controller.model_caches import parse_progress
 from ullage_operator.kube.cache import ServiceKey
 from ullage_operator.kube.pod_http import PodHttp, PodUnavailable

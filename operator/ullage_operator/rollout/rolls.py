@@ -15,7 +15,7 @@ from typing import Any
 from ullage_operator.api import naming
 from ullage_operator.autoscaling import live_replicas, resized
 from ullage_operator.conditions.conditions import workload_of
-from ullage_operator.conditions.pod_problems import is_ready
+from ullage_operator.conditions.pods import is_ready
 from ullage_operator.rollout.canary import template_hash
 
 Manifest = dict[str, Any]

@@ -29,7 +29,7 @@ from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import USER, SecurityContext, to_api
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.conditions.pod_problems import is_follower
+from ullage_operator.conditions.pods import is_follower
 from ullage_operator.manifests.engine_choice import engine_image
 from ullage_operator.manifests.volumes import ENGINE_TLS_VOLUME
 from ullage_operator.rollout.stages import (

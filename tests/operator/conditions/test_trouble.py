@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 
 from ullage_operator.conditions.conditions import degraded_condition, render
-from ullage_operator.conditions.events import clipped, transitions
-from ullage_operator.conditions.pod_problems import (
-    ObjectWarning,
-    PodProblem,
+from ullage_operator.conditions.diagnosis import (
     diagnose,
     diagnose_pod,
-    restart_count,
     stable_in_s,
     unmounted_recheck_s,
 )
+from ullage_operator.conditions.events import clipped, transitions
+from ullage_operator.conditions.pod_problem import ObjectWarning, PodProblem
+from ullage_operator.conditions.pods import restart_count
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.conditions.pod_problems import ObjectWarning
+from ullage_operator.conditions.pod_problem import ObjectWarning
 from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan, key_of
 
 MakePlan = Callable[..., ServicePlan]

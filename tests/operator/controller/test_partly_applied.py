@@ -13,7 +13,7 @@ from ullage_kubeapi.trial import converged, relist, until
 from ullage_operator.api.errors import ClusterDenied, ClusterPostponed, ClusterRefused
 from ullage_operator.api.naming import CONFIG_MAP, SERVICE, WATCHED
 from ullage_operator.api.settings import Settings
-from ullage_operator.conditions.pod_problems import MOUNTING_S
+from ullage_operator.conditions.diagnosis import MOUNTING_S
 from ullage_operator.controller.apply import Applier, ApplyResult
 from ullage_operator.controller.autoscaler import Autoscaler
 from ullage_operator.controller.healer import Healer, StreamTimes

@@ -9,7 +9,8 @@ import kubernetes_validate
 import pytest
 
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.conditions.pod_problems import diagnose_pod, fits_place_of, roomless_s
+from ullage_operator.conditions.diagnosis import diagnose_pod
+from ullage_operator.conditions.placement import fits_place_of, roomless_s
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of
 
 MakePlan = Callable[..., ServicePlan]

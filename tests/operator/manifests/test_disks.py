@@ -12,7 +12,8 @@ from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.sections import parse_bytes
 from ullage_operator.api.settings import Settings
-from ullage_operator.conditions.pod_problems import diagnose_pod, fits_place_of
+from ullage_operator.conditions.diagnosis import diagnose_pod
+from ullage_operator.conditions.placement import fits_place_of
 from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.manifests.manifests import pool_objects
 

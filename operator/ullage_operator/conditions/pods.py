@@ -1,0 +1,88 @@
+"""Facts about a pod, read from its object. Pure."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from ullage_operator.api import naming
+
+Pod = Mapping[str, Any]
+
+
+def is_counted(pod: Pod) -> bool:
+    """Whether the pod counts: all do but routers that ended for good, which a ReplicaSet replaces
+    and keeps."""
+    has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
+    return not (is_router(pod) and has_ended)
+
+
+def is_router(pod: Pod) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get("app.kubernetes.io/component") == naming.ROUTER)
+
+
+def is_follower(pod: Pod) -> bool:
+    """Whether the pod is of an engine that spans several, and has no server of its own."""
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get("app.kubernetes.io/component") == naming.FOLLOWER)
+
+
+def node_of(pod: Pod) -> str:
+    return str(pod.get("spec", {}).get("nodeName", ""))
+
+
+def is_ready(pod: Pod) -> bool:
+    return pod_condition(pod, "Ready").get("status") == "True"
+
+
+def ready_since(pod: Pod) -> datetime | None:
+    """Return when the pod's readiness last changed, in UTC."""
+    return parse_time(pod_condition(pod, "Ready").get("lastTransitionTime"))
+
+
+def has_started(pod: Pod) -> bool:
+    """Its containers run and passed their startup probes."""
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return bool(statuses) and all(each.get("started") for each in statuses)
+
+
+def restart_count(pod: Pod) -> int:
+    """Return how often the pod's containers were restarted."""
+    return sum(each.get("restartCount", 0) for each in container_statuses(pod))
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """A Kubernetes time, in UTC."""
+    return datetime.fromisoformat(text).astimezone(UTC) if text else None
+
+
+def age_s(pod: Pod, now: datetime) -> float:
+    """Seconds since the pod was made; 0 where the API does not say."""
+    created = parse_time(pod["metadata"].get("creationTimestamp"))
+    return max(0.0, (now - created).total_seconds()) if created else 0.0
+
+
+def pod_condition(pod: Pod, kind: str) -> Mapping[str, Any]:
+    listed = pod.get("status", {}).get("conditions", ())
+    return next((each for each in listed if each["type"] == kind), {})
+
+
+def container_statuses(pod: Pod) -> list[Mapping[str, Any]]:
+    status = pod.get("status", {})
+    return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+
+
+def is_placed(pod: Pod) -> bool:
+    """Return whether a pod is on a node."""
+    return bool(pod.get("spec", {}).get("nodeName"))
+
+
+def spec_section(pod: Pod) -> str:
+    """Return the part of the spec that the pod is made of."""
+    pool = naming.stable_pool(pool_of(pod))
+    return f"spec.pools.{pool}" if pool else "spec.router"
+
+
+def pool_of(pod: Pod) -> str:
+    """The pool of an engine's pod; nothing for a router's."""
+    return str(pod["metadata"].get("labels", {}).get(naming.POOL_LABEL, ""))
