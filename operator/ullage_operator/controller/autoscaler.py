@@ -15,19 +15,10 @@ from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 from ullage_operator.api.sections import AutoscalingSpec
-from ullage_operator.autoscaling import (
-    NO_DECISIONS,
-    RouterReport,
-    ScalingChange,
-    ScalingDecision,
-    ScalingDecisions,
-    ScalingHistory,
-    decide_replicas,
-    is_wanted,
-    parse_reports,
-    pool_load,
-)
 from ullage_operator.kube.pod_http import PodHttp, PodUnavailable
+from ullage_operator.policy.pool_load import RouterReport, is_wanted, parse_reports, pool_load
+from ullage_operator.policy.pool_sizes import NO_DECISIONS, ScalingChange, ScalingDecisions
+from ullage_operator.policy.scaling import ScalingDecision, ScalingHistory, decide_replicas
 
 Key = TypeVar("Key", bound=Hashable)
 

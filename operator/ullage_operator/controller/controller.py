@@ -23,7 +23,8 @@ from ullage_operator.api.naming import WATCHED, Kind
 from ullage_operator.api.settings import Settings
 from ullage_operator.controller.apply import Applier
 from ullage_operator.controller.autoscaler import Autoscaler
-from ullage_operator.controller.healer import Healer, StreamTimes
+from ullage_operator.controller.headroom_streams import StreamTimes
+from ullage_operator.controller.healer import Healer
 from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey

@@ -16,21 +16,6 @@ from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.autoscaling import (
-    NO_DECISIONS,
-    SCALED_OBJECT,
-    ScalingDecisions,
-    canary_places,
-    left_to_others,
-    live_replicas,
-    may_sleep,
-    pool_scaling,
-    resized,
-    scaling_condition,
-    stop_annotation,
-    was_stopped,
-    with_replicas,
-)
 from ullage_operator.conditions.adapters import Reports, adapters_condition, adapters_status
 from ullage_operator.conditions.conditions import (
     Condition,
@@ -75,21 +60,6 @@ from ullage_operator.controller.model_caches import (
     caches_condition,
     waiting_pools,
 )
-from ullage_operator.healing import (
-    FRESH_S,
-    SILENT_S,
-    EngineHealth,
-    PressureLevels,
-    RestartDecision,
-    RestartEvent,
-    boost_off_engines,
-    decide_restarts,
-    deferred_problems,
-    engine_pods,
-    node_wait_s,
-    restarts_status,
-    worker_restarts,
-)
 from ullage_operator.manifests.exposure import exposure_objects, route_condition
 from ullage_operator.manifests.fetch_job import fetch_job, fetch_policy
 from ullage_operator.manifests.manifests import (
@@ -104,6 +74,36 @@ from ullage_operator.manifests.manifests import (
 )
 from ullage_operator.manifests.monitoring import monitoring_objects
 from ullage_operator.manifests.template_checks import template_conflicts
+from ullage_operator.policy.engine_health import (
+    FRESH_S,
+    SILENT_S,
+    EngineHealth,
+    PressureLevels,
+    boost_off_engines,
+    worker_restarts,
+)
+from ullage_operator.policy.lost_nodes import node_wait_s
+from ullage_operator.policy.pool_sizes import (
+    NO_DECISIONS,
+    ScalingDecisions,
+    canary_places,
+    left_to_others,
+    live_replicas,
+    may_sleep,
+    resized,
+    stop_annotation,
+    was_stopped,
+    with_replicas,
+)
+from ullage_operator.policy.restarts import (
+    RestartDecision,
+    RestartEvent,
+    decide_restarts,
+    deferred_problems,
+    engine_pods,
+    restarts_status,
+)
+from ullage_operator.policy.scaling_status import SCALED_OBJECT, pool_scaling, scaling_condition
 from ullage_operator.rollout.analysis import CanarySample
 from ullage_operator.rollout.canary import (
     RolloutObservation,

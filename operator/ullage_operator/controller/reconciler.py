@@ -20,7 +20,6 @@ from ullage_operator.api.naming import BASE, EVENT
 from ullage_operator.api.renames import dropped_fields
 from ullage_operator.api.settings import VERSION, Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.autoscaling import own_policies, with_replicas
 from ullage_operator.conditions.pod_problem import ObjectWarning
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
@@ -52,9 +51,10 @@ from ullage_operator.controller.standing import (
     read,
     standing,
 )
-from ullage_operator.healing import silent_pools
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey
 from ullage_operator.kube.client import Cluster
+from ullage_operator.policy.engine_health import silent_pools
+from ullage_operator.policy.pool_sizes import own_policies, with_replicas
 from ullage_operator.rollout.state import is_canary_running
 
 Object = dict[str, Any]

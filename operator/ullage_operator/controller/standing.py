@@ -27,7 +27,6 @@ from ullage_operator.api.renames import dropped_fields, remedy, upgraded
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service, Spec
-from ullage_operator.autoscaling import live_replicas
 from ullage_operator.controller.plan import (
     LiveObject,
     Manifest,
@@ -38,6 +37,7 @@ from ullage_operator.controller.plan import (
     plan,
     plan_sizes,
 )
+from ullage_operator.policy.pool_sizes import live_replicas
 from ullage_operator.rollout.state import sealed_section, unsealed_section
 
 _logger = logging.getLogger(__name__)

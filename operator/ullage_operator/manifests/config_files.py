@@ -37,7 +37,7 @@ from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import CascadeSpec, Service, TenantsSpec
-from ullage_operator.autoscaling import may_sleep
+from ullage_operator.policy.pool_sizes import may_sleep
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's, where it is: writing is most of what a plan costs."""

@@ -15,7 +15,6 @@ from ullage_operator.api import naming
 from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec, to_api
 from ullage_operator.api.settings import VERSION, Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.autoscaling import KEDA, SCALED_OBJECT, autoscaling_of
 from ullage_operator.manifests.config_files import (
     adapters_file,
     digest,
@@ -27,6 +26,8 @@ from ullage_operator.manifests.config_files import (
 from ullage_operator.manifests.engine_pod import engine_template, follower_template
 from ullage_operator.manifests.router_pod import router_template
 from ullage_operator.manifests.volumes import volume_claim_templates
+from ullage_operator.policy.pool_sizes import KEDA, autoscaling_of
+from ullage_operator.policy.scaling_status import SCALED_OBJECT
 
 Manifest = dict[str, Any]
 

@@ -12,8 +12,8 @@ from ullage_operator.api import naming
 from ullage_operator.api.overlay import over_template
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.healing import HUNG_GRACE_S
 from ullage_operator.manifests.config_files import digest
+from ullage_operator.policy.restarts import HUNG_GRACE_S
 
 Manifest = dict[str, Any]
 

@@ -6,7 +6,6 @@ from typing import Any
 from ullage_operator.api import naming
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.autoscaling import may_sleep
 from ullage_operator.manifests.pod_fields import (
     PRE_STOP_S,
     account_name,
@@ -28,6 +27,7 @@ from ullage_operator.manifests.volumes import (
     secret_mounts,
     secret_volumes,
 )
+from ullage_operator.policy.pool_sizes import may_sleep
 
 Manifest = dict[str, Any]
 

@@ -15,11 +15,11 @@ from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.autoscaling import left_to_others, may_sleep
 from ullage_operator.conditions.conditions import Condition, timestamp, workload_of
 from ullage_operator.manifests.config_files import to_yaml
 from ullage_operator.manifests.engine_choice import may_be_vllm
 from ullage_operator.manifests.manifests import Builder, pool_objects
+from ullage_operator.policy.pool_sizes import left_to_others, may_sleep
 from ullage_operator.rollout.analysis import (
     Analysis,
     CanarySample,

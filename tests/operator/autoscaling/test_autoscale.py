@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from ullage_operator.api.sections import AutoscalingSpec, Pace, Targets
-from ullage_operator.autoscaling import (
+from ullage_operator.policy.pool_load import PoolLoad
+from ullage_operator.policy.scaling import (
     STRAIN_KEPT_S,
-    PoolLoad,
     ScalingDecision,
     ScalingHistory,
     decide_replicas,

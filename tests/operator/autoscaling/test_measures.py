@@ -23,10 +23,11 @@ from ullage_operator.controller.plan import Observed
 from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.controller.router_client import RouterClient
-from ullage_operator.healing import EngineHealth, Restart
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
+from ullage_operator.policy.engine_health import EngineHealth
+from ullage_operator.policy.restarts import Restart
 
 _ZERO = dict.fromkeys(
     (

@@ -15,18 +15,13 @@ from ullage_common.wire.load_report import PoolReport
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.parsing import parse as parse_service
 from ullage_operator.api.sections import AutoscalingSpec
-from ullage_operator.autoscaling import (
-    PoolLoad,
-    ScalingChange,
-    ScalingDecision,
-    ScalingDecisions,
-    parse_reports,
-    pool_load,
-    scaling_notes,
-)
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
 from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan
 from ullage_operator.controller.router_client import router_addresses
+from ullage_operator.policy.pool_load import PoolLoad, parse_reports, pool_load
+from ullage_operator.policy.pool_sizes import ScalingChange, ScalingDecisions
+from ullage_operator.policy.scaling import ScalingDecision
+from ullage_operator.policy.scaling_status import scaling_notes
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 SET = ObjectKey("StatefulSet", "demo-single")

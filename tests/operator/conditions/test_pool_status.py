@@ -6,7 +6,7 @@ from typing import Any
 
 from ullage.headroom.v1.headroom_pb2 import Headroom
 from ullage_operator.controller.plan import Observed, ServicePlan
-from ullage_operator.healing import (
+from ullage_operator.policy.engine_health import (
     EngineHealth,
     boost_notes,
     boost_off_engines,

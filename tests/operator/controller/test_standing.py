@@ -17,10 +17,11 @@ from ullage_operator.api.parsing import parse, parse_filled, to_spec
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.settings import Settings
-from ullage_operator.autoscaling import ScalingDecision, ScalingDecisions
 from ullage_operator.controller.plan import Observed, ServicePlan, key_of
 from ullage_operator.controller.standing import Declared, plan_standing, read, standing
-from ullage_operator.healing import EngineHealth
+from ullage_operator.policy.engine_health import EngineHealth
+from ullage_operator.policy.pool_sizes import ScalingDecisions
+from ullage_operator.policy.scaling import ScalingDecision
 from ullage_operator.rollout.state import load, release_of
 
 Make = Callable[..., dict[str, Any]]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_operator.api.spec import BackoffSpec, HealingSpec
-from ullage_operator.healing import (
+from ullage_operator.policy.restarts import (
     HOUR,
     HUNG_GRACE_S,
     EnginePod,

@@ -6,20 +6,16 @@ from typing import Any
 import pytest
 
 from ullage.headroom.v1.headroom_pb2 import Headroom
-from ullage_operator.healing import (
-    EngineHealth,
+from ullage_operator.policy.engine_health import EngineHealth, silent_pools, stream_targets
+from ullage_operator.policy.lost_nodes import doubtful_nodes, is_lost, node_wait_s
+from ullage_operator.policy.restarts import (
     EnginePod,
     Restart,
     RestartEvent,
-    doubtful_nodes,
     engine_pods,
-    is_lost,
-    node_wait_s,
     restart_history,
     restart_note,
     restarts_status,
-    silent_pools,
-    stream_targets,
 )
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

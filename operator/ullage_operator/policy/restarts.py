@@ -1,23 +1,10 @@
-"""Decides which engine pods to restart, from pods, nodes and headroom reports, and words the
-restarts for the status, conditions and Events. Pure.
-
-The engine's own supervisor restarts workers, and the kubelet restarts containers that end or fail
-their liveness probe. Neither helps a pod that started, no longer serves, and stays like that: the
-operator deletes it, so that its StatefulSet creates another. Restarts are bounded: by a budget an
-hour, by a backoff that doubles, by one pod of a pool at a time, and the last pod that serves is
-never deleted.
-
-The memory pressure of a pool comes from the same reports.
-"""
+"""x"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from ullage.headroom.v1 import headroom_pb2
-from ullage_common.process.addresses import joined
-from ullage_operator.api import naming
 from ullage_operator.api.spec import HealingSpec
 from ullage_operator.conditions.conditions import timestamp
 from ullage_operator.conditions.events import EventNote
@@ -31,20 +18,18 @@ from ullage_operator.conditions.pods import (
     pool_of,
     ready_since,
 )
+from ullage_operator.policy.engine_health import EngineHealth, is_terminating
+from ullage_operator.policy.lost_nodes import elapsed_s
 
 HOUR = timedelta(hours=1)
-REPORT_INTERVAL_MS = 10_000
-SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
-"""A stream that is silent for so long is worth a look at its service."""
-TRIAL_INTERVAL_MS = 1_000
-"""Least time between two reports of a canary: one that falls before it is promoted must say so."""
-FRESH_S = 10.0
-"""A canary's report that is older says nothing of the present."""
 HUNG_GRACE_S = 30
 """Seconds that a pod has to end that hangs or serves nothing: it ends no request however long it is
 given, and keeps its GPUs meanwhile."""
 FORCE_AFTER_S = 60.0
 """A pod on a lost node may be overdue for so long before Kubernetes is made to forget it."""
+Pod = Mapping[str, Any]
+
+_UNKNOWN = EngineHealth(pool="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,137 +249,6 @@ def _soonest(waits: Iterable[float | None]) -> float | None:
     return min((wait for wait in waits if wait is not None), default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineHealth:
-    """Reports of one engine, with ages in seconds of the operator's own running time."""
-
-    pool: str
-    report: headroom_pb2.Headroom | None = None
-    """The last report; None before the first since the operator follows it."""
-    known_s: float = 0.0
-    """Since the operator first saw it started."""
-    silent_s: float = 0.0
-    """Since its last report, or since the operator follows it."""
-    unhealthy_s: float = 0.0
-    """Since when its health is below what the service asks for."""
-    trouble: str = ""
-    """Why the operator could not follow its reports last; empty while they come."""
-
-
-PressureLevels = Mapping[str, int]
-"""Highest level of memory pressure of the engines that report, by pool."""
-
-
-def pressure_by_pool(
-    reports: Iterable[tuple[str, headroom_pb2.Headroom]],
-) -> dict[str, int]:
-    """Return the highest level of each pool's engines, of (pool, report)."""
-    levels: dict[str, int] = {}
-    for pool, report in reports:
-        levels[pool] = max(levels.get(pool, 0), report.pressure_level)
-    return levels
-
-
-def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
-    """Return how many workers of a pool's engines ended unasked and were started again.
-
-    Args:
-        before: what the service's status says, which holds until every engine has reported.
-    """
-    reports = [engine.report for engine in engines]
-    return sum(each.worker_restarts for each in reports if each) if all(reports) else before
-
-
-def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
-    """Return how many engines of a pool run smaller batches because their GPUs are throttled.
-
-    Args:
-        before: what the service's status says, which is the least until all have reported.
-    """
-    reports = [engine.report for engine in engines]
-    num_hot = sum(bool(each and each.throttle_reasons) for each in reports)
-    return num_hot if reports and all(reports) else max(num_hot, before)
-
-
-def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Return Events for pools in which more engines run smaller batches than before, or none any
-    more, from the service's status before and after."""
-    notes = []
-    for name, pool in after.get("pools", {}).items():
-        count = pool.get("boostOff", 0)
-        previous = before.get("pools", {}).get(name, {}).get("boostOff", 0)
-        if count > previous:
-            engines = "an engine runs" if count == 1 else f"{count} engines run"
-            message = (
-                f"pool {name}: {engines} smaller batches because GPUs are throttled; "
-                "ullage_gpu_throttled names the GPUs and why"
-            )
-            notes.append(EventNote("BoostOff", "Observe", message, warning=True))
-        elif previous and not count:
-            message = f"pool {name}: its GPUs are not throttled any more, and batches are whole"
-            notes.append(EventNote("BoostOn", "Observe", message))
-    return notes
-
-
-def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Return Events for workers that were started again, from the service's status before and
-    after."""
-    notes = []
-    for name, pool in after.get("pools", {}).items():
-        total = pool.get("workerRestarts", 0)
-        count = total - before.get("pools", {}).get(name, {}).get("workerRestarts", total)
-        if count > 0:
-            workers = "a worker" if count == 1 else f"{count} workers"
-            message = (
-                f"pool {name}: {workers} of its engines ended unasked and started again, {total} "
-                "since these engines started; their logs and ullage_worker_restarts_total say why"
-            )
-            notes.append(EventNote("WorkerRestarted", "Observe", message, warning=True))
-    return notes
-
-
-@dataclass(frozen=True, slots=True)
-class EngineTarget:
-    """An engine to follow."""
-
-    pool: str
-    address: str
-    min_health: float
-    interval_ms: int = REPORT_INTERVAL_MS
-    """Least time between two reports."""
-
-
-Pod = Mapping[str, Any]
-DOUBT_AFTER_S = 20.0
-"""A pod that was ready and is not for so long may have lost its node."""
-NODE_CHECK_S = 15.0
-"""Seconds between two requests for a node in doubt."""
-_UNKNOWN = EngineHealth(pool="")
-
-
-def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTarget]:
-    """Return the started engines whose headroom to follow, by uid."""
-    return {
-        pod["metadata"]["uid"]: EngineTarget(
-            pool_of(pod),
-            joined(pod["status"]["podIP"], naming.PROBE_PORT),
-            min_health,
-            TRIAL_INTERVAL_MS if naming.is_canary_pool(pool_of(pod)) else REPORT_INTERVAL_MS,
-        )
-        for pod in pods
-        if pool_of(pod) and not is_follower(pod) and _is_reachable(pod)
-    }
-
-
-def _is_reachable(pod: Pod) -> bool:
-    has_address = bool(pod.get("status", {}).get("podIP"))
-    return has_address and has_started(pod) and not _is_terminating(pod)
-
-
-def _is_terminating(pod: Pod) -> bool:
-    return "deletionTimestamp" in pod["metadata"]
-
-
 def engine_pods(
     pods: Iterable[Pod],
     engine_health: Mapping[str, EngineHealth],
@@ -426,54 +280,16 @@ def _engine_pod(
         has_started=has_started(pod),
         is_ready=ready,
         # A pod that has only just started was "not ready" all the time that it loaded.
-        not_ready_s=0.0 if ready else min(health.known_s, _since(ready_since(pod), now)),
+        not_ready_s=0.0 if ready else min(health.known_s, elapsed_s(ready_since(pod), now)),
         not_ready_reason=health.report.not_ready_reason if health.report else "",
         has_reported=health.report is not None,
         silent_s=health.silent_s,
         unhealthy_s=health.unhealthy_s,
-        is_terminating=_is_terminating(pod),
-        overdue_s=_since(parse_time(pod["metadata"].get("deletionTimestamp")), now),
+        is_terminating=is_terminating(pod),
+        overdue_s=elapsed_s(parse_time(pod["metadata"].get("deletionTimestamp")), now),
         is_on_lost_node=node_of(pod) in lost,
         is_follower=is_follower(pod),
     )
-
-
-def _since(at: datetime | None, now: datetime) -> float:
-    return max(0.0, (now - at).total_seconds()) if at else 0.0
-
-
-def silent_pools(engine_health: Iterable[EngineHealth], silent_after: float) -> frozenset[str]:
-    """Return pools with a silent engine: the operator asks routers whether they hear it."""
-    return frozenset(v.pool for v in engine_health if v.report and v.silent_s >= silent_after)
-
-
-def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:
-    """Nodes worth asking for: pods of theirs should be gone, or are not ready though started."""
-    return frozenset(node_of(pod) for pod in pods if node_of(pod) and _doubtful_in_s(pod, now) == 0)
-
-
-def node_wait_s(pod: Pod, now: datetime) -> float | None:
-    """Seconds until its node should be asked for; None while the pod is well."""
-    wait_s = _doubtful_in_s(pod, now) if node_of(pod) else None
-    return NODE_CHECK_S if wait_s == 0 else wait_s
-
-
-def _doubtful_in_s(pod: Pod, now: datetime) -> float | None:
-    if ends := parse_time(pod["metadata"].get("deletionTimestamp")):
-        return max(0.0, (ends - now).total_seconds())
-    # A follower is not ready while its group loads, which is no sign of a bad node.
-    if has_started(pod) and not is_ready(pod) and not is_follower(pod):
-        return max(0.0, DOUBT_AFTER_S - _since(ready_since(pod), now))
-    return None
-
-
-def is_lost(node: Mapping[str, Any] | None) -> bool:
-    """Whether a node is gone, or does not answer."""
-    if node is None:
-        return True
-    listed = node.get("status", {}).get("conditions", ())
-    ready = next((each["status"] for each in listed if each["type"] == "Ready"), "Unknown")
-    return bool(ready != "True")
 
 
 def restart_history(status: Mapping[str, Any]) -> list[RestartEvent]:

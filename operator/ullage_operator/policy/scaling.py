@@ -1,0 +1,245 @@
+"""x"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ullage_operator.api.sections import AutoscalingSpec
+from ullage_operator.policy.pool_load import LATE_WINDOW_S, PoolLoad
+
+TOLERANCE = 0.1
+"""Deviation of the load from what the present engines are for, within which their number stays."""
+STRAIN_KEPT_S = 3600.0
+"""Seconds without lateness after which the utilisation may be higher by `EASING`."""
+EASING = 1.05
+"""Factor by which a lowered utilisation is raised again: fewer engines are tried one step at a
+time."""
+RELIEF = 0.95
+"""Share of the utilisation at which requests were late that is taken to be bearable."""
+MIN_SHARE = 0.25
+"""Least share of the target utilisation: below it, more engines do not help against lateness."""
+LATE_SHARE = 0.05
+"""The objective is about the 95th percentile."""
+MIN_ANSWERS = 20
+"""Number of answers from which on a share of them means something."""
+QUEUE_SETTLE_S = 15.0
+"""What waits is not counted against engines that came just now."""
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasAt:
+    """A number of engines at a time."""
+
+    at: float
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """The lowest utilisation at which requests were late."""
+
+    at: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingHistory:
+    """What is remembered from one decision to the next; all times are of one clock, seconds.
+
+    Nothing of it must outlive the operator: without it the present number counts as suggested now,
+    so that nothing is taken away before a whole window was seen.
+    """
+
+    highs: tuple[ReplicasAt, ...] = ()
+    """Suggestions that no later one exceeds, falling: the first in a window is its maximum."""
+    lows: tuple[ReplicasAt, ...] = ()
+    """Suggestions that no later one undercuts, rising: the first in a window is its minimum."""
+    changes: tuple[ReplicasAt, ...] = ()
+    """Recent changes of the number of engines."""
+    strain: Strain | None = None
+    full_since: float | None = None
+    """Time since which all engines that were asked for are ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """The decided number of engines and its reason."""
+
+    replicas: int
+    reason: str
+    """Idle, Wake, Memory, Late, Bounds, Stabilizing, NotReady or Steady."""
+    message: str
+
+
+def decide_replicas(
+    policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
+) -> tuple[ScalingDecision, ScalingHistory]:
+    """The number of engines from now on.
+
+    Args:
+        current: engines that are asked for at present.
+        now: seconds on any clock that never goes back.
+    """
+    history = _noted(policy, history, load, current, now)
+    if decision := _asleep(policy, load, current) or _idle(policy, load, current):
+        return decision, _changed(policy, history, decision.replicas - current, now)
+    demand = _demand(policy, history, load, current)
+    history = _suggested(policy, history, demand.replicas, now)
+    steady = _stabilised(policy, history, demand.replicas, current, now)
+    limited = _limited(policy, history, steady, current, now)
+    decision = _explained(policy, demand, limited, current)
+    return decision, _changed(policy, history, decision.replicas - current, now)
+
+
+def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
+    """Decide about a pool that has no engine."""
+    least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas))
+    if current or least or policy.max_replicas == 0:
+        return None
+    if load.wanted:
+        return ScalingDecision(1, "Wake", f"{load.wanted} requests want an engine")
+    return ScalingDecision(0, "Idle", "the pool sleeps until a request comes")
+
+
+def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
+    """The end of a pool that nobody uses."""
+    may_sleep = not policy.min_replicas and not policy.warm_spares
+    is_used = load.active or load.waiting or load.wanted or load.is_partial
+    if not (current and may_sleep) or is_used or load.idle_s < policy.idle_after:
+        return None
+    return ScalingDecision(0, "Idle", f"no request for {load.idle_s:.0f} s")
+
+
+def _demand(
+    policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int
+) -> ScalingDecision:
+    """Return the number of engines that the load asks for, without the history."""
+    if not load.ready or not load.capacity:
+        least = max(current, 1 if load.wanted else 0)
+        return ScalingDecision(least, "NotReady", "no engine is ready that could be measured")
+    target = policy.targets.kv_utilization
+    why = "Memory"
+    if history.strain and history.strain.share < target:
+        target = history.strain.share
+        why = "Late"
+    engine = load.capacity / load.ready
+    ratio = (load.claimed + load.waiting) / (engine * target)
+    present = max(0, current - policy.warm_spares)
+    need = max(1, math.ceil(ratio - 1e-9))
+    # Under strain one engine less or more is tried; otherwise small differences are noise.
+    if present and why == "Memory" and abs(ratio / present - 1) <= TOLERANCE:
+        need = present
+    if load.is_partial:
+        need = max(need, present)
+    share = (load.claimed + load.waiting) / load.capacity
+    message = f"predictions claim {share:.0%} of {load.ready} engines, {target:.0%} is wanted"
+    return ScalingDecision(need + policy.warm_spares, why, message)
+
+
+def is_strained(
+    policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, now: float
+) -> bool:
+    """Requests are late although all engines that were asked for are there."""
+    if history.full_since is None or not load.capacity:
+        return False
+    settled_s = now - history.full_since
+    waits = load.queue_s > policy.targets.queue_wait and settled_s >= QUEUE_SETTLE_S
+    is_shared = load.active > load.ready
+    """An engine with one request has no quicker one beside it."""
+    is_late = load.answered >= MIN_ANSWERS and load.late > LATE_SHARE * load.answered
+    return waits or (policy.targets.ttft and is_late and is_shared and settled_s >= LATE_WINDOW_S)
+
+
+def _noted(
+    policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
+) -> ScalingHistory:
+    """Return the history with what the measures say for later decisions."""
+    if not history.highs:
+        history = replace(history, highs=(ReplicasAt(now, current),))
+    since = history.full_since if history.full_since is not None else now
+    history = replace(history, full_since=since if load.ready >= current else None)
+    strain = history.strain
+    if strain and now - strain.at > STRAIN_KEPT_S:
+        strain = Strain(now, EASING * strain.share)
+    if is_strained(policy, history, load, now):
+        share = RELIEF * (load.claimed + load.waiting) / load.capacity
+        last_share = strain.share if strain else policy.targets.kv_utilization
+        lowest = MIN_SHARE * policy.targets.kv_utilization
+        strain = Strain(now, max(lowest, min(last_share, share)))
+    return replace(history, strain=strain)
+
+
+def _suggested(
+    policy: AutoscalingSpec, history: ScalingHistory, replicas: int, now: float
+) -> ScalingHistory:
+    """Return the history with one more suggestion and without those that no window can need."""
+    moment = ReplicasAt(now, replicas)
+    return replace(
+        history,
+        highs=_window(
+            history.highs, moment, now - policy.scale_down.window, lambda r: r <= replicas
+        ),
+        lows=_window(history.lows, moment, now - policy.scale_up.window, lambda r: r >= replicas),
+    )
+
+
+def _window(
+    kept: tuple[ReplicasAt, ...], new: ReplicasAt, since: float, is_beaten: Callable[[int], bool]
+) -> tuple[ReplicasAt, ...]:
+    return (*(m for m in kept if m.at >= since and not is_beaten(m.replicas)), new)
+
+
+def _stabilised(
+    policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
+) -> int:
+    """Return the desired number, limited to the change on which the whole window agrees."""
+    if desired > current:
+        return max(current, min(m.replicas for m in history.lows))
+    return min(current, max(m.replicas for m in history.highs))
+
+
+def _limited(
+    policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
+) -> int:
+    """Return the desired number, limited to one step from that at the start of the period."""
+    pace = policy.scale_up if desired > current else policy.scale_down
+    sign = 1 if desired > current else -1
+    done = sum(m.replicas for m in history.changes if m.at > now - pace.period)
+    before = current - (done if done * sign > 0 else 0)
+    step = max(pace.pods, math.ceil(before * pace.percent / 100))
+    if desired > current:
+        return max(current, min(desired, before + step))
+    return min(current, max(desired, before - step))
+
+
+def _bounded(policy: AutoscalingSpec, replicas: int) -> int:
+    """Return the number within the bounds of the pool; only an idle pool has no engine."""
+    least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas), 1)
+    return min(policy.max_replicas, max(least, replicas))
+
+
+def _changed(
+    policy: AutoscalingSpec, history: ScalingHistory, delta: int, now: float
+) -> ScalingHistory:
+    if not delta:
+        return history
+    kept = now - max(policy.scale_up.period, policy.scale_down.period)
+    changes = (*(m for m in history.changes if m.at > kept), ReplicasAt(now, delta))
+    return replace(history, changes=changes, full_since=None)
+
+
+def _explained(
+    policy: AutoscalingSpec, demand: ScalingDecision, limited: int, current: int
+) -> ScalingDecision:
+    """The number within the bounds, and why it is this one."""
+    allowed = _bounded(policy, limited)
+    if allowed != limited:
+        limits = f"{policy.min_replicas} to {policy.max_replicas} engines are allowed"
+        return ScalingDecision(allowed, "Bounds", f"{demand.message}; {limits}")
+    if allowed != demand.replicas:
+        more = f"{demand.replicas} engines would do for that"
+        return ScalingDecision(allowed, "Stabilizing", f"{demand.message}; {more}")
+    is_steady = allowed == current and demand.reason != "NotReady"
+    return ScalingDecision(allowed, "Steady" if is_steady else demand.reason, demand.message)
