@@ -105,18 +105,15 @@ from ullage_operator.policy.restarts import (
 )
 from ullage_operator.policy.scaling_status import SCALED_OBJECT, pool_scaling, scaling_condition
 from ullage_operator.rollout.analysis import CanarySample
-from ullage_operator.rollout.canary import (
-    RolloutObservation,
-    RolloutPlan,
-    plan_rollout,
-    rollout_condition,
+from ullage_operator.rollout.falls import EngineReport
+from ullage_operator.rollout.objects import (
     rollout_objects,
-    rollout_status,
     router_file,
     with_revision,
     with_stop_said,
 )
-from ullage_operator.rollout.falls import EngineReport
+from ullage_operator.rollout.observation import RolloutObservation
+from ullage_operator.rollout.plan import RolloutPlan, plan_rollout
 from ullage_operator.rollout.rolls import RouterRoll, pods_to_replace, roll_routers
 from ullage_operator.rollout.stages import (
     MODEL_FETCHING,
@@ -130,6 +127,7 @@ from ullage_operator.rollout.stages import (
     RolloutStage,
 )
 from ullage_operator.rollout.state import initial, load, release_of
+from ullage_operator.rollout.status import rollout_condition, rollout_status
 from ullage_operator.rollout.transport import with_engine_tls
 
 Manifest = dict[str, Any]

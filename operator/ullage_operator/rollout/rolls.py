@@ -16,7 +16,7 @@ from ullage_operator.api import naming
 from ullage_operator.conditions.conditions import workload_of
 from ullage_operator.conditions.pods import is_ready
 from ullage_operator.policy.pool_sizes import live_replicas, resized
-from ullage_operator.rollout.canary import template_hash
+from ullage_operator.rollout.facts import template_hash
 
 Manifest = dict[str, Any]
 Pod = Mapping[str, Any]

@@ -16,7 +16,7 @@ from ullage_operator.controller.standing import plan_standing, read, standing
 from ullage_operator.local.checks import check_service
 from ullage_operator.policy.pool_sizes import ScalingDecisions, own_policies
 from ullage_operator.policy.scaling import ScalingDecision
-from ullage_operator.rollout.canary import with_stop_said
+from ullage_operator.rollout.objects import with_stop_said
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 URL = "http://prometheus:9090"

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
-from ullage_operator.rollout.canary import RolloutObservation, plan_rollout
 from ullage_operator.rollout.falls import FallCount
+from ullage_operator.rollout.observation import RolloutObservation
+from ullage_operator.rollout.plan import plan_rollout
 from ullage_operator.rollout.stages import TRYING, RolloutProgress, RolloutStage
 from ullage_operator.rollout.state import (
     RolloutState,

@@ -18,7 +18,7 @@ from ullage_operator.controller.plan import Observed, key_of, plan
 from ullage_operator.controller.router_client import RouterClient
 from ullage_operator.kube.cache import ServiceKey
 from ullage_operator.policy.engine_health import EngineTarget
-from ullage_operator.rollout.canary import unheard
+from ullage_operator.rollout.facts import unheard
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 KEY = ServiceKey("models", "demo")
