@@ -20,7 +20,8 @@ from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until, 
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.settings import Settings
-from ullage_operator.controller.plan import Observed, ServicePlan, plan
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan, plan
 
 MANIFEST: dict[str, Any] = {
     "apiVersion": "serving.ullage.dev/v1alpha1",

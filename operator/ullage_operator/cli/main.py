@@ -25,9 +25,10 @@ from ullage_operator.cli.manifest_file import (
     upgraded_manifest,
 )
 from ullage_operator.conditions.conditions import MONITORING
-from ullage_operator.controller.plan import Manifest, Observed, plan
 from ullage_operator.manifests.engine_choice import engine_image, expected_engine, image_has_vllm
 from ullage_operator.manifests.resources import tiers_line
+from ullage_operator.planning.observed import Manifest, Observed
+from ullage_operator.planning.plan import plan
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C

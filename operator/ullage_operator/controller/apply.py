@@ -26,11 +26,13 @@ from ullage_operator.api.overlay import merge_key
 from ullage_operator.conditions.conditions import DEGRADED, READY, Condition, render
 from ullage_operator.conditions.events import EventNote, clipped, transitions
 from ullage_operator.conditions.pod_problem import PodProblem
-from ullage_operator.controller.model_caches import FetchObservation
-from ullage_operator.controller.plan import INVALID_SPEC, Observed, ServicePlan, key_of
 from ullage_operator.kube.cache import Cache, Denied, ServiceKey, is_created
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
+from ullage_operator.planning.model_caches import FetchObservation
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import ServicePlan
+from ullage_operator.planning.status import INVALID_SPEC
 from ullage_operator.policy.engine_health import boost_notes, worker_restart_notes
 from ullage_operator.policy.scaling_status import scaling_notes
 

@@ -13,10 +13,10 @@ from ullage_operator.api.errors import OperatorError
 from ullage_operator.api.naming import NODE, POD
 from ullage_operator.api.spec import Service
 from ullage_operator.controller.headroom_streams import HeadroomStreams, StreamTimes
-from ullage_operator.controller.plan import Observed
 from ullage_operator.kube.cache import ServiceKey
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
+from ullage_operator.planning.observed import Observed
 from ullage_operator.policy.engine_health import stream_targets
 from ullage_operator.policy.lost_nodes import doubtful_nodes, is_lost
 from ullage_operator.policy.restarts import (

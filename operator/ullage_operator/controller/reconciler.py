@@ -23,7 +23,12 @@ from ullage_operator.api.spec import Service
 from ullage_operator.conditions.pod_problem import ObjectWarning
 from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
-from ullage_operator.controller.contest import (
+from ullage_operator.controller.healer import Healer
+from ullage_operator.controller.rollout_queue import RolloutQueue
+from ullage_operator.controller.router_client import RouterClient, router_addresses
+from ullage_operator.kube.cache import Cache, Denied, ServiceKey
+from ullage_operator.kube.client import Cluster
+from ullage_operator.planning.contest import (
     ANSWER_S,
     ASK_AGAIN_S,
     Question,
@@ -34,25 +39,11 @@ from ullage_operator.controller.contest import (
     holder_of,
     turn_of,
 )
-from ullage_operator.controller.healer import Healer
-from ullage_operator.controller.plan import (
-    Observed,
-    ServicePlan,
-    observe_rollout,
-    status_after,
-    warned_objects,
-)
-from ullage_operator.controller.rollout_queue import RolloutQueue
-from ullage_operator.controller.router_client import RouterClient, router_addresses
-from ullage_operator.controller.standing import (
-    Declared,
-    Standing,
-    plan_standing,
-    read,
-    standing,
-)
-from ullage_operator.kube.cache import Cache, Denied, ServiceKey
-from ullage_operator.kube.client import Cluster
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan, status_after
+from ullage_operator.planning.rollout_observation import observe_rollout
+from ullage_operator.planning.standing import Declared, Standing, plan_standing, read, standing
+from ullage_operator.planning.status import warned_objects
 from ullage_operator.policy.engine_health import silent_pools
 from ullage_operator.policy.pool_sizes import own_policies, with_replicas
 from ullage_operator.rollout.state import is_canary_running

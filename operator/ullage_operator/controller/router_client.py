@@ -12,9 +12,9 @@ from typing import Any
 from ullage_common.process.addresses import joined
 from ullage_operator.api import naming
 from ullage_operator.conditions.pods import is_ready, is_router, parse_time
-from ullage_operator.controller.model_caches import parse_progress
 from ullage_operator.kube.cache import ServiceKey
 from ullage_operator.kube.pod_http import PodHttp, PodUnavailable
+from ullage_operator.planning.model_caches import parse_progress
 from ullage_operator.policy.pool_load import parse_reports
 from ullage_operator.rollout.analysis import CanarySample, parse_samples
 

@@ -24,10 +24,11 @@ from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.local.checks import check_service
 from ullage_operator.manifests.config_files import adapters_file, to_yaml
 from ullage_operator.manifests.engine_choice import expected_engine
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import plan
 from ullage_operator.policy.pool_sizes import autoscaling_of, replicas
 
 Manifest = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Decides which engines to follow, and sums up their headroom reports for the status and Events. Pure."""
+"""Decides which engines to follow, and sums up their headroom reports. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,12 @@
-"""x"""
+"""Decides which engine pods to restart, from pods, nodes and headroom reports. Pure.
+
+The engine's own supervisor restarts workers, and the kubelet restarts containers that end or fail
+their liveness probe. Neither helps a pod that started, stopped serving, and stays like that. The
+operator deletes this pod, so that its StatefulSet creates another.
+
+Restarts are bounded by a budget an hour, by a backoff that doubles, and to one pod of a pool at a
+time. The last pod that serves is never deleted.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,16 @@
-"""x"""
+"""Decides the number of engines of each pool. Pure.
+
+    decide_replicas(policy, history, load, current, now) -> ScalingDecision, ScalingHistory
+
+The demand is the KV memory that predictions claim or requests wait for, divided by the KV memory
+that an engine offers at the target utilisation. If requests wait too long or first tokens come too
+late at a lower utilisation, that utilisation becomes the target for a while. Warm spares are added
+to the demand, and the bounds are applied last.
+
+A pool is scaled up at once, and down after a window: the highest number that was suggested within
+the window holds, as in the HorizontalPodAutoscaler. A pool that may sleep is scaled to zero after
+`idleAfter` without requests. It wakes with the first request, regardless of windows and steps.
+"""
 
 import math
 from collections.abc import Callable, Mapping

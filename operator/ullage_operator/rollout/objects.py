@@ -1,4 +1,4 @@
-"""Objects and files that carry out a rollout: its state, the canary's engines, the routers' file. Pure."""
+"""Objects of a rollout: its state, the canary's engines, and the routers' file. Pure."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

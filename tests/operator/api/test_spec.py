@@ -16,7 +16,8 @@ from ullage_operator.api.parsing import in_api_names, parse, parse_filled, parse
 from ullage_operator.api.renames import upgraded
 from ullage_operator.api.sections import camel
 from ullage_operator.api.settings import Settings
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import ServicePlan, plan
 from ullage_operator.rollout.state import release_of, revision_of
 
 Make = Callable[..., dict[str, Any]]

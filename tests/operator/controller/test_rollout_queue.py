@@ -12,9 +12,10 @@ from ullage_operator.api import naming
 from ullage_operator.api.bases import Bases
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
-from ullage_operator.controller.plan import ObjectKey, Observed, key_of, plan
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import ServiceKey
+from ullage_operator.planning.observed import ObjectKey, Observed, key_of
+from ullage_operator.planning.plan import plan
 from ullage_operator.rollout.stages import QUEUED, RolloutProgress, RolloutStage
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

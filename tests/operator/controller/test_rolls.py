@@ -10,7 +10,8 @@ from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.sections import camel
 from ullage_operator.api.settings import Settings
-from ullage_operator.controller.plan import Observed, ServicePlan, plan
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan, plan
 
 POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 BASE: dict[str, Any] = {

@@ -11,7 +11,8 @@ import pytest
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.conditions.diagnosis import diagnose_pod
 from ullage_operator.conditions.placement import fits_place_of, roomless_s
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

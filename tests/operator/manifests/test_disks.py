@@ -14,8 +14,8 @@ from ullage_operator.api.sections import parse_bytes
 from ullage_operator.api.settings import Settings
 from ullage_operator.conditions.diagnosis import diagnose_pod
 from ullage_operator.conditions.placement import fits_place_of
-from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.manifests.manifests import pool_objects
+from ullage_operator.planning.plan import ServicePlan
 
 Make = Callable[..., dict[str, Any]]
 MakePlan = Callable[..., ServicePlan]

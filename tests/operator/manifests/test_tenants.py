@@ -14,8 +14,8 @@ from ullage_common.config.router import RouterConfig, TenantRules
 from ullage_operator.api.errors import InvalidManifest, LocalFailure
 from ullage_operator.api.parsing import parse
 from ullage_operator.cli.main import main
-from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.local.plan import LocalPlan, plan_local
+from ullage_operator.planning.plan import ServicePlan
 from ullage_router.tenants import KeyRing, load
 
 MakePlan = Callable[..., ServicePlan]

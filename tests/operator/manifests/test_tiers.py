@@ -33,8 +33,8 @@ from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.sections import parse_bytes
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.manifests.resources import tiers_line
+from ullage_operator.planning.plan import ServicePlan
 
 if TYPE_CHECKING:
     Authority = Any

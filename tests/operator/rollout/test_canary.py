@@ -9,7 +9,8 @@ import yaml
 from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
-from ullage_operator.controller.plan import Observed, key_of, plan
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import plan
 from ullage_operator.rollout.analysis import (
     CanarySample,
     Variant,

@@ -14,9 +14,10 @@ from typing import Any
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
 from ullage_operator.controller.headroom_streams import HeadroomStreams, StreamTimes
-from ullage_operator.controller.plan import Observed, key_of, plan
 from ullage_operator.controller.router_client import RouterClient
 from ullage_operator.kube.cache import ServiceKey
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import plan
 from ullage_operator.policy.engine_health import EngineTarget
 from ullage_operator.rollout.facts import unheard
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ullage_kubeapi.trial import converged, until
 
-from ullage_operator.controller.contest import (
+from ullage_operator.planning.contest import (
     ANSWER_S,
     ASK_AGAIN_S,
     Question,

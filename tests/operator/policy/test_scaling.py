@@ -16,8 +16,9 @@ from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.parsing import parse as parse_service
 from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
-from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan
 from ullage_operator.controller.router_client import router_addresses
+from ullage_operator.planning.observed import ObjectKey, Observed
+from ullage_operator.planning.plan import ServicePlan
 from ullage_operator.policy.pool_load import PoolLoad, parse_reports, pool_load
 from ullage_operator.policy.pool_sizes import ScalingChange, ScalingDecisions
 from ullage_operator.policy.scaling import ScalingDecision

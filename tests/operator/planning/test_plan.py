@@ -9,7 +9,8 @@ from jsonschema import Draft4Validator
 
 from ullage_operator.api import schema
 from ullage_operator.conditions.conditions import Workload, service_conditions, workload_of
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

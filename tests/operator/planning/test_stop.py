@@ -11,9 +11,10 @@ import yaml
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
-from ullage_operator.controller.standing import plan_standing, read, standing
 from ullage_operator.local.checks import check_service
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import ServicePlan, plan
+from ullage_operator.planning.standing import plan_standing, read, standing
 from ullage_operator.policy.pool_sizes import ScalingDecisions, own_policies
 from ullage_operator.policy.scaling import ScalingDecision
 from ullage_operator.rollout.objects import with_stop_said

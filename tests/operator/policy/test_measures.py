@@ -19,13 +19,13 @@ from ullage_operator.conditions.conditions import timestamp
 from ullage_operator.controller.apply import Applier
 from ullage_operator.controller.autoscaler import Autoscaler
 from ullage_operator.controller.healer import Healer
-from ullage_operator.controller.plan import Observed
 from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.controller.router_client import RouterClient
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster
 from ullage_operator.kube.events import EventRecorder
+from ullage_operator.planning.observed import Observed
 from ullage_operator.policy.engine_health import EngineHealth
 from ullage_operator.policy.restarts import Restart
 

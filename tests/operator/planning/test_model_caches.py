@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.controller.model_caches import FetchObservation, parse_progress
-from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan, key_of, plan
+from ullage_operator.planning.model_caches import FetchObservation, parse_progress
+from ullage_operator.planning.observed import ObjectKey, Observed, key_of
+from ullage_operator.planning.plan import ServicePlan, plan
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 SEEN = Observed(now=NOW, fetches=FetchObservation(sees_jobs=True))

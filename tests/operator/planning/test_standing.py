@@ -17,8 +17,9 @@ from ullage_operator.api.parsing import parse, parse_filled, to_spec
 from ullage_operator.api.schema import complete, load_schema
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.settings import Settings
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of
-from ullage_operator.controller.standing import Declared, plan_standing, read, standing
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import ServicePlan
+from ullage_operator.planning.standing import Declared, plan_standing, read, standing
 from ullage_operator.policy.engine_health import EngineHealth
 from ullage_operator.policy.pool_sizes import ScalingDecisions
 from ullage_operator.policy.scaling import ScalingDecision

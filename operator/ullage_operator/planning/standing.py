@@ -27,16 +27,8 @@ from ullage_operator.api.renames import dropped_fields, remedy, upgraded
 from ullage_operator.api.sections import to_api
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service, Spec
-from ullage_operator.controller.plan import (
-    LiveObject,
-    Manifest,
-    ObjectKey,
-    Observed,
-    ServicePlan,
-    key_of,
-    plan,
-    plan_sizes,
-)
+from ullage_operator.planning.observed import LiveObject, Manifest, ObjectKey, Observed, key_of
+from ullage_operator.planning.plan import ServicePlan, plan, plan_sizes
 from ullage_operator.policy.pool_sizes import live_replicas
 from ullage_operator.rollout.state import sealed_section, unsealed_section
 
