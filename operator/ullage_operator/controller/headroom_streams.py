@@ -33,12 +33,12 @@ MAX_BACKOFF_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTimes:
-    """How often the streams of headroom are looked at, in seconds."""
+    """Intervals of the headroom streams, in seconds."""
 
     status_interval_s: float = 10.0
-    """A service's memory pressure is reported at most this often."""
+    """Minimum time between two changes of a service's reported memory pressure."""
     tick_s: float = 5.0
-    """How finely the time that this process runs is counted."""
+    """Resolution of the clock that counts this process's running time."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,8 @@ class HeadroomStreams(Generic[Key]):
     """The headroom streams of all services, by service and by the pods' uid.
 
     Args:
-        on_news: called with a service whose memory pressure or health is worth a look.
+        on_news: called with a service whose memory pressure or engine health changed.
+        times: intervals of the streams.
     """
 
     def __init__(self, on_news: Callable[[Key], None], times: StreamTimes) -> None:
@@ -70,10 +71,16 @@ class HeadroomStreams(Generic[Key]):
         self._ticker = asyncio.create_task(self._tick(), name="headroom clock")
 
     def follow(self, key: Key, targets: Mapping[str, EngineTarget]) -> None:
-        """Follows these pods of a service, by uid, and stops following its others."""
+        """Follow exactly these engines of a service.
+
+        Args:
+            key: the service.
+            targets: its engines by the pods' uid.
+        """
         streams = self._streams.get(key, {})
         if not streams and not targets:
             return
+
         self._streams[key] = streams
         for uid in [u for u, stream in streams.items() if targets.get(u) != stream.target]:
             streams.pop(uid).task.cancel()
@@ -81,13 +88,14 @@ class HeadroomStreams(Generic[Key]):
             target = targets[uid]
             task = asyncio.create_task(self._keep(key, uid, target), name=f"headroom {uid}")
             streams[uid] = _Stream(target, task, self._clock_s, self._clock_s)
+
         if not streams:
             self._forget(key)
         else:
             self._report_if_due(key)
 
     def drop(self) -> None:
-        """No pods of any service."""
+        """Stop following all engines."""
         for key in list(self._streams):
             self.follow(key, {})
 
@@ -98,8 +106,10 @@ class HeadroomStreams(Generic[Key]):
             timer.cancel()
 
     def pressure_levels(self, key: Key) -> PressureLevels:
-        """Return memory pressure by pool, as last reported: it changes at most once in
-        `status_interval_s`."""
+        """Return the last reported memory pressure by pool.
+
+        It changes at most once in `status_interval_s`.
+        """
         return self._reported[key][1] if key in self._reported else {}
 
     def engine_health(self, key: Key) -> dict[str, EngineHealth]:
@@ -127,7 +137,7 @@ class HeadroomStreams(Generic[Key]):
         )
 
     async def _keep(self, key: Key, uid: str, target: EngineTarget) -> None:
-        """Follow one engine through every loss of its stream."""
+        """Follow one engine, and reconnect whenever the stream breaks."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             try:
@@ -140,7 +150,7 @@ class HeadroomStreams(Generic[Key]):
             except grpc.aio.AioRpcError as error:
                 _logger.debug("headroom of %s at %s: %s", uid, target.address, error.details())
                 self._on_trouble(key, uid, f"{target.address}: {error.details()}")
-            except Exception:  # a bug must not end the following of a working engine
+            except Exception:  # a bug must not stop the operator from following a working engine
                 _logger.exception("headroom of %s at %s", uid, target.address)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
@@ -153,6 +163,7 @@ class HeadroomStreams(Generic[Key]):
         stream = self._streams[key][uid]
         before = stream.report
         has_new_restart = before is not None and before.worker_restarts < report.worker_restarts
+
         stream.reported_at = self._clock_s
         stream.report = report
         stream.trouble = ""
@@ -180,11 +191,12 @@ class HeadroomStreams(Generic[Key]):
         self._report_if_due(key)
 
     def _report_if_due(self, key: Key) -> None:
-        """Reports the service's memory pressure if it has changed, now or when that is due."""
+        """Publish a changed memory pressure of a service, now or once the interval has passed."""
         reported_at, reported = self._reported.get(key, (-self._times.status_interval_s, {}))
         current = self._current(key)
         if key in self._timers or reported == current:
             return
+
         loop = asyncio.get_running_loop()
         if (wait_s := reported_at + self._times.status_interval_s - loop.time()) > 0:
             self._timers[key] = loop.call_later(wait_s, self._on_timer, key)
@@ -208,7 +220,11 @@ class HeadroomStreams(Generic[Key]):
         )
 
     async def _tick(self) -> None:
-        """Count the time that this process runs: silence while it was stopped is no engine's."""
+        """Advance the clock by the time for which this process runs.
+
+        While the process is suspended, reports cannot arrive, so this time must not count as
+        silence of the engines.
+        """
         loop = asyncio.get_running_loop()
         tick_s = self._times.tick_s
         while True:

@@ -31,10 +31,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Healer:
-    """Watches over engine pods.
+    """Follows engine pods and restarts them.
 
     Args:
-        wake: called with a service that wants a look.
+        cluster: the Kubernetes API.
+        recorder: records an Event for each restart.
+        wake: called with a service that should be reconciled.
+        times: intervals of the headroom streams.
     """
 
     def __init__(
@@ -48,23 +51,23 @@ class Healer:
         self._recorder = recorder
         self._streams: HeadroomStreams[ServiceKey] = HeadroomStreams(wake, times)
         self._events: dict[ServiceKey, list[RestartEvent]] = {}
-        """What was done since the start: the status that is read may be older."""
+        """Restarts since this operator started, since a cached status may lack the last ones."""
 
     async def close(self) -> None:
         await self._streams.close()
 
     def forget(self, key: ServiceKey) -> None:
-        """The service is gone."""
+        """Stop following a service that is gone."""
         self._streams.follow(key, {})
         self._events.pop(key, None)
 
     def drop(self) -> None:
-        """Forget all services; their restarts are in their status."""
+        """Stop following all services, whose restarts are in their status."""
         self._streams.drop()
         self._events.clear()
 
     async def observe(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
-        """`observed` with the engines' memory pressure and health, and with nodes that are lost."""
+        """Add the engines' memory pressure and health, and the lost nodes, to `observed`."""
         healing = service.spec.healing
         self._streams.follow(key, stream_targets(observed.pods, healing.min_health))
         return dataclasses.replace(
@@ -84,8 +87,7 @@ class Healer:
         return sorted(recent, key=lambda each: each.at)
 
     async def _lost(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Return those of the nodes that are gone or do not answer; none where asking is
-        forbidden."""
+        """Return the lost nodes among these; none if the operator may not read nodes."""
         return frozenset([name for name in nodes if await self._is_lost(name)])
 
     async def _is_lost(self, name: str) -> bool:
@@ -102,15 +104,20 @@ class Healer:
         restarts: Iterable[Restart],
         now: datetime,
     ) -> None:
-        """Delete pods, after the status that counts them has been written."""
+        """Delete pods.
+
+        The caller has written the status that counts these restarts, so that none is lost.
+        """
         for restart in restarts:
             if not restart.by_force:
-                whole_s = now.replace(microsecond=0)  # as the status has it
+                whole_s = now.replace(microsecond=0)  # the status has whole seconds
                 event = RestartEvent(restart.pod.pool, restart.pod.name, restart.reason, whole_s)
                 self._events.setdefault(key, []).append(event)
+
             meta = {"name": restart.pod.name, "namespace": key.namespace, "uid": restart.pod.uid}
             pod = {"apiVersion": POD.api_version, "kind": POD.name, "metadata": meta}
             await self._cluster.delete(pod, grace_s=restart.grace_s)
+
             _logger.warning(
                 "%s: pod %s: %s: %s", key, restart.pod.name, restart.reason, restart.message
             )

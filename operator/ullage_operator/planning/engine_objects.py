@@ -37,9 +37,9 @@ from ullage_operator.rollout.replacement import pods_to_replace
 Manifest = dict[str, Any]
 LiveObject = dict[str, Any]
 
-_OF_PODS = ("ConfigMap", "StatefulSet")
-"""Kinds of a pool's objects that its pods are made of: each reads the configuration it was made
-for."""
+_HELD_KINDS = ("ConfigMap", "StatefulSet")
+"""Kinds of a pool's objects that change together, since a pod reads the configuration that it was
+created for."""
 
 
 def states_of_caches(service: Service, observed: Observed) -> list[CacheState]:
@@ -61,6 +61,7 @@ def unbegun_pools(service: Service, rollout: RolloutPlan, observed: Observed) ->
     """Return the pools whose first engines wait for their model, with the reasons."""
     if rollout.stable.spec.model.source != service.spec.model.source:
         return {}
+
     waiting = waiting_pools(states_of_caches(service, observed))
     keys = {
         name: ObjectKey("StatefulSet", naming.pool_name(service.name, name)) for name in waiting
@@ -120,19 +121,19 @@ def without_places(item: Manifest, pool: PoolSpec, places: int) -> Manifest:
 
 
 def held_keys(service: Service, rollout: RolloutPlan) -> set[ObjectKey]:
-    """Return the keys of objects that stay as they are while their pools wait for a roll."""
+    """Return the keys of objects that stay unchanged while their pools wait for a rollout."""
     pools = [name for pool in rollout.held for name in (pool, naming.group_pool(pool))]
     names = [naming.pool_name(service.name, pool) for pool in pools]
-    return {ObjectKey(kind, name) for kind in _OF_PODS for name in names}
+    return {ObjectKey(kind, name) for kind in _HELD_KINDS for name in names}
 
 
 def resized_engines(
     service: Service, pools: Iterable[str], observed: Observed, places: int = 0
 ) -> list[Manifest]:
-    """Return live StatefulSets in which only the number of pods may change.
+    """Return the live StatefulSets of pools whose number of pods differs from the planned one.
 
     Args:
-        places: how many engines of each pool a canary replaces.
+        places: the number of each pool's engines that a canary replaces.
     """
     resized_sets = []
     for name in pools:
@@ -147,6 +148,7 @@ def resized_engines(
             is_stopped = service.spec.stop
             if live is None or left_to_others(pool, live, is_stopped):
                 continue
+
             present = (live_replicas(live), canary_places(live), was_stopped(live))
             if present != (size, missing, is_stopped):
                 resized_sets.append(resized(live, size, missing, is_stopped))
@@ -154,7 +156,7 @@ def resized_engines(
 
 
 def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
-    """Return KEDA's objects as they are, where only a stop is to begin or to end."""
+    """Return the live ScaledObjects that must be paused or resumed, otherwise unchanged."""
     scalers = []
     for name in service.spec.pools:
         key = ObjectKey(SCALED_OBJECT, naming.pool_name(service.name, name))
@@ -170,9 +172,9 @@ def paused_scalers(service: Service, observed: Observed) -> list[Manifest]:
 def outdated_followers(
     service: Service, desired: Iterable[Manifest], pods: Sequence[LiveObject]
 ) -> list[LiveObject]:
-    """Return the followers that cannot join their leader, which already has the wanted revision.
+    """Return the followers that cannot join their leader, because only it has the new revision.
 
-    Their StatefulSet has the update strategy OnDelete, so the operator deletes them.
+    The StatefulSet of followers has the update strategy OnDelete, so the operator deletes them.
     """
     wanted = {
         item["metadata"]["name"]: group_revision(item["spec"]["template"])
@@ -184,6 +186,7 @@ def outdated_followers(
         for pod in pods
         if "deletionTimestamp" not in pod["metadata"]
     }
+
     outdated: list[LiveObject] = []
     for pod in filter(is_follower, pods):
         workload, _, index = pod["metadata"]["name"].rpartition("-")
@@ -192,6 +195,7 @@ def outdated_followers(
             continue
         if not index.isdecimal():  # a pod created by hand, with labels of a follower
             continue
+
         group, _ = follower_place(int(index), pool.nodes)
         leader = f"{naming.leaders_name(workload)}-{group}"
         revision = wanted.get(workload)
@@ -203,18 +207,19 @@ def outdated_followers(
 def outdated_engines(
     service: Service, rollout: RolloutPlan, desired: Iterable[Manifest], observed: Observed
 ) -> list[LiveObject]:
-    """Return the engines of an older template that a rollout replaces now.
+    """Return the engines with an older pod template that the operator deletes now.
 
-    The one that Kubernetes replaces by itself is not among them.
+    The engine that the StatefulSet controller replaces by itself is not among them.
     """
     wanted = {key_of(item): item for item in desired}
     outdated: list[LiveObject] = []
     for name, pool in service.spec.pools.items():
         key = ObjectKey("StatefulSet", naming.pool_name(service.name, name))
         live = observed.objects.get(key)
-        # No pod can have the revision of a template that is still to be applied.
+        # Until the new template is applied, no pod can have its revision.
         if live is None or _template_of(wanted.get(key, live)) != _template_of(live):
             continue
+
         pods = [pod for pod in observed.pods if pool_of(pod) == name and not is_follower(pod)]
         most = service.spec.rollout.most_unavailable(pool.replicas)
         outdated += map(_pod_to_delete, pods_to_replace(live, pods, most))
@@ -232,6 +237,6 @@ def _pod_to_delete(pod: Mapping[str, Any]) -> LiveObject:
 
 
 def group_revision(pod: Manifest) -> str:
-    """Return the revision of the group that a pod or pod template is of; empty for others."""
+    """Return the group revision of a pod or pod template; empty for engines of a single pod."""
     annotations = pod["metadata"].get("annotations") or {}
     return str(annotations.get(naming.GROUP_REVISION, ""))

@@ -19,7 +19,10 @@ LiveObject = dict[str, Any]
 
 
 class ObjectKey(NamedTuple):
-    """Identity of an object of a service; no two of its kinds share a name in different groups."""
+    """The kind and name of an object of a service.
+
+    The API group is left out, because no two kinds of these objects share a name.
+    """
 
     kind: str
     name: str
@@ -34,9 +37,9 @@ class Observed:
     objects: Mapping[ObjectKey, LiveObject] = field(default_factory=dict)
     """Live objects that the service owns, by kind and name."""
     pods: Sequence[LiveObject] = ()
-    """Pods of the service, for the reasons why they are stuck."""
+    """Pods of the service."""
     lost_nodes: frozenset[str] = frozenset()
-    """Nodes of these pods that do not answer, as far as the operator may ask for nodes."""
+    """Nodes of these pods that do not answer; empty if the operator may not read nodes."""
     warnings: Warnings = field(default_factory=dict)
     """Newest warnings about pods that do not start and workloads without pods, by uid."""
     pressure_levels: PressureLevels = field(default_factory=dict)
@@ -48,37 +51,37 @@ class Observed:
     restarts: Sequence[RestartEvent] = ()
     """Restarts of engine pods in the last hour."""
     serves: frozenset[str] = frozenset()
-    """Optional kinds that the cluster serves, such as PodMonitor."""
+    """Optional kinds that the cluster serves, for example PodMonitor."""
     unlisted: tuple[str, ...] = ()
-    """Kinds that are served and cannot be listed, with the reason."""
+    """Kinds that the cluster serves but the operator cannot list, with the reason."""
     missing_rights: tuple[str, ...] = ()
     """Rights that the operator lacks, each as `verb resource in namespace`."""
     unapplied: tuple[PodProblem, ...] = ()
     """Problems with objects that could not be written."""
     refused: tuple[Problem, ...] = ()
-    """Why the declared spec is not carried out, so that an earlier one still is."""
+    """Problems of the declared spec, for which the operator still carries out an earlier one."""
     undefined: tuple[str, ...] = ()
     """Fields without a default in the cluster's definition of LLMService."""
     challenger: str = ""
-    """Another operator that watches the service, too, and leaves it to this one."""
+    """Name of another operator that also watches the service, and leaves it to this one."""
     fetches: FetchObservation = field(default_factory=FetchObservation)
     """Observations of the Jobs that fetch models into shared claims."""
     status: Mapping[str, Any] = field(default_factory=dict)
-    """The service's present status."""
+    """The current status of the service."""
     is_rollout_readable: bool = True
-    """Whether the ConfigMap with its rollout's state can be read."""
+    """Whether the operator can read the ConfigMap with the state of the rollout."""
     may_begin_rollout: bool = True
-    """Whether other services' rollouts leave room for one that nobody's edit asks for."""
+    """Whether the rollout queue admits a rollout that no edit of the service asks for."""
     may_yield: bool = True
-    """Whether its next pod gets the place that another one of it frees."""
+    """Whether the service's next pod would get the room that another of its pods frees."""
     rollout_annotation: str = ""
-    """The annotation by which people steer its rollout."""
+    """The annotation by which people steer the rollout."""
     canary_samples: Sequence[CanarySample] = ()
-    """Samples of a canary from the routers that answered."""
+    """Request counts of a canary, from the routers that answered."""
     unanswered: tuple[str, ...] = ()
-    """Addresses of routers that did not answer when they were asked for samples, and why."""
+    """Addresses of routers that did not answer a request for samples, with the reason."""
     scaling: ScalingDecisions = NO_DECISIONS
-    """Numbers of engines that pools should have, where the operator decides."""
+    """Decided numbers of engines, for pools that the operator scales."""
 
 
 def is_owned_by(item: LiveObject, uid: str) -> bool:
@@ -96,7 +99,7 @@ def canary_pods(observed: Observed) -> list[LiveObject]:
 
 
 def stable_pods(observed: Observed) -> list[LiveObject]:
-    """Return all pods but a canary's: its problems are the rollout's and make nothing unready."""
+    """Return all pods except a canary's, whose problems do not make the service unready."""
     return [pod for pod in observed.pods if not is_canary(pod)]
 
 

@@ -46,27 +46,36 @@ LiveObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """The actions for one service, in order: apply, delete, write the status."""
+    """The actions for one service, in order: apply, delete, write the status, restart pods."""
 
     apply: tuple[Manifest, ...]
     delete: tuple[LiveObject, ...]
     status: Manifest
     rollout: RolloutPlan
     healing: RestartDecision
-    """Pods to restart, once the status that counts the restarts is written."""
+    """Pods to restart after the status that counts the restarts is written."""
     recheck_s: float | None = None
-    """Seconds until the next reconciliation if nothing changes; None for no such bound."""
+    """Seconds until the next reconciliation at the latest; None for no bound."""
 
 
 def plan(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
-    """Return the objects to apply, the objects to delete, and the status.
+    """Plan one step towards the declared service.
+
+    Args:
+        service: the declared service.
+        observed: the live objects and measures.
+        settings: the operator's own settings.
+
+    Returns:
+        The objects to apply and to delete, the status to write, and the pods to restart.
 
     Raises:
         InvalidManifest: a pod template sets a field that the operator itself sets. Templates of
-            releases that engines run are not checked: the operator's fields win there.
+            releases that engines already run are not checked. The operator's fields win there.
     """
     if problems := list(dict.fromkeys(template_conflicts(service, settings))):
         raise InvalidManifest(problems)
+
     service = with_replicas(service, observed.objects, observed.scaling)
     caches = states_of_caches(service, observed)
     seen = replace(
@@ -74,6 +83,7 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
         is_edited=is_edited(service, observed),
         fetching=waiting_pools(caches),
     )
+
     rollout = plan_rollout(service, seen, settings)
     routers = router_roll(service, rollout, observed, settings)
     rollout = replace(
@@ -83,42 +93,50 @@ def plan(service: Service, observed: Observed, settings: Settings) -> ServicePla
         seeks_room=seeks_room(service, rollout.progress, observed),
         lacks_room=lacks_room(observed),
     )
-    desired = wanted_objects(service, rollout, routers, observed, settings)
-    keys = {key_of(item) for item in [*desired, *routers.held]} | held_keys(service, rollout)
-    # Kubernetes itself removes a Job that filled its claim.
-    keys |= {ObjectKey("Job", state.job) for state in caches if not state.is_wanted}
 
-    # An object without an owner, or with copied labels, is adopted if it is wanted, and never
-    # deleted.
+    desired = wanted_objects(service, rollout, routers, observed, settings)
+    kept = {key_of(item) for item in [*desired, *routers.held]} | held_keys(service, rollout)
+    # Kubernetes itself removes a Job that filled its claim.
+    kept |= {ObjectKey("Job", state.job) for state in caches if not state.is_wanted}
+
+    # Only objects that the service owns are deleted. Another object, for example one with copied
+    # labels, is adopted if it is wanted.
     obsolete = [
         item
         for key, item in observed.objects.items()
-        if key not in keys and is_owned_by(item, service.uid)
+        if key not in kept and is_owned_by(item, service.uid) and rollout.is_known
     ]
-    obsolete = obsolete if rollout.is_known else []
     obsolete += outdated_followers(service, desired, observed.pods)
     obsolete += outdated_engines(service, rollout, desired, observed)
 
     healing = restart_decision(service, observed)
     status = status_of(service, rollout, observed, healing)
+
     waits = _recheck_times_s(service, healing, observed)
     if any(state.is_unfinished for state in caches):
         waits.append(RECHECK_S)
     if rollout.look_again_s is not None:
         waits.append(rollout.look_again_s)
     recheck_s = min(waits, default=None)
+
     return ServicePlan(tuple(desired), tuple(obsolete), status, rollout, healing, recheck_s)
 
 
 def plan_sizes(service: Service, observed: Observed, settings: Settings) -> ServicePlan:
-    """Return the plan of a service that changes only the sizes of its pools."""
+    """Return a plan that changes only the sizes of a service's pools.
+
+    The operator falls back to this plan while it knows no complete spec of the service.
+    """
     service = with_replicas(service, observed.objects, observed.scaling)
     target = release_of(service, settings)
+
+    # The rollout stays where it is: the plan only needs its present state for the status.
     seen = observe_rollout(observed)
     state = load(seen.stored_state, target) or initial(target, observed.now)
     tried = [pool for pool in service.spec.pools if _has_canary(service, pool, observed)]
     weight = observed.status.get("rollout", {}).get("weight", 0)
     rollout = RolloutPlan(state, service, service, tuple(tried), weight, is_known=False)
+
     healing = restart_decision(service, observed)
     status = status_of(service, rollout, observed, healing)
     sizes = [
@@ -126,6 +144,7 @@ def plan_sizes(service: Service, observed: Observed, settings: Settings) -> Serv
         *paused_scalers(service, observed),
     ]
     recheck_s = min(_recheck_times_s(service, healing, observed), default=None)
+
     return ServicePlan(tuple(sizes), (), status, rollout, healing, recheck_s)
 
 
@@ -135,13 +154,13 @@ def _has_canary(service: Service, pool: str, observed: Observed) -> bool:
 
 
 def status_after(service: Service, plan: ServicePlan, observed: Observed) -> Manifest:
-    """Return the status after the plan was carried out, or the part of it that could be."""
+    """Return the status after the operator applied the plan, in whole or in part."""
     service = with_replicas(service, observed.objects, observed.scaling)
     return status_of(service, plan.rollout, observed, plan.healing)
 
 
 def restart_decision(service: Service, observed: Observed) -> RestartDecision:
-    """Decides which pods to restart."""
+    """Return the engine pods to restart now and later; a canary's pods are left to its rollout."""
     return decide_restarts(
         service.spec.healing,
         engine_pods(
@@ -154,13 +173,16 @@ def restart_decision(service: Service, observed: Observed) -> RestartDecision:
 
 
 def _recheck_times_s(service: Service, healing: RestartDecision, observed: Observed) -> list[float]:
-    """Return the seconds until healing wants to decide again, a pod becomes stable or has been
-    lacking for too long, or a node is to be asked for."""
+    """Return the seconds until each time at which the plan changes without a change in the cluster.
+
+    At these times healing decides again, a pod becomes stable, a missing pod becomes a problem, or
+    a node is read again.
+    """
     stable = (stable_in_s(pod, observed.now) for pod in observed.pods)
     nodes = (node_wait_s(pod, observed.now) for pod in observed.pods)
     unmounted = (unmounted_recheck_s(pod, observed.now) for pod in observed.pods)
-    unmade_s = missing_pods_due_s(workload_pods(service, observed), observed.status, observed.now)
-    waits = (healing.recheck_s, unmade_s, *stable, *nodes, *unmounted)
+    missing_s = missing_pods_due_s(workload_pods(service, observed), observed.status, observed.now)
+    waits = (healing.recheck_s, missing_s, *stable, *nodes, *unmounted)
     return [max(1.0, wait) for wait in waits if wait is not None]
 
 
@@ -172,15 +194,21 @@ def is_edited(service: Service, observed: Observed) -> bool:
 def router_roll(
     service: Service, rollout: RolloutPlan, observed: Observed, settings: Settings
 ) -> RouterRoll:
-    """Return the router's objects; a template that the operator itself changed waits for its
-    turn."""
-    is_mixed = rollout.has_mixed_engines
+    """Return the router's objects.
+
+    If the operator itself changed the router's pod template, the change waits for its turn in the
+    rollout queue.
+    """
     file = _router_file(service, rollout, observed)
-    routers = observed.objects.get(ObjectKey("Deployment", naming.router_name(service.name)))
-    routed = with_engine_tls(service, rollout.stable, routers) if is_mixed else service
-    is_mixed = routed.spec.tls.engines is not None and is_mixed
+    deployment = observed.objects.get(ObjectKey("Deployment", naming.router_name(service.name)))
+
+    # While some engines speak TLS and others plaintext, routers must speak both.
+    is_mixed = rollout.has_mixed_engines
+    routed = with_engine_tls(service, rollout.stable, deployment) if is_mixed else service
+    accepts_plaintext = routed.spec.tls.engines is not None and is_mixed
+
     return roll_routers(
-        router_objects(routed, settings, file, accepts_plaintext=is_mixed),
+        router_objects(routed, settings, file, accepts_plaintext=accepts_plaintext),
         observed.objects,
         is_edited(service, observed),
         observed.may_begin_rollout,
@@ -194,10 +222,10 @@ def wanted_objects(
     observed: Observed,
     settings: Settings,
 ) -> list[Manifest]:
-    """Return the objects of a service in the order to apply.
+    """Return the objects of a service, in the order to apply them.
 
-    The rollout's state comes first, since every later step relies on it; then engines, so that a
-    router can resolve its targets when it starts.
+    The state of the rollout comes first, because every later step relies on it. Engines come
+    before routers, so that a router can resolve its targets when it starts.
     """
     if rollout.is_known:
         objects = all_engines(service, rollout, observed, settings)
@@ -214,7 +242,7 @@ def wanted_objects(
 def left_to_router_scaler(
     service: Service, objects: Iterable[Manifest], observed: Observed
 ) -> list[Manifest]:
-    """Return the router's objects; the HorizontalPodAutoscaler keeps the number of pods."""
+    """Return the router's objects, without replicas where a HorizontalPodAutoscaler sets them."""
     key = ObjectKey("Deployment", naming.router_name(service.name))
     live = live_replicas(observed.objects.get(key))
     is_left = service.spec.router.autoscaling is not None and live == service.spec.router.replicas
@@ -222,7 +250,10 @@ def left_to_router_scaler(
 
 
 def _router_file(service: Service, rollout: RolloutPlan, observed: Observed) -> str:
-    """Return the rollout file of routers: the live one while its new content is unknown."""
+    """Return the rollout file of the routers.
+
+    While the state of the rollout is unknown, the live file is kept, and only its stop changes.
+    """
     key = ObjectKey("ConfigMap", naming.router_name(service.name))
     live_file = observed.objects.get(key, {}).get("data", {}).get(naming.ROLLOUT_FILE)
     if rollout.is_known or live_file is None:

@@ -30,7 +30,7 @@ from ullage_operator.rollout.stages import PROMOTED, RolloutProgress, RolloutSta
 LiveObject = dict[str, Any]
 
 SEEK = timedelta(minutes=10)
-"""Time for which other services' rollouts wait for one that finds no room for its pods."""
+"""Time for which rollouts of other services wait for a service whose pods find no room."""
 
 
 def observe_rollout(observed: Observed) -> RolloutObservation:
@@ -64,23 +64,29 @@ def observe_rollout(observed: Observed) -> RolloutObservation:
 
 
 def roomless_pools(observed: Observed) -> dict[str, float]:
-    """Return, by pool, the seconds for which a canary's pods had no room though an engine of their
-    pool would free enough."""
+    """Return, by pool, the seconds for which a canary's pods have found no room.
+
+    Only pools with an engine that would free enough room for such a pod are included.
+    """
     waits: dict[str, float] = {}
     for pod in canary_pods(observed):
         wait_s = roomless_s(pod, observed.now)
         if wait_s is None:
             continue
+
         pool = naming.stable_pool(pool_of(pod))
-        of_its_kind = naming.group_pool(pool) if is_follower(pod) else pool
-        peers = [each for each in observed.pods if pool_of(each) == of_its_kind]
+        peer_pool = naming.group_pool(pool) if is_follower(pod) else pool
+        peers = [each for each in observed.pods if pool_of(each) == peer_pool]
         if any(fits_place_of(pod, peer) for peer in peers):
             waits[pool] = max(wait_s, waits.get(pool, 0.0))
     return waits
 
 
 def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
-    """Return whether a canary that began not long ago, or engines after it, have no node yet."""
+    """Return whether a canary, or the engines after its promotion, still wait for nodes.
+
+    After `SEEK`, the service is not waited for any longer.
+    """
     if observed.now - progress.since > SEEK:
         return False
     if progress.stage is RolloutStage.STARTING:
@@ -88,13 +94,14 @@ def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) 
         return not pods or not all(is_placed(pod) for pod in pods)
     if progress.reason != PROMOTED:
         return False
+
     leaders = [pod for pod in stable_pods(observed) if pool_of(pod) and not is_follower(pod)]
     placed = sum(is_placed(pod) for pod in leaders)
     return placed < sum(pool.replicas for pool in service.spec.pools.values())
 
 
 def lacks_room(observed: Observed) -> bool:
-    """Return whether an engine has found no room for a while, which is not too long to wait for."""
+    """Return whether an engine has found no room, for less than `SEEK`."""
     waits = [roomless_s(pod, observed.now) for pod in observed.pods if pool_of(pod)]
     return any(wait_s is not None and wait_s < SEEK.total_seconds() for wait_s in waits)
 
@@ -115,7 +122,7 @@ def _engine_report(pod: LiveObject, observed: Observed) -> EngineReport:
         pod_revision=str(meta["labels"].get(naming.STATEFUL_SET_REVISION, "")),
         restarts=restart_count(pod),
     )
-    if is_follower(pod):  # the server that counts workers is its leader's
+    if is_follower(pod):  # its leader's server counts worker losses
         return counts
 
     health = observed.engine_health.get(uid)

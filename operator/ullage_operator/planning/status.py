@@ -55,50 +55,45 @@ Manifest = dict[str, Any]
 ROUTER_WAITS = "the operator's new routers wait until fewer services are being rolled out"
 INVALID_SPEC = "InvalidSpec"
 """Reason of conditions of a service whose declared spec cannot be carried out."""
-_GOES_ON = ". Until that is corrected, the spec before it goes on"
+_KEEPS_SPEC = ". Until that is corrected, the operator carries out the previous spec"
 
 
 def status_of(
     service: Service, rollout: RolloutPlan, observed: Observed, healing: RestartDecision
 ) -> Manifest:
-    live = observed.objects
+    """Return the status of a service."""
     name = naming.router_name(service.name)
-    router_live = live.get(ObjectKey("Deployment", name))
-    router = workload_of("router", service.spec.router.replicas, router_live)
+    deployment = observed.objects.get(ObjectKey("Deployment", name))
+    router = workload_of("router", service.spec.router.replicas, deployment)
     pools = workloads(service, observed)
-    wrong = [*refused_edit(observed.refused), *observed.unapplied]
-    about_pods = (observed.now, observed.lost_nodes, observed.warnings)
-    wrong += diagnose(stable_pods(observed), *about_pods)
-    wrong += deferred_problems(healing.deferred)
-    wrong += dropped_claims(rollout, observed)
-    pods = workload_pods(service, observed)
-    wrong += missing_pods(pods, observed.status, observed.now, observed.warnings)
-    trying = diagnose(canary_pods(observed), *about_pods)
     serving = [with_canary_engines(service, pool, rollout, observed) for pool in pools.values()]
+
     conditions = service_conditions(
         router,
         serving,
-        wrong,
-        trying,
+        service_problems(service, rollout, observed, healing),
+        diagnose(canary_pods(observed), observed.now, observed.lost_nodes, observed.warnings),
         rollout_progress_condition(rollout) or fetching_condition(service, rollout, observed),
         was_progressing(observed.status),
         is_stopped=service.spec.stop,
     )
-
     conditions.append(rollout_condition(rollout))
     conditions += consistency_condition(engine_numerics(observed))
+
     adapters = [each.name for each in service.spec.adapters]
     reports = adapter_reports(observed)
     conditions += adapters_condition(adapters, reports)
+
     conditions += cluster_conditions(observed.serves, observed.missing_rights, observed.unlisted)
     conditions += outdated_definition(observed.undefined)
     conditions += contested(observed.challenger)
+
     caches = states_of_caches(service, observed)
     conditions += caches_condition(caches)
     conditions += scaling_condition(service, observed.scaling, observed.serves)
-    conditions += route_condition(
-        service, observed.serves, live.get(ObjectKey(naming.HTTP_ROUTE, name))
-    )
+    route = observed.objects.get(ObjectKey(naming.HTTP_ROUTE, name))
+    conditions += route_condition(service, observed.serves, route)
+
     restarts = restarts_status(observed.restarts, healing.restarts, observed.now)
     host = f"{name}.{service.namespace}.svc"
     return {
@@ -122,12 +117,27 @@ def status_of(
     }
 
 
+def service_problems(
+    service: Service, rollout: RolloutPlan, observed: Observed, healing: RestartDecision
+) -> list[PodProblem]:
+    """Return all problems of a service except those of a canary's pods."""
+    pods = workload_pods(service, observed)
+    return [
+        *refused_edit(observed.refused),
+        *observed.unapplied,
+        *diagnose(stable_pods(observed), observed.now, observed.lost_nodes, observed.warnings),
+        *deferred_problems(healing.deferred),
+        *dropped_claims(rollout, observed),
+        *missing_pods(pods, observed.status, observed.now, observed.warnings),
+    ]
+
+
 def refused_edit(problems: Sequence[Problem]) -> list[PodProblem]:
-    """Return the problems of a declared spec while an earlier one is carried out."""
+    """Return the problems of an invalid spec while the operator carries out the previous one."""
     if not problems:
         return []
     message = "; ".join(map(str, problems))
-    return [PodProblem("", INVALID_SPEC, f"{message}{_GOES_ON}", blocks=False)]
+    return [PodProblem("", INVALID_SPEC, f"{message}{_KEEPS_SPEC}", blocks=False)]
 
 
 def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]:
@@ -139,11 +149,12 @@ def dropped_claims(rollout: RolloutPlan, observed: Observed) -> list[PodProblem]
         live = observed.objects.get(ObjectKey("StatefulSet", workload))
         if live is None or not pool.resource_claims:
             continue
+
         annotations = live["metadata"].get("annotations") or {}
-        is_taken = annotations.get(naming.REVISION) == rollout.progress.stable
-        if is_taken and "resourceClaims" not in live["spec"]["template"]["spec"]:
+        is_applied = annotations.get(naming.REVISION) == rollout.progress.stable
+        if is_applied and "resourceClaims" not in live["spec"]["template"]["spec"]:
             message = (
-                f"spec.pools.{name}.resourceClaims: the API server keeps no claims of pods, "
+                f"spec.pools.{name}.resourceClaims: the API server drops the claims of pods, "
                 "so they have no GPUs; use Kubernetes 1.34, turn DynamicResourceAllocation "
                 "on, or leave resourceClaims out, for limits of gpuResourceName"
             )
@@ -160,7 +171,8 @@ def engine_numerics(observed: Observed) -> dict[str, EngineNumerics]:
         report = health.report if health else None
         if report is None or not (report.fingerprint or report.ready):
             continue
-        # A canary's StatefulSet is another one, whose revisions are its own.
+
+        # The revisions of a canary's StatefulSet are its own, so the pool tells them apart.
         revision = f"{pool_of(pod)} {meta['labels'].get(naming.STATEFUL_SET_REVISION, '')}"
         engines[meta["name"]] = EngineNumerics(
             naming.stable_pool(pool_of(pod)),
@@ -190,7 +202,7 @@ def warned_objects(service: Service, observed: Observed) -> list[str]:
 
 
 def was_progressing(status: Mapping[str, Any]) -> bool:
-    """Return what a service's status says of Progressing; True for one without a status."""
+    """Return the last status of the condition Progressing; True for a service without it."""
     listed = status.get("conditions", ())
     progressing = (each["status"] == "True" for each in listed if each["type"] == PROGRESSING)
     return next(progressing, True)
@@ -214,12 +226,15 @@ def workload_pods(service: Service, observed: Observed) -> list[WorkloadPods]:
 
 
 def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
-    """Return the condition Progressing of a rollout; None while all engines have the spec's
-    revision."""
+    """Return the condition Progressing of a rollout.
+
+    It is None while all engines have the revision of the spec.
+    """
     progress = rollout.progress
     if progress.renewal:
         moves = progress.renewal != PAUSED
         return Condition(PROGRESSING, moves, progress.renewal, RENEWALS[progress.renewal])
+
     waits_for_people = progress.is_held or progress.reason == PAUSED
     if (
         progress.stage is RolloutStage.STABLE
@@ -227,6 +242,7 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
         and progress.reason not in (WAITING, QUEUED, ROUTERS_FIRST, MODEL_FETCHING)
     ):
         return Condition(PROGRESSING, True, QUEUED, ROUTER_WAITS) if rollout.router_waits else None
+
     moves = progress.stage is not RolloutStage.ROLLED_BACK and not waits_for_people
     return Condition(PROGRESSING, moves, progress.reason, progress.message)
 
@@ -234,7 +250,7 @@ def rollout_progress_condition(rollout: RolloutPlan) -> Condition | None:
 def fetching_condition(
     service: Service, rollout: RolloutPlan, observed: Observed
 ) -> Condition | None:
-    """Return the condition that engines wait for their model to be fetched; None otherwise."""
+    """Return the condition that engines wait until a Job has fetched their model, if they do."""
     unbegun = unbegun_pools(service, rollout, observed)
     messages = [f"pool {name} {why}" for name, why in unbegun.items()]
     return Condition(PROGRESSING, True, MODEL_FETCHING, "; ".join(messages)) if messages else None
@@ -253,7 +269,7 @@ def workloads(service: Service, observed: Observed) -> dict[str, Workload]:
 def with_canary_engines(
     service: Service, pool: Workload, rollout: RolloutPlan, observed: Observed
 ) -> Workload:
-    """Add the canary's engines, by which routers serve what no stable engine can."""
+    """Return a pool with the canary's engines, which serve where no stable engine can."""
     if pool.name not in rollout.pools:
         return pool
     name = naming.pool_name(service.name, naming.canary_pool(pool.name))
@@ -262,18 +278,19 @@ def with_canary_engines(
 
 
 def scale_status(service: Service, pools: Mapping[str, Workload]) -> Manifest:
-    """Return the fields of the scale subresource, which shows the default pool."""
+    """Return the fields of the scale subresource, which reports the default pool."""
     first = next(iter(service.spec.pools))
     match = naming.selector(service.name, naming.ENGINE, first)
     return {"replicas": pools[first].exist, "selector": naming.selector_text(match)}
 
 
 def pool_status(service: Service, pool: str, workload: Workload, observed: Observed) -> Manifest:
+    """Return the status of a pool."""
     match = naming.selector(service.name, naming.ENGINE, pool)
     pressure = observed.pressure_levels.get(pool)
     before = observed.status.get("pools", {}).get(pool, {})
     engines = [engine for engine in observed.engine_health.values() if engine.pool == pool]
-    # Of a pool that sleeps nobody reports, and what was is over.
+    # Engines of a sleeping pool report nothing, so the last number must not stay.
     num_hot = before.get("boostOff", 0) if engines or workload.exist else 0
     return {
         "replicas": workload.exist,

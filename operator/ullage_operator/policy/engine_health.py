@@ -13,37 +13,46 @@ from ullage_operator.conditions.pods import has_started, is_follower, pool_of
 Pod = Mapping[str, Any]
 
 REPORT_INTERVAL_MS = 10_000
+"""Minimum time between two reports of a stable engine, in milliseconds."""
 SILENT_S = 2.5 * REPORT_INTERVAL_MS / 1000
-"""A stream that is silent for so long is worth a look at its service."""
+"""Seconds without a report after which the operator reconciles the engine's service."""
 TRIAL_INTERVAL_MS = 1_000
-"""Least time between two reports of a canary: one that falls before it is promoted must say so."""
+"""Minimum time between two reports of a canary's engine, in milliseconds.
+
+It is short, because a fall must be known before the canary is promoted.
+"""
 FRESH_S = 10.0
-"""A canary's report that is older says nothing of the present."""
+"""Seconds after which a report of a canary's engine is too old to judge by."""
+
 PressureLevels = Mapping[str, int]
 """Highest level of memory pressure of the engines that report, by pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """Reports of one engine, with ages in seconds of the operator's own running time."""
+    """The last report of one engine, with ages in seconds of the operator's running time."""
 
     pool: str
     report: headroom_pb2.Headroom | None = None
-    """The last report; None before the first since the operator follows it."""
+    """The last report; None before the first one since the operator follows the engine."""
     known_s: float = 0.0
-    """Since the operator first saw it started."""
+    """Seconds since the operator first saw the engine started."""
     silent_s: float = 0.0
-    """Since its last report, or since the operator follows it."""
+    """Seconds since the last report, or since the operator follows the engine."""
     unhealthy_s: float = 0.0
-    """Since when its health is below what the service asks for."""
+    """Seconds for which the reported health has been below the service's minimum."""
     trouble: str = ""
-    """Why the operator could not follow its reports last; empty while they come."""
+    """Error of the engine's stream; empty while reports arrive."""
 
 
 def pressure_by_pool(
     reports: Iterable[tuple[str, headroom_pb2.Headroom]],
 ) -> dict[str, int]:
-    """Return the highest level of each pool's engines, of (pool, report)."""
+    """Return the highest memory pressure level of each pool.
+
+    Args:
+        reports: pairs of an engine's pool and its report.
+    """
     levels: dict[str, int] = {}
     for pool, report in reports:
         levels[pool] = max(levels.get(pool, 0), report.pressure_level)
@@ -51,20 +60,22 @@ def pressure_by_pool(
 
 
 def worker_restarts(engines: Iterable[EngineHealth], before: int) -> int:
-    """Return how many workers of a pool's engines ended unasked and were started again.
+    """Return the number of workers of a pool's engines that crashed and were restarted.
 
     Args:
-        before: what the service's status says, which holds until every engine has reported.
+        engines: the engines of the pool.
+        before: the number in the service's status, which holds until every engine has reported.
     """
     reports = [engine.report for engine in engines]
     return sum(each.worker_restarts for each in reports if each) if all(reports) else before
 
 
 def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
-    """Return how many engines of a pool run smaller batches because their GPUs are throttled.
+    """Return the number of engines that run smaller batches because their GPUs are throttled.
 
     Args:
-        before: what the service's status says, which is the least until all have reported.
+        engines: the engines of the pool.
+        before: the number in the service's status, a lower bound until every engine has reported.
     """
     reports = [engine.report for engine in engines]
     num_hot = sum(bool(each and each.throttle_reasons) for each in reports)
@@ -72,8 +83,12 @@ def boost_off_engines(engines: Iterable[EngineHealth], before: int) -> int:
 
 
 def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Return Events for pools in which more engines run smaller batches than before, or none any
-    more, from the service's status before and after."""
+    """Return Events for pools with more throttled engines than before, or with none any more.
+
+    Args:
+        before: the status of the service before.
+        after: the status of the service now.
+    """
     notes = []
     for name, pool in after.get("pools", {}).items():
         count = pool.get("boostOff", 0)
@@ -86,14 +101,18 @@ def boost_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Eve
             )
             notes.append(EventNote("BoostOff", "Observe", message, warning=True))
         elif previous and not count:
-            message = f"pool {name}: its GPUs are not throttled any more, and batches are whole"
+            message = f"pool {name}: its GPUs are not throttled any more; batches have full size"
             notes.append(EventNote("BoostOn", "Observe", message))
     return notes
 
 
 def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EventNote]:
-    """Return Events for workers that were started again, from the service's status before and
-    after."""
+    """Return Events for workers that were restarted.
+
+    Args:
+        before: the status of the service before.
+        after: the status of the service now.
+    """
     notes = []
     for name, pool in after.get("pools", {}).items():
         total = pool.get("workerRestarts", 0)
@@ -110,17 +129,17 @@ def worker_restart_notes(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class EngineTarget:
-    """An engine to follow."""
+    """An engine whose headroom reports the operator follows."""
 
     pool: str
     address: str
     min_health: float
     interval_ms: int = REPORT_INTERVAL_MS
-    """Least time between two reports."""
+    """Minimum time between two reports, in milliseconds."""
 
 
 def stream_targets(pods: Iterable[Pod], min_health: float) -> dict[str, EngineTarget]:
-    """Return the started engines whose headroom to follow, by uid."""
+    """Return the started engines whose reports to follow, by the pods' uid."""
     return {
         pod["metadata"]["uid"]: EngineTarget(
             pool_of(pod),
@@ -143,5 +162,5 @@ def is_terminating(pod: Pod) -> bool:
 
 
 def silent_pools(engine_health: Iterable[EngineHealth], silent_after: float) -> frozenset[str]:
-    """Return pools with a silent engine: the operator asks routers whether they hear it."""
+    """Return the pools with a silent engine, for which the operator also asks the routers."""
     return frozenset(v.pool for v in engine_health if v.report and v.silent_s >= silent_after)

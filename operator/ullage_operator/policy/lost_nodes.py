@@ -16,9 +16,9 @@ from ullage_operator.conditions.pods import (
 Pod = Mapping[str, Any]
 
 DOUBT_AFTER_S = 20.0
-"""A pod that was ready and is not for so long may have lost its node."""
+"""Seconds after which a started pod that is not ready may have lost its node."""
 NODE_CHECK_S = 15.0
-"""Seconds between two requests for a node in doubt."""
+"""Seconds between two reads of a node in doubt."""
 
 
 def elapsed_s(at: datetime | None, now: datetime) -> float:
@@ -26,12 +26,12 @@ def elapsed_s(at: datetime | None, now: datetime) -> float:
 
 
 def doubtful_nodes(pods: Iterable[Pod], now: datetime) -> frozenset[str]:
-    """Nodes worth asking for: pods of theirs should be gone, or are not ready though started."""
+    """Return the nodes with pods that should be gone, or that started and are not ready."""
     return frozenset(node_of(pod) for pod in pods if node_of(pod) and _doubtful_in_s(pod, now) == 0)
 
 
 def node_wait_s(pod: Pod, now: datetime) -> float | None:
-    """Seconds until its node should be asked for; None while the pod is well."""
+    """Return the seconds until a pod's node should be read; None while the pod is well."""
     wait_s = _doubtful_in_s(pod, now) if node_of(pod) else None
     return NODE_CHECK_S if wait_s == 0 else wait_s
 
@@ -39,14 +39,15 @@ def node_wait_s(pod: Pod, now: datetime) -> float | None:
 def _doubtful_in_s(pod: Pod, now: datetime) -> float | None:
     if ends := parse_time(pod["metadata"].get("deletionTimestamp")):
         return max(0.0, (ends - now).total_seconds())
-    # A follower is not ready while its group loads, which is no sign of a bad node.
+
+    # A follower is not ready while its group loads, which is no sign of a lost node.
     if has_started(pod) and not is_ready(pod) and not is_follower(pod):
         return max(0.0, DOUBT_AFTER_S - elapsed_s(ready_since(pod), now))
     return None
 
 
 def is_lost(node: Mapping[str, Any] | None) -> bool:
-    """Whether a node is gone, or does not answer."""
+    """Return whether a node is gone or does not answer."""
     if node is None:
         return True
     listed = node.get("status", {}).get("conditions", ())

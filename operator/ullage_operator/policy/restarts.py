@@ -30,11 +30,15 @@ from ullage_operator.policy.engine_health import EngineHealth, is_terminating
 from ullage_operator.policy.lost_nodes import elapsed_s
 
 HOUR = timedelta(hours=1)
+"""Window of the restart budget."""
 HUNG_GRACE_S = 30
-"""Seconds that a pod has to end that hangs or serves nothing: it ends no request however long it is
-given, and keeps its GPUs meanwhile."""
+"""Termination grace period, in seconds, of a pod that hangs or does not serve.
+
+More time would end no request, and the pod keeps its GPUs meanwhile.
+"""
 FORCE_AFTER_S = 60.0
-"""A pod on a lost node may be overdue for so long before Kubernetes is made to forget it."""
+"""Seconds for which the deletion of a pod on a lost node may be overdue before it is forced."""
+
 Pod = Mapping[str, Any]
 
 _UNKNOWN = EngineHealth(pool="")
@@ -42,28 +46,30 @@ _UNKNOWN = EngineHealth(pool="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePod:
-    """An engine pod with the fields that healing reads."""
+    """The state of an engine pod by which healing decides."""
 
     name: str
     uid: str
     pool: str
     has_started: bool
-    """Its startup probe passed: a pod that still loads is never touched."""
+    """Whether the startup probe passed; a pod that still loads is never restarted."""
     is_ready: bool
     not_ready_s: float = 0.0
-    """Seconds for which the pod was not ready since it started, as far as the operator saw."""
+    """Seconds for which the operator has seen the started pod not ready."""
     not_ready_reason: str = ""
-    """Why its engine stays out, as it reports; empty where it does not."""
+    """The engine's own reason for not being ready; empty without one."""
     has_reported: bool = False
-    """Whether it has reported headroom since it started."""
+    """Whether the engine has reported headroom since the pod started."""
     silent_s: float = 0.0
+    """Seconds since the last report."""
     unhealthy_s: float = 0.0
+    """Seconds for which the reported health has been below the service's minimum."""
     is_terminating: bool = False
     overdue_s: float = 0.0
-    """Seconds since the pod should have been gone."""
+    """Seconds since the pod's termination grace period ended."""
     is_on_lost_node: bool = False
     is_follower: bool = False
-    """Whether it has no server; its leader serves, and its own probes find that it hangs."""
+    """Whether the pod is a follower without a server, which only its own probes restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +84,26 @@ class RestartEvent:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A pod to delete, so that its StatefulSet creates another."""
+    """A pod to delete, so that its StatefulSet creates a replacement."""
 
     pod: EnginePod
     reason: str
     message: str
     by_force: bool = False
-    """Kubernetes forgets it without its node's word; costs no budget."""
+    """Whether Kubernetes removes the pod without an answer of its node; costs no budget."""
     grace_s: int | None = None
-    """Grace period of the deletion in seconds; None: the time that the pod drains in."""
+    """Grace period of the deletion in seconds; None for the pod's own, in which it drains."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartDecision:
-    """Which pods of a service to restart now, and which later."""
+    """The pods of a service to restart now, and those to restart later."""
 
     restarts: tuple[Restart, ...] = ()
     deferred: tuple[Restart, ...] = ()
-    """Pods that should be restarted; the message says why they are not yet."""
+    """Restarts that must wait; each message says why."""
     recheck_s: float | None = None
-    """Seconds until the next decision is due, whatever happens meanwhile."""
+    """Seconds until the next decision is due, even without news; None for no such time."""
 
 
 def decide_restarts(
@@ -107,18 +113,21 @@ def decide_restarts(
     now: datetime,
     is_unreachable: frozenset[str],
 ) -> RestartDecision:
-    """Decides which of a service's engine pods to restart.
+    """Decide which engine pods of a service to restart.
 
     Args:
-        history: restarts of the last hour at least.
-        now: in UTC.
-        is_unreachable: pools that no router reaches, so that an engine of theirs that is silent to
-            the operator is silent to others too, and not the operator alone gets no reports.
+        policy: the service's `healing`.
+        pods: the engine pods of the service.
+        history: its restarts, at least those of the last hour.
+        now: the current time, in UTC.
+        is_unreachable: pools that no router reaches either. An engine there that sends the operator
+            no reports is really silent, and the operator is not just cut off.
     """
     forced = tuple(map(_forced, filter(_is_lost, pods)))
     waits = [_until_forced(pod) for pod in pods]
     if not policy.enabled:
         return RestartDecision(forced, (), _soonest(waits))
+
     pools = sorted({pod.pool for pod in pods})
     recent = [each for each in history if each.at > now - HOUR]
     decisions = [
@@ -131,11 +140,11 @@ def decide_restarts(
         )
         for pool in pools
     ]
-    return RestartDecision(
-        forced + tuple(restart for decision in decisions for restart in decision.restarts),
-        tuple(deferred for decision in decisions for deferred in decision.deferred),
-        _soonest([*waits, *(decision.recheck_s for decision in decisions)]),
-    )
+
+    restarts = (restart for decision in decisions for restart in decision.restarts)
+    deferred = (restart for decision in decisions for restart in decision.deferred)
+    recheck_s = _soonest([*waits, *(decision.recheck_s for decision in decisions)])
+    return RestartDecision((*forced, *restarts), tuple(deferred), recheck_s)
 
 
 def _is_lost(pod: EnginePod) -> bool:
@@ -159,14 +168,17 @@ def _decide_for_pool(
     now: datetime,
     is_unreachable: bool,
 ) -> RestartDecision:
-    """Restarts at most one pod of a pool: the next waits for the backoff."""
+    """Restart at most one pod of a pool; the next one waits for the backoff."""
     diagnoses = [diagnosis for pod in pods if (diagnosis := _diagnose(policy, pod))]
     waits = [_due_s(policy, pod) for pod in pods]
     if not diagnoses:
         return RestartDecision(recheck_s=_soonest(waits))
+
+    # Pods that are not ready come first, since their restart costs no capacity.
     diagnosis = min(diagnoses, key=lambda each: (each.pod.is_ready, each.pod.name))
-    wait_s, reason = _wait(policy, history, now)
     others = [pod for pod in pods if pod is not diagnosis.pod]
+
+    wait_s, reason = _wait(policy, history, now)
     if why := _why_spared(diagnosis, others, {each.pod.uid for each in diagnoses}, is_unreachable):
         reason = why
         wait_s = policy.silent_after
@@ -181,6 +193,7 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
     """Return the restart that a pod needs; None while it starts, ends or serves."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
+
     if not pod.is_ready:
         if pod.not_ready_s < policy.not_ready_after:
             return None
@@ -188,9 +201,11 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
         if pod.not_ready_reason:
             message += f": {pod.not_ready_reason}"
         return Restart(pod, "NotReady", message, grace_s=HUNG_GRACE_S)
+
     if pod.has_reported and pod.silent_s >= policy.silent_after:
         message = f"no headroom report for more than {policy.silent_after:g} s"
         return Restart(pod, "Silent", message, grace_s=HUNG_GRACE_S)
+
     if pod.unhealthy_s >= policy.not_ready_after:
         message = f"health below {policy.min_health:g} for more than {policy.not_ready_after:g} s"
         return Restart(pod, "Unhealthy", message)
@@ -198,7 +213,7 @@ def _diagnose(policy: HealingSpec, pod: EnginePod) -> Restart | None:
 
 
 def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
-    """Return the seconds until a pod may be due for a restart; None if it serves."""
+    """Return the seconds until a pod may be due for a restart; None for a pod that serves."""
     if pod.is_follower or pod.is_terminating or not pod.has_started or pod.is_on_lost_node:
         return None
     if not pod.is_ready:
@@ -214,12 +229,13 @@ def _due_s(policy: HealingSpec, pod: EnginePod) -> float | None:
 def _why_spared(
     diagnosis: Restart, others: Sequence[EnginePod], diagnoses: set[str], is_unreachable: bool
 ) -> str | None:
-    """Say why a ready pod is left alone, such as being the last that serves."""
+    """Return the reason to spare a ready pod, for example as the last that serves."""
     if not diagnosis.pod.is_ready:
         return None
     if any(pod.is_terminating or not pod.has_started for pod in others):
         return "OthersNotBack"
-    # Where none reports, it may be the operator that is cut off, and not the pods.
+
+    # If no engine reports, the operator may be cut off, so other pods count only if they report.
     healthy = [
         pod for pod in others if pod.is_ready and pod.has_reported and pod.uid not in diagnoses
     ]
@@ -229,25 +245,29 @@ def _why_spared(
 
 
 def _wait(policy: HealingSpec, history: Sequence[datetime], now: datetime) -> tuple[float, str]:
-    """Seconds until the pool may have its next restart, and what it waits for."""
+    """Return the seconds until the next restart of a pool is allowed, and the reason to wait."""
     if not history:
         return 0.0, ""
     if len(history) >= policy.restarts_per_hour:
         budget_s = (sorted(history)[-policy.restarts_per_hour] + HOUR - now).total_seconds()
         return budget_s, "RestartBudgetSpent"
+
     pause_s = min(policy.backoff.max, policy.backoff.first * 2.0 ** (len(history) - 1))
     return max(0.0, pause_s - (now - max(history)).total_seconds()), "RestartBackoff"
 
 
 def _explanation(reason: str, policy: HealingSpec) -> str:
-    """Words what a restart waits for, the same each time, so that it makes one Event."""
+    """Return the message for the reason to wait.
+
+    The text is the same each time, so that Kubernetes aggregates it into one Event.
+    """
     match reason:
         case "RestartBudgetSpent":
             number = policy.restarts_per_hour
             remedy = "see why restarts do not help, or raise spec.healing.restartsPerHour"
             return f"{number} restarts of its pool in an hour are spent; {remedy}"
         case "RestartBackoff":
-            return "it is made anew after a backoff"
+            return "it is recreated after a backoff"
         case "OthersNotBack":
             return "another pod of its pool is not back yet"
     return "it may be the last of its pool that serves, so it is left alone"
@@ -263,11 +283,13 @@ def engine_pods(
     lost_nodes: frozenset[str],
     now: datetime,
 ) -> list[EnginePod]:
-    """The engines' pods as healing sees them.
+    """Return the engine pods as healing sees them.
 
     Args:
-        engine_health: by uid.
-        now: in UTC.
+        pods: the pods of a service.
+        engine_health: health of the engines, by the pods' uid.
+        lost_nodes: names of nodes that do not answer.
+        now: the current time, in UTC.
     """
     engines = (pod for pod in pods if pool_of(pod))
     return [
@@ -287,7 +309,7 @@ def _engine_pod(
         pool=pool_of(pod),
         has_started=has_started(pod),
         is_ready=ready,
-        # A pod that has only just started was "not ready" all the time that it loaded.
+        # The Ready condition turned False when the pod began to load, which must not count.
         not_ready_s=0.0 if ready else min(health.known_s, elapsed_s(ready_since(pod), now)),
         not_ready_reason=health.report.not_ready_reason if health.report else "",
         has_reported=health.report is not None,
@@ -301,7 +323,7 @@ def _engine_pod(
 
 
 def restart_history(status: Mapping[str, Any]) -> list[RestartEvent]:
-    """The restarts that a service's status lists."""
+    """Return the restarts that a service's status lists."""
     listed = status.get("healing", {}).get("restarts", ())
     return [RestartEvent(r["pool"], r["pod"], r["reason"], _at(r["time"])) for r in listed]
 
@@ -315,7 +337,10 @@ def _at(text: str) -> datetime:
 def restarts_status(
     history: Iterable[RestartEvent], restarts: Sequence[Restart], now: datetime
 ) -> list[dict[str, str]]:
-    """`status.healing.restarts`: written before a pod is deleted, so that none is uncounted."""
+    """Return `status.healing.restarts`.
+
+    The status is written before a pod is deleted, so that every restart is counted.
+    """
     new = [RestartEvent(c.pod.pool, c.pod.name, c.reason, now) for c in restarts if not c.by_force]
     kept = [each for each in history if each.at > now - HOUR]
     return [
@@ -325,7 +350,7 @@ def restarts_status(
 
 
 def deferred_problems(deferred: Iterable[Restart]) -> list[PodProblem]:
-    """Pods whose restart is deferred, for the condition Degraded."""
+    """Return a problem for each deferred restart, for the condition Degraded."""
     return [PodProblem(each.pod.name, each.reason, each.message, blocks=False) for each in deferred]
 
 
@@ -334,5 +359,6 @@ def restart_note(restart: Restart) -> EventNote:
         return EventNote(
             "PodForgotten", "Delete", f"pod {restart.pod.name}: {restart.message}", True
         )
-    message = f"pod {restart.pod.name}: {restart.reason}: {restart.message}; it is made anew"
+
+    message = f"pod {restart.pod.name}: {restart.reason}: {restart.message}; it is recreated"
     return EventNote("PodRestarted", "Restart", message, True)

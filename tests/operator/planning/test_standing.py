@@ -262,7 +262,7 @@ def test_the_scaler_wakes_and_the_status_names_the_field() -> None:
     assert restart.pod.name == "demo-large-0"
     message = conditions(plan)["Degraded"]["message"]
     assert message.startswith("spec.memory.maxKV: must be a quantity such as 512Mi")
-    assert message.endswith("Until that is corrected, the spec before it goes on")
+    assert message.endswith("Until that is corrected, the operator carries out the previous spec")
     assert plan.status["observedGeneration"] == 4
 
 

@@ -219,7 +219,7 @@ def test_a_pod_that_stays_not_ready_is_made_anew_once(world, played, operator, e
     [restart] = world.service()["status"]["healing"]["restarts"]
     assert (restart["pod"], restart["reason"]) == ("s-single-0", "NotReady")
     note = until(lambda: events(world).get("PodRestarted"), "an Event tells", LONG_S)
-    assert note == ("pod s-single-0: NotReady: not ready for more than 2 s; it is made anew")
+    assert note == ("pod s-single-0: NotReady: not ready for more than 2 s; it is recreated")
 
 
 def test_a_restarted_operator_remembers_what_it_made_anew(world, played, start, engines) -> None:
