@@ -9,7 +9,7 @@ from ullage_operator.api import naming
 from ullage_operator.api.sections import RouterAutoscaling
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.conditions import Condition
-from ullage_operator.manifests.manifests import Builder, as_asked
+from ullage_operator.manifests.builder import Builder, as_asked
 
 Manifest = dict[str, Any]
 

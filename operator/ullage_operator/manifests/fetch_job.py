@@ -13,9 +13,10 @@ from ullage_operator.api.overlay import over_template
 from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
+from ullage_operator.manifests.builder import Builder
 from ullage_operator.manifests.engine_choice import engine_image
 from ullage_operator.manifests.engine_env import ENGINE_ENV, s3_env, s3_store
-from ullage_operator.manifests.manifests import Builder, from_operator
+from ullage_operator.manifests.manifests import from_operator
 from ullage_operator.manifests.pod_fields import (
     account_name,
     container_security,

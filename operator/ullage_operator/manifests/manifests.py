@@ -1,20 +1,15 @@
-"""Builds every Kubernetes object of a service except its pods, as plain data. Pure.
-
-Where KEDA scales a pool, its ScaledObject is among them. It scales the pool's StatefulSet by the
-used share of each engine's KV memory: engines report it as the metric ullage_kv_used_ratio, and
-KEDA asks Prometheus for it.
-"""
+"""Builds the objects of routers and engines around their pod templates. Pure."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ullage_common.config.engine import GroupSection
-from ullage_common.process.config_file import Strict
 from ullage_operator.api import naming
-from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec, to_api
-from ullage_operator.api.settings import VERSION, Settings
+from ullage_operator.api.sections import PoolSpec, to_api
+from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
+from ullage_operator.manifests.builder import Builder, as_asked
 from ullage_operator.manifests.config_files import (
     adapters_file,
     digest,
@@ -26,11 +21,9 @@ from ullage_operator.manifests.config_files import (
 from ullage_operator.manifests.engine_pod import engine_template, follower_template
 from ullage_operator.manifests.router_pod import router_template
 from ullage_operator.manifests.volumes import volume_claim_templates
-from ullage_operator.policy.pool_sizes import KEDA, autoscaling_of
-from ullage_operator.policy.scaling_status import SCALED_OBJECT
+from ullage_operator.policy.pool_sizes import autoscaling_of
 
 Manifest = dict[str, Any]
-
 
 MIXED_ENGINE_TLS = f"{naming.GROUP}/mixed-engine-tls"
 """Annotation of a Deployment of routers that call engines in plaintext beside TLS: the section
@@ -283,90 +276,6 @@ def followers(pool: PoolSpec) -> int:
     return pool.replicas * (pool.nodes - 1)
 
 
-class Builder:
-    """Builds objects with the metadata of one component."""
-
-    def __init__(self, service: Service, component: str, pool: str | None = None) -> None:
-        self._service = service
-        self._labels = naming.labels(service.name, component, VERSION, pool)
-
-    def metadata(self, name: str) -> Manifest:
-        owners = owner_references(self._service)
-        return {
-            "name": name,
-            "namespace": self._service.namespace,
-            "labels": self._labels,
-            **({"ownerReferences": owners} if owners else {}),
-        }
-
-    def object(self, api_version: str, kind: str, name: str, spec: Manifest) -> Manifest:
-        return {
-            "apiVersion": api_version,
-            "kind": kind,
-            "metadata": self.metadata(name),
-            "spec": spec,
-        }
-
-    def service(self, name: str, spec: Manifest) -> Manifest:
-        """Return a Service, dual-stack where the cluster has IPv4 and IPv6."""
-        return self.object("v1", "Service", name, {"ipFamilyPolicy": "PreferDualStack", **spec})
-
-    def config_map(
-        self, name: str, key: str, text: str, more: dict[str, str] | None = None
-    ) -> Manifest:
-        return {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": self.metadata(name),
-            "data": {key: text, **(more or {})},
-        }
-
-    def account(self, name: str) -> Manifest:
-        annotations = self._service.spec.service_account.annotations
-        return {
-            "apiVersion": "v1",
-            "kind": "ServiceAccount",
-            "metadata": self.metadata(name) | ({"annotations": annotations} if annotations else {}),
-            "automountServiceAccountToken": False,
-        }
-
-    def disruption_budget(self, name: str, selector: Manifest, most: int) -> list[Manifest]:
-        """Return the PodDisruptionBudget that stops drains from ending several pods at once; none
-        without pods.
-
-        Args:
-            selector: of their pods.
-            most: engines or routers that there may be.
-        """
-        if most < 2:
-            return []
-        # maxUnavailable and not minAvailable: a last replica must not block a node's drain.
-        spec = {
-            "maxUnavailable": 1,
-            "selector": selector,
-            # A pod that does not serve is no loss, and must not hold up a drain either.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        }
-        return [self.object("policy/v1", "PodDisruptionBudget", name, spec)]
-
-    def network_policy(self, name: str, match: dict[str, str], rules: Manifest) -> Manifest:
-        spec = {"podSelector": {"matchLabels": match}, "policyTypes": ["Ingress"], **rules}
-        return self.object("networking.k8s.io/v1", "NetworkPolicy", name, spec)
-
-
-def owner_references(service: Service) -> list[Manifest]:
-    """Make the garbage collector delete the object with its service; none outside Kubernetes."""
-    owner = {
-        "apiVersion": naming.API_VERSION,
-        "kind": naming.KIND,
-        "name": service.name,
-        "uid": service.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-    return [owner] if service.uid else []
-
-
 def grpc_protocol(is_secure: bool) -> str:
     """appProtocol for meshes and gateways; h2c is HTTP/2 in plaintext."""
     return "https" if is_secure else "kubernetes.io/h2c"
@@ -408,44 +317,6 @@ def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
     return [{"from": peers, "ports": [policy_port(naming.METRICS_PORT)]}] if peers else []
 
 
-KEDA_API = "keda.sh/v1alpha1"
-KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
-"""Annotation that makes KEDA scale to its value and then pause until it is removed."""
-METRIC = "ullage_kv_used_ratio"
-POLL_S = 10
-_NEVER = "1000000"
-"""Requests from which on activity alone would ask for another engine."""
-
-
-def scaler_objects(
-    service: Service, pool_name: str, pool: PoolSpec, serves: Collection[str]
-) -> list[Manifest]:
-    """Return the ScaledObject of a pool; none unless KEDA scales it."""
-    scaling = autoscaling_of(pool)
-    if scaling is None:
-        return []
-    name = naming.pool_name(service.name, pool_name)
-    build = Builder(service, naming.ENGINE, pool_name)
-    if scaling.provider == KEDA and SCALED_OBJECT in serves:
-        spec = scaled_object(service, pool_name, scaling)
-        scaler = build.object(KEDA_API, SCALED_OBJECT, name, spec)
-        if service.spec.stop:
-            scaler["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
-        return [scaler]
-    return []
-
-
-def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
-    """Return the manifest that changes only the pause of a live ScaledObject."""
-    kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
-    meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
-    annotations = dict(meta.get("annotations") or {})
-    annotations.pop(KEDA_PAUSED, None)
-    if is_stopped:
-        annotations[KEDA_PAUSED] = "0"
-    return {**live, "metadata": meta | {"annotations": annotations}}
-
-
 def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
     """Return the manifests, those of one kind without replicas, which another controller sets."""
     return [
@@ -454,65 +325,3 @@ def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> 
         else item
         for item in objects
     ]
-
-
-def rules(pace: Pace) -> Manifest:
-    """Return KEDA's scaling rules: the policy that lets more pods change holds, as with the
-    operator's own."""
-    period = max(1, round(pace.period))
-    policies = [{"type": "Pods", "value": pace.pods, "periodSeconds": period}]
-    if pace.percent:
-        policies.append({"type": "Percent", "value": pace.percent, "periodSeconds": period})
-    window = round(pace.window)
-    return {"stabilizationWindowSeconds": window, "selectPolicy": "Max", "policies": policies}
-
-
-def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) -> Manifest:
-    name = naming.pool_name(service.name, pool_name)
-    pods = f'namespace="{service.namespace}",pod=~"{name}-[0-9]+"'
-    routers = f'namespace="{service.namespace}",pod=~"{naming.router_name(service.name)}-.+"'
-    cold_starts = f'ullage_router_wanted_requests{{{routers},pool="{pool_name}"}}'
-    running = f"ullage_requests_running{{{pods}}} + ullage_requests_waiting{{{pods}}}"
-    activity = f"(sum({running}) or vector(0)) + (sum({cold_starts}) or vector(0))"
-    threshold = f"{scaling.targets.kv_utilization:g}"
-    behavior = {"scaleUp": rules(scaling.scale_up), "scaleDown": rules(scaling.scale_down)}
-    return {
-        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name},
-        "pollingInterval": POLL_S,
-        "cooldownPeriod": round(scaling.idle_after),
-        "minReplicaCount": scaling.min_replicas,
-        "maxReplicaCount": scaling.max_replicas,
-        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
-        "triggers": [
-            # Memory says how many; whether any, requests do, for cached prefixes take memory too.
-            trigger(scaling, f"sum({METRIC}{{{pods}}}) or vector(0)", threshold, _NEVER),
-            trigger(scaling, activity, _NEVER, "0"),
-            *own_triggers(scaling),
-        ],
-    }
-
-
-def own_triggers(scaling: AutoscalingSpec) -> list[Manifest]:
-    """Return the additional triggers of a spec, in KEDA's form."""
-    return [as_asked(each) for each in scaling.keda.triggers] if scaling.keda else []
-
-
-def as_asked(section: Strict) -> Manifest:
-    """Return a section with Kubernetes' own field names, without unset fields."""
-    asked = to_api(section).items()
-    return {name: value for name, value in asked if value is not None}
-
-
-def trigger(scaling: AutoscalingSpec, query: str, threshold: str, activation: str) -> Manifest:
-    login = scaling.keda.authentication_ref if scaling.keda else None
-    return {
-        "type": "prometheus",
-        "metricType": "AverageValue",
-        "metadata": {
-            "serverAddress": scaling.prometheus_url,
-            "query": query,
-            "threshold": threshold,
-            "activationThreshold": activation,
-        },
-        **({"authenticationRef": to_api(login)} if login else {}),
-    }

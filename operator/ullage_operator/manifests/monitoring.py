@@ -13,7 +13,7 @@ from ullage_operator.api import naming
 from ullage_operator.api.naming import MONITORING_API
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
-from ullage_operator.manifests.manifests import Builder
+from ullage_operator.manifests.builder import Builder
 
 Manifest = dict[str, Any]
 

@@ -10,13 +10,11 @@ from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.pods import is_follower, pool_of
 from ullage_operator.manifests.fetch_job import fetch_job, fetch_policy
+from ullage_operator.manifests.keda import KEDA_PAUSED, scaler_objects, with_pause
 from ullage_operator.manifests.manifests import (
-    KEDA_PAUSED,
     engine_objects,
     followers,
     pool_objects,
-    scaler_objects,
-    with_pause,
     without_replicas,
 )
 from ullage_operator.planning.model_caches import CacheState, cache_states, waiting_pools

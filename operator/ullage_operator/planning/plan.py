@@ -16,7 +16,6 @@ from ullage_operator.conditions.missing_pods import missing_pods_due_s
 from ullage_operator.manifests.exposure import exposure_objects
 from ullage_operator.manifests.manifests import engine_objects, router_objects, without_replicas
 from ullage_operator.manifests.monitoring import monitoring_objects
-from ullage_operator.manifests.template_checks import template_conflicts
 from ullage_operator.planning.engine_objects import (
     all_engines,
     fetch_objects,
@@ -31,6 +30,7 @@ from ullage_operator.planning.model_caches import RECHECK_S, waiting_pools
 from ullage_operator.planning.observed import ObjectKey, Observed, is_owned_by, key_of, stable_pods
 from ullage_operator.planning.rollout_observation import lacks_room, observe_rollout, seeks_room
 from ullage_operator.planning.status import status_of, workload_pods
+from ullage_operator.planning.template_checks import template_conflicts
 from ullage_operator.policy.lost_nodes import node_wait_s
 from ullage_operator.policy.pool_sizes import live_replicas, with_replicas
 from ullage_operator.policy.restarts import RestartDecision, decide_restarts, engine_pods

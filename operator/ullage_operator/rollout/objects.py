@@ -9,9 +9,10 @@ import yaml
 from ullage_operator.api import naming
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
+from ullage_operator.manifests.builder import Builder
 from ullage_operator.manifests.config_files import to_yaml
 from ullage_operator.manifests.engine_choice import may_be_vllm
-from ullage_operator.manifests.manifests import Builder, pool_objects
+from ullage_operator.manifests.manifests import pool_objects
 from ullage_operator.policy.pool_sizes import may_sleep
 from ullage_operator.rollout.facts import canary_size, template_hash
 from ullage_operator.rollout.plan import RolloutPlan
