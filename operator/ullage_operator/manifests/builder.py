@@ -59,20 +59,22 @@ class Builder:
         }
 
     def disruption_budget(self, name: str, selector: Manifest, most: int) -> list[Manifest]:
-        """Return the PodDisruptionBudget that stops drains from ending several pods at once; none
-        without pods.
+        """Return the PodDisruptionBudget that keeps a drain from evicting several pods at once.
+
+        There is none for fewer than two pods.
 
         Args:
-            selector: of their pods.
-            most: engines or routers that there may be.
+            name: the name of the object.
+            selector: the selector of the pods.
+            most: the highest number of engines or routers.
         """
         if most < 2:
             return []
-        # maxUnavailable and not minAvailable: a last replica must not block a node's drain.
+        # With minAvailable, the last replica would block the drain of its node.
         spec = {
             "maxUnavailable": 1,
             "selector": selector,
-            # A pod that does not serve is no loss, and must not hold up a drain either.
+            # The eviction of a pod that does not serve costs nothing and must not block a drain.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         }
         return [self.object("policy/v1", "PodDisruptionBudget", name, spec)]
@@ -83,7 +85,10 @@ class Builder:
 
 
 def owner_references(service: Service) -> list[Manifest]:
-    """Make the garbage collector delete the object with its service; none outside Kubernetes."""
+    """Return the owner by which Kubernetes deletes an object together with its service.
+
+    Outside Kubernetes there is none.
+    """
     owner = {
         "apiVersion": naming.API_VERSION,
         "kind": naming.KIND,

@@ -19,16 +19,18 @@ Manifest = dict[str, Any]
 ENGINE_ENV: tuple[Manifest, ...] = (
     {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
     {"name": "HF_HOME", "value": f"{naming.CACHE_DIR}/huggingface"},
-    # Kernels are compiled once; the home directory cannot be written.
+    # The default cache is in the home directory, which is read-only.
     {"name": "TRITON_CACHE_DIR", "value": f"{naming.CACHE_DIR}/triton"},
 )
 AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Variables of AWS's SDKs, and keys of a Secret, that are one credential."""
+"""Environment variables of the AWS SDKs that form one credential, and the keys of its Secret."""
 
 
 def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
-    """Return the variable USER for a UID without an account: torch and Triton put the name into
-    paths."""
+    """Return the variable USER for a UID without an account.
+
+    torch and Triton put the user's name into paths.
+    """
     is_known = service.spec.security_context.run_as_user == USER or not settings.on_kubernetes
     if is_known or "USER" in given_env(pool):
         return []
@@ -36,7 +38,7 @@ def user_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manif
 
 
 def given_env(pool: PoolSpec) -> set[str]:
-    """Return the names of environment variables that a pod template gives to engines."""
+    """Return the names of the environment variables that a pod template sets for engines."""
     return {variable["name"] for variable in given_variables(pool)}
 
 
@@ -51,27 +53,27 @@ def given_variables(pool: PoolSpec) -> list[Manifest]:
 
 
 def group_env(pool: PoolSpec) -> list[Manifest]:
-    """Return environment of pods that are not an engine by themselves."""
+    """Return the environment of pods in engines that span several pods."""
     if pool.nodes == 1:
         return []
     revision = f"metadata.annotations['{naming.GROUP_REVISION}']"
     return [
-        # The address that vLLM gives to the other nodes.
+        # vLLM tells the other nodes this address.
         {"name": "VLLM_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "ULLAGE_GROUP_REVISION", "valueFrom": {"fieldRef": {"fieldPath": revision}}},
     ]
 
 
 def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
-    """Return the variables by which engines read buckets, which are those of AWS's SDKs.
+    """Return the environment of the AWS SDKs by which engines read buckets.
 
-    Variables of the pod template come before them. Keys are of one credential, so where the pod
-    template has one of them, it has all.
+    Variables of the pod template take precedence. The keys form one credential, so if the pod
+    template sets one of them, the operator sets none.
     """
     spec = service.spec
-    s3 = spec.s3 or S3Spec()
     if spec.s3 is None and not spec.model.source.startswith("s3://"):
         return []
+    s3 = spec.s3 or S3Spec()
 
     given = given_env(pool)
     has_keys = not given.isdisjoint(AWS_KEYS)
@@ -90,15 +92,15 @@ def s3_env(service: Service, pool: PoolSpec) -> list[Manifest]:
 
 
 def s3_store(service: Service, pool: PoolSpec) -> str:
-    """Return a digest of where engines find the bucket of their model.
+    """Return a digest of the endpoint or region of the bucket with the model.
 
-    It is empty for AWS where no region is set, and for models that are in no bucket. The address
-    itself may be of a Secret.
+    It is empty for AWS without a region, and for models that are in no bucket. A digest is used,
+    because the address may come from a Secret.
     """
     if not service.spec.model.source.startswith("s3://"):
         return ""
     env = {each["name"]: each for each in (*s3_env(service, pool), *given_variables(pool))}
-    # Engines find it by the first of these that is not empty.
+    # Engines use the first of these variables that is not empty.
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"):
         variable = env.get(name, {})
         address = variable.get("value") or json.dumps(variable.get("valueFrom"), sort_keys=True)
@@ -109,7 +111,7 @@ def s3_store(service: Service, pool: PoolSpec) -> str:
 
 def _keys_of(secret: str) -> Iterator[Manifest]:
     for key in AWS_KEYS:
-        # Only temporary credentials have a token.
+        # Only temporary credentials have a session token.
         optional = {"optional": True} if key == "AWS_SESSION_TOKEN" else {}
         reference = {"secretKeyRef": {"name": secret, "key": key, **optional}}
         yield {"name": key, "valueFrom": reference}
@@ -118,19 +120,20 @@ def _keys_of(secret: str) -> Iterator[Manifest]:
 def vllm_env(service: Service, pool: PoolSpec, settings: Settings) -> list[Manifest]:
     """Return the environment of vLLM, whose variables a pod template may override.
 
-    It is empty where `ullage up` runs the engine, whose user has their own caches.
+    It is empty for `ullage up`, since users have caches of their own.
     """
     if not settings.on_kubernetes or not may_be_vllm(service.spec):
         return []
     env = {
-        # The image's home cannot be written; libraries below vLLM compile kernels into it.
+        # The image's home is read-only, and libraries below vLLM compile kernels into it.
         "HOME": f"{naming.CACHE_DIR}/home",
-        # A worker that is started again finds what another compiled.
+        # A restarted worker reuses the compiled graphs.
         "VLLM_CACHE_ROOT": f"{naming.CACHE_DIR}/vllm",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    # Later adapters may come from the hub.
+    # A model from elsewhere must not wait for the hub, unless adapters may still come from it.
     if not pool.memory.max_loras and not service.spec.model.source.startswith("hf://"):
-        env["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, so nothing may wait for the hub
+        env["HF_HUB_OFFLINE"] = "1"
+
     given = given_env(pool)
     return [{"name": name, "value": value} for name, value in env.items() if name not in given]

@@ -32,13 +32,15 @@ from ullage_operator.manifests.volumes import (
 Manifest = dict[str, Any]
 
 START_PERIOD_S = 5
+"""Seconds between two startup probes."""
 FOLLOWER_START_S = 120
-"""Seconds until a follower's process answers; it imports nothing that is large."""
+"""Seconds within which a follower's process must answer; its imports are small."""
 
 
 def engine_template(
     service: Service, pool_name: str, pool: PoolSpec, config: str, settings: Settings
 ) -> Manifest:
+    """Return the pod template of engines: the spec's, with the operator's fields over it."""
     own = own_engine(service, pool_name, pool, config, settings)
     return completed(pool.pod_template, own, settings)
 
@@ -59,14 +61,17 @@ def own_engine(
 
 
 def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Manifest:
-    # The kubelet's probes support neither the service's TLS nor a mesh's.
+    """Return the container of an engine."""
+    # The kubelet's probes support neither the service's TLS nor that of a mesh.
     is_secure = service.spec.tls.engines is not None or bool(settings.mesh)
-    failures = math.ceil(pool.start_timeout / START_PERIOD_S)  # until then it fetches and loads
+    # The startup probe covers the time in which the engine fetches and loads its model.
+    failures = math.ceil(pool.start_timeout / START_PERIOD_S)
+
     return {
         "name": naming.ENGINE,
         "image": engine_image(service.spec, settings),
         "imagePullPolicy": settings.image_pull_policy,
-        # The last lines of a container that ended say why, in the service's conditions.
+        # The service's conditions quote the last log lines of a container that ended.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "command": ["ullage-engine"],
         "args": [
@@ -91,7 +96,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
         "securityContext": container_security(),
         "startupProbe": killing(grpc_probe("readiness", START_PERIOD_S, failures, is_secure)),
         "readinessProbe": grpc_probe("readiness", 2, 2, is_secure),
-        # Lenient: a busy engine is not a dead one.
+        # Liveness is lenient, because a busy engine may answer late.
         "livenessProbe": killing(grpc_probe("liveness", 10, 10, is_secure)),
         "lifecycle": {"preStop": {"sleep": {"seconds": engine_pre_stop_s(settings)}}},
         "volumeMounts": engine_mounts(service, pool),
@@ -99,7 +104,7 @@ def engine_container(service: Service, pool: PoolSpec, settings: Settings) -> Ma
 
 
 def claims_of_pods(pool: PoolSpec) -> Manifest:
-    """Return the resourceClaims of a pool's pods; empty where they ask for devices by limits."""
+    """Return the resourceClaims of a pool's pods; empty if they request devices by limits."""
     claims = [
         {"name": each.name, "resourceClaimTemplateName": each.resource_claim_template_name}
         for each in pool.resource_claims
@@ -108,7 +113,7 @@ def claims_of_pods(pool: PoolSpec) -> Manifest:
 
 
 def claims_of_container(pool: PoolSpec) -> Manifest:
-    """Return the claims of an engine's container among those of its pod."""
+    """Return the claims of its pod that an engine's container uses."""
     claims = [
         {"name": each.name, **({"request": each.request} if each.request else {})}
         for each in pool.resource_claims
@@ -121,8 +126,8 @@ def follower_template(
 ) -> Manifest:
     """Return the pod template of followers, which compute a part of an engine with vLLM.
 
-    It is the engine's template with the follower's worker in place of the server, with its own
-    probes, and without ports, Secrets and the KV file tier.
+    A follower runs a worker in place of the server and has probes of its own. It has no serving
+    ports, no Secrets and no KV file tier.
     """
     leader = own_engine(service, pool_name, pool, config, settings)
     [container] = leader["spec"]["containers"]
@@ -162,8 +167,10 @@ def follower_template(
 
 
 def engine_pre_stop_s(settings: Settings) -> int:
-    """Routers know engines by DNS, which withdraws an address late, and tells one that takes its
-    place late: until then the engine that ends must serve."""
+    """Return the seconds for which an ending engine goes on serving.
+
+    Routers find engines by DNS, which withdraws an address late and announces its replacement late.
+    """
     return PRE_STOP_S + math.ceil(settings.dns_lag_s)
 
 

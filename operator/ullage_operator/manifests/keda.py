@@ -22,7 +22,7 @@ KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
 METRIC = "ullage_kv_used_ratio"
 POLL_S = 10
 _NEVER = "1000000"
-"""Requests from which on activity alone would ask for another engine."""
+"""A threshold that no value reaches, for triggers that must not scale by their value."""
 
 
 def scaler_objects(
@@ -32,19 +32,20 @@ def scaler_objects(
     scaling = autoscaling_of(pool)
     if scaling is None:
         return []
+    if scaling.provider != KEDA or SCALED_OBJECT not in serves:
+        return []
+
     name = naming.pool_name(service.name, pool_name)
+    spec = scaled_object(service, pool_name, scaling)
     build = Builder(service, naming.ENGINE, pool_name)
-    if scaling.provider == KEDA and SCALED_OBJECT in serves:
-        spec = scaled_object(service, pool_name, scaling)
-        scaler = build.object(KEDA_API, SCALED_OBJECT, name, spec)
-        if service.spec.stop:
-            scaler["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
-        return [scaler]
-    return []
+    scaler = build.object(KEDA_API, SCALED_OBJECT, name, spec)
+    if service.spec.stop:
+        scaler["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
+    return [scaler]
 
 
 def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
-    """Return the manifest that changes only the pause of a live ScaledObject."""
+    """Return a live ScaledObject in which only the pause changes."""
     kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
     meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
     annotations = dict(meta.get("annotations") or {})
@@ -55,8 +56,10 @@ def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
 
 
 def rules(pace: Pace) -> Manifest:
-    """Return KEDA's scaling rules: the policy that lets more pods change holds, as with the
-    operator's own."""
+    """Return the scaling rules of one direction.
+
+    The policy that allows the larger change holds, as in the operator's own autoscaling.
+    """
     period = max(1, round(pace.period))
     policies = [{"type": "Pods", "value": pace.pods, "periodSeconds": period}]
     if pace.percent:
@@ -70,6 +73,7 @@ def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) ->
     pods = f'namespace="{service.namespace}",pod=~"{name}-[0-9]+"'
     routers = f'namespace="{service.namespace}",pod=~"{naming.router_name(service.name)}-.+"'
     cold_starts = f'ullage_router_wanted_requests{{{routers},pool="{pool_name}"}}'
+
     running = f"ullage_requests_running{{{pods}}} + ullage_requests_waiting{{{pods}}}"
     activity = f"(sum({running}) or vector(0)) + (sum({cold_starts}) or vector(0))"
     threshold = f"{scaling.targets.kv_utilization:g}"
@@ -82,7 +86,8 @@ def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) ->
         "maxReplicaCount": scaling.max_replicas,
         "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
         "triggers": [
-            # Memory says how many; whether any, requests do, for cached prefixes take memory too.
+            # Memory decides how many engines there are, and requests whether there are any: cached
+            # prefixes take memory even without requests.
             trigger(scaling, f"sum({METRIC}{{{pods}}}) or vector(0)", threshold, _NEVER),
             trigger(scaling, activity, _NEVER, "0"),
             *own_triggers(scaling),

@@ -26,8 +26,10 @@ from ullage_operator.policy.pool_sizes import autoscaling_of
 Manifest = dict[str, Any]
 
 MIXED_ENGINE_TLS = f"{naming.GROUP}/mixed-engine-tls"
-"""Annotation of a Deployment of routers that call engines in plaintext beside TLS: the section
-`tls.engines` that they speak TLS by, which the spec may no longer have."""
+"""Annotation of a router Deployment that calls engines both in plaintext and with TLS.
+
+Its value is the section `tls.engines` by which routers speak TLS. The spec may no longer have it.
+"""
 
 
 def router_objects(
@@ -60,8 +62,10 @@ def router_objects(
     ]
     policy = {
         "ingress": [
-            {"ports": [policy_port(naming.HTTP_PORT), policy_port(naming.GRPC_PORT)]},  # to anybody
-            from_operator(naming.METRICS_PORT, settings),  # what it scales and judges canaries by
+            # Anybody may call the serving ports.
+            {"ports": [policy_port(naming.HTTP_PORT), policy_port(naming.GRPC_PORT)]},
+            # The operator scales pools and judges canaries by the routers' counts.
+            from_operator(naming.METRICS_PORT, settings),
             *from_scrapers(service, settings),
         ]
     }
@@ -85,8 +89,8 @@ def router_objects(
 def router_service(service: Service, ports: list[Manifest]) -> Manifest:
     """Return the Service by which clients reach the routers.
 
-    Fields that the spec does not set are left out: the API server fills them in, and others may set
-    them.
+    Fields that the spec does not set are left out, so that the API server or other controllers can
+    set them.
     """
     given = service.spec.router.service
     asked = as_asked(given)
@@ -115,6 +119,7 @@ def engine_objects(
     """
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
+
     routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
     tickets = service.spec.tickets
     clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
@@ -123,6 +128,7 @@ def engine_objects(
     asking = {"from": [routers, *peers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
     operator = from_operator(naming.PROBE_PORT, settings)
     policy = {"ingress": [asking, operator, *from_scrapers(service, settings)]}
+
     build = Builder(service, naming.ENGINE)
     objects = [build.account(name), build.network_policy(name, match, policy)]
     if with_adapters or service.spec.serves_adapters:
@@ -205,8 +211,8 @@ def disks(pool_name: str, pool: PoolSpec) -> Manifest:
 def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
     """Return the selector of a pool's PodDisruptionBudget, which covers all pods of its engines.
 
-    If one pod of a group is away, none of the group is ready. So a budget of one pod protects all
-    other groups and lets the rest of this group go, since pods that are not ready may be evicted.
+    If one pod of a group is missing, no pod of the group is ready. A budget of one pod therefore
+    protects all other groups. The rest of this group may be evicted, since it is not ready.
     """
     if pool.nodes == 1:
         return {"matchLabels": naming.selector(service.name, naming.ENGINE, pool_name)}
@@ -216,7 +222,7 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
 
 
 def of_group(template: Manifest, revision: str) -> Manifest:
-    """Return a pod template with the revision of the group that its pods are of."""
+    """Return a pod template with the revision of its group."""
     annotations = template["metadata"].get("annotations", {}) | {naming.GROUP_REVISION: revision}
     return {**template, "metadata": {**template["metadata"], "annotations": annotations}}
 
@@ -247,8 +253,8 @@ def group_objects(
         "serviceName": name,
         "replicas": followers(pool),
         "podManagementPolicy": "Parallel",
-        # The operator deletes the followers of a leader that is of the new revision, so that no
-        # engine loses its followers before it is its turn.
+        # The operator deletes followers once their leader has the new revision, so that no engine
+        # loses its followers before its turn.
         "updateStrategy": {"type": "OnDelete"},
         "selector": {"matchLabels": match},
         "template": template,
@@ -277,7 +283,7 @@ def followers(pool: PoolSpec) -> int:
 
 
 def grpc_protocol(is_secure: bool) -> str:
-    """appProtocol for meshes and gateways; h2c is HTTP/2 in plaintext."""
+    """Return the appProtocol for meshes and gateways; h2c is HTTP/2 in plaintext."""
     return "https" if is_secure else "kubernetes.io/h2c"
 
 
@@ -296,8 +302,7 @@ def policy_port(number: int) -> Manifest:
 
 
 def from_operator(number: int, settings: Settings) -> Manifest:
-    """Allow the operator to follow the engines' headroom and ask routers for measures, and nothing
-    else."""
+    """Return the rule that lets the operator call a port."""
     pods = {"matchLabels": naming.operator_selector()}
     own = settings.namespace
     namespaces = {"matchLabels": {naming.NAMESPACE_LABEL: own}} if own else {}
@@ -308,8 +313,10 @@ def from_operator(number: int, settings: Settings) -> Manifest:
 
 
 def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
-    """Allow those who may read metrics; no rule where that is nobody, for an empty list is
-    everybody."""
+    """Return the rule for the pods that may read metrics.
+
+    Without permitted pods there is no rule, because an empty list of peers would permit everybody.
+    """
     peers = service.spec.observability.metrics_from
     if peers is None and settings.metrics_namespace:
         labels = {naming.NAMESPACE_LABEL: settings.metrics_namespace}

@@ -18,9 +18,9 @@ from ullage_operator.policy.restarts import HUNG_GRACE_S
 Manifest = dict[str, Any]
 
 PRE_STOP_S = 15
-"""Seconds until nobody sends new work to a pod that ends, once its address is withdrawn."""
+"""Seconds for which a terminating pod still gets new requests after its address is withdrawn."""
 LAST_MARGIN_S = 15
-"""Seconds for the last messages and the end of the process, after the drain."""
+"""Seconds after the drain for the last messages and the exit of the process."""
 DEFAULT_SPREAD = {
     "maxSkew": 1,
     "topologyKey": "kubernetes.io/hostname",
@@ -30,43 +30,52 @@ _PORTS_PAST_MESH = {
     "istio": "traffic.sidecar.istio.io/excludeInboundPorts",
     "linkerd": "config.linkerd.io/skip-inbound-ports",
 }
-"""Annotations by which a mesh's sidecar leaves ports of a pod alone."""
+"""Annotation, by mesh, that excludes ports of a pod from the sidecar."""
 
 
 def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
     """Return a spec's pod template with the operator's fields merged over it.
 
-    Its pods are spread over nodes and reachable past the cluster's mesh, unless the template says
-    otherwise.
+    Unless the template says otherwise, the pods are spread over nodes, and the ports that the
+    operator calls are excluded from the cluster's mesh.
+
+    Args:
+        given: the pod template of the spec.
+        own: the operator's fields.
+        settings: the operator's own settings.
     """
     meta = own["metadata"]
-    said = given.get("metadata", {}).get("annotations") or {}
-    passing = {name: value for name, value in mesh_annotations(settings) if name not in said}
-    own = {**own, "metadata": {**meta, "annotations": meta["annotations"] | passing}}
+    given_annotations = given.get("metadata", {}).get("annotations") or {}
+    added = {
+        name: value for name, value in mesh_annotations(settings) if name not in given_annotations
+    }
+    merged = {**meta, "annotations": meta["annotations"] | added}
+
     spread = given.get("spec", {}).get("topologySpreadConstraints", [DEFAULT_SPREAD])
     # A constraint without a selector would count no pods.
-    counted = {"labelSelector": {"matchLabels": own["metadata"]["labels"]}}
-    constraints = {"topologySpreadConstraints": [counted | each for each in spread]}
-    return over_template(given, {**own, "spec": own["spec"] | (constraints if spread else {})})
+    selector = {"labelSelector": {"matchLabels": meta["labels"]}}
+    constraints = {"topologySpreadConstraints": [selector | each for each in spread]}
+    spec = own["spec"] | (constraints if spread else {})
+
+    return over_template(given, {**own, "metadata": merged, "spec": spec})
 
 
 def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the annotations by which the operator, outside the mesh, reaches pods inside it.
+    """Yield the annotations that let the operator, outside the mesh, reach pods inside it.
 
-    The operator connects to pod addresses in plaintext, and only to ports at which nothing can be
-    changed.
+    The operator connects to pods in plaintext, and only to ports that are read-only.
     """
     if settings.mesh:
         yield _PORTS_PAST_MESH[settings.mesh], f"{naming.PROBE_PORT},{naming.METRICS_PORT}"
 
 
 def metadata(match: dict[str, str], config: str) -> Manifest:
-    # Without the version: an operator's update must not restart every engine by a label.
+    # The labels have no version, so that an update of the operator does not restart every engine.
     return {"labels": match, "annotations": {naming.CONFIG_HASH: digest(config)}}
 
 
 def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manifest:
-    """Return the fields that all pods share, as Pod Security's restricted profile asks."""
+    """Return the fields that all pods share, by the restricted profile of Pod Security."""
     secrets = [secret.name for secret in service.spec.image_pull_secrets]
     pulled = [{"name": name} for name in dict.fromkeys([*secrets, *settings.image_pull_secrets])]
     return {
@@ -79,7 +88,7 @@ def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manif
 
 
 def account_name(service: Service, own: str) -> str:
-    """Return the ServiceAccount of pods: the spec's, or the operator's own for them."""
+    """Return the ServiceAccount of pods: the spec's, or the one that the operator creates."""
     return service.spec.service_account.name or own
 
 
@@ -93,14 +102,14 @@ def pod_security(service: Service) -> Manifest:
     return {
         "runAsNonRoot": True,
         **{name: number for name, number in ids.items() if number is not None},
-        # Otherwise each start would change the owner of every file in a model cache.
+        # Otherwise each start of a pod would change the owner of every file in a model cache.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
 
 
 def grace_s(service: Service, pre_stop_s: int) -> int:
-    """Seconds until an ending pod is killed: engines and routers drain for one whole request."""
+    """Return the termination grace period, in which a pod can drain one whole request."""
     return pre_stop_s + math.ceil(service.spec.limits.total_timeout) + LAST_MARGIN_S
 
 
@@ -117,7 +126,7 @@ def port(name: str, number: int) -> Manifest:
 
 
 def killing(probe: Manifest) -> Manifest:
-    """Return a probe whose failure kills a container, with a short termination grace period."""
+    """Return a probe whose failure restarts a container, with a short termination grace period."""
     return {**probe, "terminationGracePeriodSeconds": HUNG_GRACE_S}
 
 

@@ -33,6 +33,7 @@ Manifest = dict[str, Any]
 
 
 def router_template(service: Service, config: str, settings: Settings) -> Manifest:
+    """Return the pod template of routers: the spec's, with the operator's fields over it."""
     own = own_router(service, config, settings)
     return completed(service.spec.router.pod_template, own, settings)
 
@@ -44,7 +45,7 @@ def own_router(service: Service, config: str, settings: Settings) -> Manifest:
         "name": naming.ROUTER,
         "image": settings.router_image,
         "imagePullPolicy": settings.image_pull_policy,
-        # The last lines of a container that ended say why, in the service's conditions.
+        # The service's conditions quote the last log lines of a container that ended.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "command": ["ullage-router"],
         "args": ["--config", f"{naming.CONFIG_DIR}/{naming.ROUTER_CONFIG}"],
@@ -80,7 +81,7 @@ def own_router(service: Service, config: str, settings: Settings) -> Manifest:
 
 
 def held_s(service: Service) -> int:
-    """Seconds that a router may hold a request before it is answered."""
+    """Return the seconds for which a router may hold a request while a sleeping pool wakes."""
     sleeps = any(map(may_sleep, service.spec.pools.values()))
     return math.ceil(service.spec.routing.wake.timeout) if sleeps else 0
 
@@ -90,7 +91,11 @@ def probe_ports(is_secure: bool) -> list[Manifest]:
 
 
 def router_probes(is_secure: bool) -> Manifest:
-    """Return HTTP probes; with TLS on their own port, since clients may need a certificate."""
+    """Return the probes of a router.
+
+    With TLS they use gRPC on a port of their own, since the serving ports may demand certificates
+    of clients.
+    """
     if is_secure:
         return {
             "startupProbe": killing(grpc_probe("liveness", 1, 60, is_secure)),

@@ -19,13 +19,18 @@ KV_VOLUME = "kv"
 MODEL_IMAGE = "model-image"
 SHM_BYTES = 1 << 30
 VLLM_SHM_BYTES = 256 << 20
-"""Shared memory for each GPU's rank, above the ring buffer of ten 24 MiB chunks by which it answers
-vLLM's scheduler."""
+"""Shared memory for the rank of each GPU.
+
+It holds the ring buffer of ten chunks of 24 MiB through which the rank answers vLLM's scheduler.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MountedSecret:
-    """A Secret as a folder; never mounted by file, or the kubelet would not follow its changes."""
+    """A Secret mounted as a folder.
+
+    The kubelet would not update a Secret that is mounted as a single file.
+    """
 
     volume: str
     secret: str
@@ -33,9 +38,11 @@ class MountedSecret:
 
 
 def router_secrets(service: Service) -> list[MountedSecret]:
+    """Return the Secrets that routers mount."""
     tenants = service.spec.tenants
     tls = service.spec.tls
     secrets = []
+
     if tenants:
         secrets.append(MountedSecret("keys", tenants.secret_name, naming.KEYS_DIR))
     if tls.router:
@@ -45,11 +52,12 @@ def router_secrets(service: Service) -> list[MountedSecret]:
     if tls.engines:
         name = tls.engines.router_secret_name or tls.engines.secret_name
         secrets.append(MountedSecret("engine-tls", name, naming.ENGINE_TLS_DIR))
+
     return [*secrets, *step_secrets(service), *ticket_secrets(service)]
 
 
 def step_secrets(service: Service) -> list[MountedSecret]:
-    """What routers show to the other services of their cascade."""
+    """Return the credentials with which routers call the other services of their cascade."""
     cascade = service.spec.cascade
     secrets = []
     for index, step in enumerate(cascade.steps if cascade else ()):
@@ -65,21 +73,24 @@ def step_secrets(service: Service) -> list[MountedSecret]:
 
 
 def engine_secrets(service: Service) -> list[MountedSecret]:
-    tls = service.spec.tls.engines
-    volume = ENGINE_TLS_VOLUME
-    path = naming.ENGINE_TLS_DIR
-    secrets = [MountedSecret(volume, tls.secret_name, path)] if tls else []
+    """Return the Secrets that engines mount."""
+    secrets = []
+    if tls := service.spec.tls.engines:
+        certificate = MountedSecret(ENGINE_TLS_VOLUME, tls.secret_name, naming.ENGINE_TLS_DIR)
+        secrets.append(certificate)
     return [*secrets, *ticket_secrets(service)]
 
 
 def ticket_secrets(service: Service) -> list[MountedSecret]:
-    """What routers sign with and engines verify by."""
+    """Return the Secret with the keys by which routers sign tickets and engines verify them."""
     tickets = service.spec.tickets
     return [MountedSecret("tickets", tickets.secret_name, naming.TICKETS_DIR)] if tickets else []
 
 
 def secret_volumes(service: Service, secrets: Iterable[MountedSecret]) -> list[Manifest]:
-    # With fsGroup only the pod's group may read the files; without it root owns them, so all may.
+    """Return the volumes of Secrets."""
+    # With fsGroup, only the pod's group may read the files. Without it, root owns them, so all
+    # users must be able to read them.
     mode = 0o444 if service.spec.security_context.fs_group is None else 0o440
     return [
         {"name": s.volume, "secret": {"secretName": s.secret, "defaultMode": mode}} for s in secrets
@@ -91,9 +102,10 @@ def secret_mounts(secrets: Iterable[MountedSecret]) -> list[Manifest]:
 
 
 def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Manifest]:
+    """Return the volumes of an engine's pod."""
     return [
         config_volume(naming.pool_name(service.name, pool_name)),
-        # In memory: weights there outlive a worker, so that its restart takes seconds.
+        # Weights in this memory outlive a worker, so that its restart takes only seconds.
         memory_volume("run"),
         *cache_volumes(service, pool),
         *kv_volumes(pool),
@@ -107,6 +119,7 @@ def engine_volumes(service: Service, pool_name: str, pool: PoolSpec) -> list[Man
 
 
 def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
+    """Return the volume mounts of an engine's container."""
     return [
         {"name": "config", "mountPath": naming.CONFIG_DIR, "readOnly": True},
         {"name": "run", "mountPath": naming.RUN_DIR},
@@ -122,8 +135,10 @@ def engine_mounts(service: Service, pool: PoolSpec) -> list[Manifest]:
 
 
 def adapter_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
-    """Return the volume of the adapters file, as a folder, since the kubelet updates no single
-    mounted file."""
+    """Return the volume of the adapters file.
+
+    The ConfigMap is mounted as a folder, because the kubelet does not update a single mounted file.
+    """
     if not pool.memory.max_loras:
         return []
     return [{"name": "adapters", "configMap": {"name": naming.engine_name(service.name)}}]
@@ -138,8 +153,8 @@ def adapter_mounts(pool: PoolSpec) -> list[Manifest]:
 def cache_volumes(service: Service, pool: PoolSpec) -> list[Manifest]:
     """Return the volumes for downloads and compiled kernels.
 
-    Pods share them only where the spec names a place. Where each pod has its own claim, which its
-    StatefulSet mounts, there are none.
+    Pods share the volume only if the spec names a claim or a host path. There is none if each pod
+    has a claim of its own, which the StatefulSet mounts.
     """
     cache = pool.model_cache
     if cache.claim_template:
@@ -167,8 +182,14 @@ def volume_claim_templates(pool: PoolSpec) -> list[Manifest]:
 def storage_volume(
     name: str, claim: str | None, host_path: str | None, size_limit: int | str | None
 ) -> Manifest:
-    """A volume on a disk: of a claim or the node, else one that goes with the pod, of at most
-    `size_limit`."""
+    """Return a volume on a disk: of a claim, of the node, or an emptyDir that ends with the pod.
+
+    Args:
+        name: the name of the volume.
+        claim: the PersistentVolumeClaim, if any.
+        host_path: the folder of the node, if any.
+        size_limit: the size limit of the emptyDir; None for no limit.
+    """
     if claim:
         return {"name": name, "persistentVolumeClaim": {"claimName": claim}}
     if host_path:
@@ -178,7 +199,7 @@ def storage_volume(
 
 
 def kv_volumes(pool: PoolSpec) -> list[Manifest]:
-    """Return the volume of the file tier; none where the pod template mounts one at its folder."""
+    """Return the volume of the file tier; none if the pod template mounts its own there."""
     file = pool.memory.tiers.file
     if file is None or not kv_mounts(pool):
         return []
@@ -207,13 +228,13 @@ def scratch_volume(name: str) -> Manifest:
 
 
 def claims_of(service: Service) -> list[str]:
-    """Return the claims of the model and of adapters, the model's first; each once."""
+    """Return the claims of the model and of adapters without duplicates, the model's first."""
     claims = (claim_of(service.spec.model.source), *(service.spec.adapter_claims or ()))
     return list(dict.fromkeys(filter(None, claims)))
 
 
 def claim_volume_names(service: Service) -> dict[str, str]:
-    """Return the names of the volumes by the claims."""
+    """Return the volume name of each claim."""
     return {claim: f"models-{i}" if i else "models" for i, claim in enumerate(claims_of(service))}
 
 
@@ -234,7 +255,7 @@ def claim_mounts(service: Service) -> list[Manifest]:
 def image_volumes(service: Service) -> list[Manifest]:
     """Return the image volume of the model, which needs Kubernetes 1.31.
 
-    Nodes pull it like containers' images, with the pod's own pull secrets.
+    Nodes pull the image like that of a container, with the pull secrets of the pod.
     """
     reference = image_of(service.spec.model.source)
     policy = service.spec.model_pull_policy
@@ -251,7 +272,7 @@ def image_mounts(service: Service) -> list[Manifest]:
 
 
 def shm_size(service: Service, pool: PoolSpec) -> int | str:
-    """Return the size of /dev/shm: the pool's, or enough for ranks to exchange data."""
+    """Return the size of /dev/shm: the pool's own, or enough for ranks to exchange data."""
     if pool.shm_size is not None:
         return pool.shm_size
     ranks = VLLM_SHM_BYTES * pool.gpus_per_pod if may_be_vllm(service.spec) else 0

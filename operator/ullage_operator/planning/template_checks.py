@@ -16,7 +16,7 @@ from ullage_operator.manifests.volumes import KV_VOLUME, engine_mounts
 
 
 def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem]:
-    """Yield the fields of pod templates that are not allowed or that the operator itself sets."""
+    """Yield the fields of pod templates that the API forbids or that the operator itself sets."""
     router = service.spec.router.pod_template
     places = {"spec.router": router}
     places |= {f"spec.pools.{n}": pool.pod_template for n, pool in service.spec.pools.items()}
@@ -40,10 +40,11 @@ def template_conflicts(service: Service, settings: Settings) -> Iterator[Problem
 
 
 def kv_folder_problems(service: Service, pool_name: str, pool: PoolSpec) -> Iterator[Problem]:
-    """Yield why the folder of a pool's file tier cannot be where it is to be."""
+    """Yield conflicts between the folder of a pool's file tier and the mounts of its pods."""
     file = pool.memory.tiers.file
     if file is None:
         return
+
     is_own = pool.memory.tiers != service.spec.memory.tiers
     path = f"spec.{f'pools.{pool_name}.' if is_own else ''}memory.tiers.file.path"
     others = [m["mountPath"] for m in engine_mounts(service, pool) if m["name"] != KV_VOLUME]
