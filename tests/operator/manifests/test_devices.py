@@ -85,7 +85,7 @@ def test_an_api_server_that_keeps_no_claims_is_told_of(make_plan: MakePlan) -> N
         if item["kind"] == "StatefulSet":
             del pod_of(item)["resourceClaims"]
     message = degraded(make_plan(Observed(now=NOW, objects=live), **spec))
-    assert message.startswith("spec.pools.single.resourceClaims: the API server keeps no claims")
+    assert message.startswith("spec.pools.single.resourceClaims: the API server drops the claims")
     assert "use Kubernetes 1.34" in message
 
 
