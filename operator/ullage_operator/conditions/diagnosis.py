@@ -35,20 +35,19 @@ from ullage_operator.conditions.pods import (
 Pod = Mapping[str, Any]
 
 MISUSE = 2
-"""Exit status of an engine or a router that can never work with what it is given, such as a broken
-model file."""
+"""Exit status of an engine or router that no restart can help, as with a broken model file."""
 LOOPING_RESTARTS = 2
-"""A container that ended so often and does not stay up crash-loops, also while it just runs."""
+"""Number of restarts from which a container that does not stay up counts as crash-looping."""
 RECENT_S = 600.0
-"""An end that is longer ago has nothing to do with what a container does now."""
+"""Seconds after which an exit no longer says anything about the container."""
 STABLE_S = 60.0
-"""A pod that has been ready for this long does not crash-loop any more."""
+"""Seconds of readiness after which a pod no longer counts as crash-looping."""
 CREATING_S = 600.0
-"""Time to pull an image, after which it is worth a word."""
+"""Seconds to pull an image, after which the status mentions the delay."""
 MOUNTING_S = 20.0
-"""Time to mount a pod's volumes and to set up its network, which usually takes seconds."""
+"""Seconds to mount a pod's volumes and to set up its network, after which Events are read."""
 EVENTS_S = 30.0
-"""Time after which the Events of a pod that still does not start are read again."""
+"""Seconds between two reads of the Events of a pod that does not start."""
 _CACHE = "cache"
 
 
@@ -58,10 +57,11 @@ def diagnose(
     lost_nodes: frozenset[str] = frozenset(),
     warnings: Warnings = MappingProxyType({}),
 ) -> list[PodProblem]:
-    """Return the problems of pods, those that block the service first, then by pod name.
+    """Return the problems of pods: those that block the service first, then by pod name.
 
     Args:
-        now: the present time in UTC.
+        pods: the pods of a service.
+        now: the current time, in UTC.
         lost_nodes: names of nodes that do not answer.
         warnings: Events about pods that do not start.
     """
@@ -78,18 +78,18 @@ def _on_lost_node(pod: Pod, lost_nodes: frozenset[str]) -> PodProblem | None:
     if node not in lost_nodes:
         return None
     remedy = (
-        f"bring {node} back, or delete the Node: its pods are then made elsewhere "
+        f"bring {node} back, or delete the Node: its pods are then created elsewhere "
         "(the operator does that by itself once Kubernetes has given them up)"
     )
     return problem_of(pod, "NodeLost", f"node {node} does not answer; {remedy}")
 
 
 def diagnose_pod(pod: Pod, now: datetime) -> PodProblem | None:
-    """The reason that helps most, or None for a pod that serves, starts or ends as it should."""
+    """Return the most helpful problem of a pod; None for a pod that serves, starts or ends."""
     if "deletionTimestamp" in pod["metadata"]:
         return None
-    looks = (unscheduled, _refused, _container_stuck, _looping, _failed, _creating)
-    return next((trouble for look in looks if (trouble := look(pod, now))), None)
+    checks = (unscheduled, _refused, _container_stuck, _looping, _failed, _creating)
+    return next((problem for check in checks if (problem := check(pod, now))), None)
 
 
 def _container_stuck(pod: Pod, now: datetime) -> PodProblem | None:
@@ -100,10 +100,12 @@ def _container_stuck(pod: Pod, now: datetime) -> PodProblem | None:
         if reason in IMAGE_REASONS:
             return problem_of(pod, reason, _image_message(container, reason, message))
         if reason in CONFIG_REASONS:
-            remedy = "make the Secret or ConfigMap that it names, or correct the pool's settings"
-            if "deadline exceeded" in message:  # the container runtime's answer, and not the spec's
+            remedy = "create the Secret or ConfigMap that it names, or correct the pool's settings"
+            if "deadline exceeded" in message:  # the container runtime is late, the spec is valid
                 remedy = "the node is overloaded or its container runtime hangs; it is tried again"
-            return problem_of(pod, reason, f"{message or 'its container cannot be made'}; {remedy}")
+            return problem_of(
+                pod, reason, f"{message or 'its container cannot be created'}; {remedy}"
+            )
         if reason == CRASH_LOOP:
             return problem_of(pod, reason, _crash_message(pod, container), True)
     return None
@@ -118,8 +120,10 @@ def _image_message(container: Mapping[str, Any], reason: str, message: str) -> s
 
 
 def _looping(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return the crash loop of a container, also between two crashes, when it runs and may be
-    ready."""
+    """Return the crash loop of a container.
+
+    Between two crashes the container runs and may even be ready.
+    """
     since = ready_since(pod)
     is_stable = is_ready(pod) and since and (now - since).total_seconds() >= STABLE_S
     for container in container_statuses(pod):
@@ -130,8 +134,7 @@ def _looping(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def _refused(pod: Pod, now: datetime) -> PodProblem | None:
-    """Return an engine's or router's own error that a restart cannot fix, from its first exit
-    on."""
+    """Return the error of an engine or router that no restart can fix, from its first exit on."""
     if is_ready(pod):
         return None
     for container in container_statuses(pod):
@@ -145,7 +148,7 @@ def _refused(pod: Pod, now: datetime) -> PodProblem | None:
 
 
 def stable_in_s(pod: Pod, now: datetime) -> float | None:
-    """Seconds until a pod that is ready after crashes counts as stable."""
+    """Return the seconds until a pod that is ready after crashes counts as stable."""
     since = ready_since(pod)
     trouble = _looping(pod, now)
     if trouble is None or since is None or not is_ready(pod):
@@ -160,7 +163,7 @@ def _crashed_lately(container: Mapping[str, Any], now: datetime) -> bool:
 
 
 def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The last end of a container that is started again and again."""
+    """Return the last terminated state of a container; empty without one."""
     for state in (container.get("state", {}), container.get("lastState", {})):
         if ended := state.get("terminated"):
             return dict(ended)
@@ -173,17 +176,18 @@ def _crash_message(pod: Pod, container: Mapping[str, Any]) -> str:
     message = _last_words(ended)
     code = f" with exit code {ended['exitCode']}" if "exitCode" in ended else ""
     times = container.get("restartCount", 0)
-    what = f"{name} has been restarted {times} times, last after it ended{code}"
+    crash = f"{name} has been restarted {times} times, last after it ended{code}"
+
     if ended.get("reason") == "OOMKilled":
         pool = spec_section(pod)
-        return f"{what}: out of host memory; raise {pool}.resources.limits.memory"
+        return f"{crash}: out of host memory; raise {pool}.resources.limits.memory"
     if message:
-        return f"{what}: {message}"
-    return f"{what}; see kubectl logs --previous {pod['metadata']['name']}"
+        return f"{crash}: {message}"
+    return f"{crash}; see kubectl logs --previous {pod['metadata']['name']}"
 
 
 def _last_words(ended: Mapping[str, Any]) -> str:
-    """Return the line that says why a container ended, else the end of its log."""
+    """Return the last error line of a container's termination message, else its end."""
     message = (ended.get("message") or "").strip()
     errors = [line for line in message.splitlines() if line.startswith("error: ")]
     return str(errors[-1] if errors else message)[-1024:]
@@ -213,31 +217,32 @@ def _creating(pod: Pod, now: datetime) -> PodProblem | None:
         waiting = container.get("state", {}).get("waiting", {}).get("reason")
         age = age_s(pod, now)
         if waiting in ("ContainerCreating", "PodInitializing") and age >= CREATING_S:
-            what = f"its containers are not made after {age / 60:.0f} min"
-            remedy = "a large image may still be pulled, or a volume cannot be mounted"
             name = pod["metadata"]["name"]
-            return problem_of(
-                pod, "ContainerCreating", f"{what}: {remedy}; kubectl describe pod {name}"
+            message = (
+                f"its containers are not created after {age / 60:.0f} min: a large image may still "
+                f"be pulled, or a volume cannot be mounted; kubectl describe pod {name}"
             )
+            return problem_of(pod, "ContainerCreating", message)
     return None
 
 
 def is_unmounted(pod: Pod, now: datetime) -> bool:
-    """Whether a pod lacks its volumes or its network for longer than usual, so that its Events
-    are worth reading."""
+    """Return whether a pod has lacked its volumes or network for so long that Events may help."""
     return _is_mounting(pod) and age_s(pod, now) >= MOUNTING_S
 
 
 def unmounted_recheck_s(pod: Pod, now: datetime) -> float | None:
-    """Seconds until a pod that is being created should be looked at again; None for any other."""
+    """Return the seconds until the Events of a pod should be read; None for a created pod."""
     if not _is_mounting(pod):
         return None
     return max(0.0, MOUNTING_S - age_s(pod, now)) or EVENTS_S
 
 
 def _is_mounting(pod: Pod) -> bool:
-    """Whether a pod has a node, and neither volumes nor a network there: its images are pulled only
-    then."""
+    """Return whether a pod has a node, but neither volumes nor a network there yet.
+
+    Kubernetes pulls images only afterwards.
+    """
     if "deletionTimestamp" in pod["metadata"] or not node_of(pod):
         return False
     if pod_condition(pod, "PodReadyToStartContainers").get("status") != "False":
@@ -253,10 +258,11 @@ def _unmounted(pod: Pod, now: datetime, warnings: Warnings) -> PodProblem | None
         return None
     name = pod["metadata"]["name"]
     if warning := warnings.get(str(pod["metadata"].get("uid", ""))):
-        remedy = "make what it names in this namespace, or correct its name in the spec"
+        remedy = "create the missing object in this namespace, or correct its name in the spec"
         if warning.reason not in ("FailedMount", "FailedAttachVolume"):
             remedy = f"kubectl describe pod {name}"
         return problem_of(pod, warning.reason, f"{warning.message}; {remedy}")
+
     listed = ", ".join(_mounted_objects(pod)) or "no Secret, ConfigMap or claim"
     message = (
         f"has neither its volumes nor its network after {age_s(pod, now):.0f} s; it mounts {listed}"
@@ -266,7 +272,7 @@ def _unmounted(pod: Pod, now: datetime, warnings: Warnings) -> PodProblem | None
 
 
 def _mounted_objects(pod: Pod) -> list[str]:
-    """Return the objects that a pod's volumes are made of, as `Secret NAME`."""
+    """Return the objects that a pod mounts, for example `Secret NAME`."""
     sources = (
         ("Secret", "secret", "secretName"),
         ("ConfigMap", "configMap", "name"),

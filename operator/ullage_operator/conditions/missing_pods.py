@@ -11,7 +11,7 @@ from ullage_operator.conditions.pods import parse_time
 PROGRESSING = "Progressing"
 """The type of the condition that says whether a change is being rolled out."""
 WAIT_S = 30.0
-"""Controllers need a moment, and a webhook that restarts is back by then."""
+"""Seconds until missing pods become a problem, in which a restarting webhook is back."""
 
 
 class WorkloadPods(NamedTuple):
@@ -30,11 +30,13 @@ def missing_pods(
     now: datetime,
     warnings: Warnings = MappingProxyType({}),
 ) -> list[PodProblem]:
-    """Workloads that have lacked pods for too long.
+    """Return a problem for each workload that has lacked pods for too long.
 
     Args:
-        status: of the service, as it is.
-        warnings: Events about such workloads.
+        workloads: the workloads of the service, with their pods.
+        status: the current status of the service.
+        now: the current time, in UTC.
+        warnings: Events about these workloads.
     """
     return [
         PodProblem("", "PodsNotMade", _message(each, warnings), False)
@@ -45,27 +47,32 @@ def missing_pods(
 def lacking_workloads(
     workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
 ) -> list[WorkloadPods]:
-    """Return those that have lacked pods for too long."""
+    """Return the workloads that have lacked pods for too long."""
     return [*filter(_lacks, workloads)] if _progressing_s(status, now) >= WAIT_S else []
 
 
 def missing_pods_due_s(
     workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
 ) -> float | None:
-    """Seconds until missing pods become a problem; None where none are missing or they are one."""
+    """Return the seconds until missing pods become a problem.
+
+    The result is None if none are missing, or if they are a problem already.
+    """
     left_s = WAIT_S - _progressing_s(status, now)
     return left_s if left_s > 0 and any(map(_lacks, workloads)) else None
 
 
 def _lacks(workload: WorkloadPods) -> bool:
-    """Lacks pods now and in the last report: a pod that is being replaced is away for a moment.
+    """Return whether a workload lacks pods now and lacked them in the last status.
 
-    A Deployment's controller says that it failed, and may have seen a spec before it makes pods.
+    A pod that is being replaced is missing for a moment only. For a Deployment, its controller must
+    also report a failure, since it may observe a spec before it creates the pods.
     """
     live = workload.live
     desired = _desired(workload.live)
     if live["kind"] == "Deployment" and not _failure(live):
         return False
+
     reported = desired if workload.reported is None else workload.reported
     seen = live.get("status", {}).get("observedGeneration", 0)
     is_newest = seen >= live["metadata"].get("generation", 0)
@@ -81,8 +88,10 @@ def _exist(live: Mapping[str, Any]) -> int:
 
 
 def _message(workload: WorkloadPods, warnings: Warnings) -> str:
-    """Words the problem with the API server's message, which a Deployment hands on and a
-    StatefulSet tells in an Event."""
+    """Return the problem with the API server's message.
+
+    A Deployment has the message in a condition, a StatefulSet in an Event.
+    """
     kind = workload.live["kind"]
     name = workload.live["metadata"]["name"]
     look = f"kubectl describe {kind.lower()} {name}"
@@ -100,7 +109,7 @@ def _failure(live: Mapping[str, Any]) -> str:
 
 
 def _progressing_s(status: Mapping[str, Any], now: datetime) -> float:
-    """Seconds since the service began to progress; 0 where it does not."""
+    """Return the seconds since the service began to progress; 0 if it does not."""
     progressing = (each for each in status.get("conditions", ()) if each["type"] == PROGRESSING)
     condition = next(progressing, {"status": "False"})
     since = parse_time(condition.get("lastTransitionTime"))

@@ -33,7 +33,7 @@ def unscheduled(pod: Pod, now: datetime) -> PodProblem | None:
 def roomless_s(pod: Pod, now: datetime) -> float | None:
     """Return the seconds for which no node has had room for a pod.
 
-    Return None once a node has, or while something other than room is missing.
+    The result is None once a node has room, or while something other than room is missing.
     """
     placed = pod_condition(pod, "PodScheduled")
     if placed.get("status") != "False" or placed.get("reason") != "Unschedulable":
@@ -46,9 +46,9 @@ def roomless_s(pod: Pod, now: datetime) -> float | None:
 
 
 def fits_place_of(pod: Pod, other: Pod) -> bool:
-    """Return whether the resources that another pod frees when it ends are enough for a pod.
+    """Return whether a pod fits the resources that another pod frees when it ends.
 
-    Ephemeral storage counts only where the scheduler reports it as insufficient: engines of an
+    Ephemeral storage counts only if the scheduler reports it as insufficient, because engines of an
     earlier operator do not request any.
     """
     try:
@@ -62,7 +62,7 @@ def fits_place_of(pod: Pod, other: Pod) -> bool:
 
 
 def _requests(pod: Pod) -> dict[str, Decimal]:
-    """Return the sums of resources and device claims by which the scheduler picks a node."""
+    """Return a pod's total resources and device claims, by which the scheduler picks a node."""
     sums: dict[str, Decimal] = {}
     for container in pod.get("spec", {}).get("containers", ()):
         resources = container.get("resources", {})
@@ -113,12 +113,12 @@ def _placing_remedy(pod: Pod, message: str) -> str:
         ),
         (
             "ResourceClaim not created yet",
-            f"make the ResourceClaimTemplate that {pool}.resourceClaims names in this namespace",
+            f"create the ResourceClaimTemplate that {pool}.resourceClaims names in this namespace",
         ),
         ("Insufficient ephemeral-storage", disk_remedy(pool)),
         ("untolerated taint", f"add the taint to {template}.tolerations"),
         ("node affinity/selector", f"correct {template}.nodeSelector or label a node"),
-        ("persistentvolumeclaim", "make the claim that the pod names"),
+        ("persistentvolumeclaim", "create the claim that the pod names"),
         ("unbound immediate PersistentVolumeClaims", "bind the claim that the pod names"),
         ("Insufficient", f"lower {pool}.resources or add a node"),
     )

@@ -27,12 +27,14 @@ class PodProblem:
     message: str
     """The problem and its remedy."""
     blocks: bool
-    """It crash-loops: the service is not Ready, even if other pods serve. What else is wrong with
-    one pod is no reason to call a service that serves not Ready."""
+    """Whether the service is not Ready because of this problem, even if other pods serve.
+
+    This holds for crash loops and for processes that cannot start.
+    """
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether only a change of the spec, or of an object that it names, can help."""
+        """Return whether only a change of the spec or of a named object can help."""
         return self.reason in STUCK_REASONS
 
     def __str__(self) -> str:

@@ -10,8 +10,10 @@ Pod = Mapping[str, Any]
 
 
 def is_counted(pod: Pod) -> bool:
-    """Whether the pod counts: all do but routers that ended for good, which a ReplicaSet replaces
-    and keeps."""
+    """Return whether a pod counts as one of its workload.
+
+    Only router pods that ended for good do not: a ReplicaSet replaces them but keeps the objects.
+    """
     has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
     return not (is_router(pod) and has_ended)
 
@@ -22,7 +24,7 @@ def is_router(pod: Pod) -> bool:
 
 
 def is_follower(pod: Pod) -> bool:
-    """Whether the pod is of an engine that spans several, and has no server of its own."""
+    """Return whether a pod is a follower: a part of an engine that spans several pods."""
     labels = pod["metadata"].get("labels") or {}
     return bool(labels.get("app.kubernetes.io/component") == naming.FOLLOWER)
 
@@ -41,7 +43,7 @@ def ready_since(pod: Pod) -> datetime | None:
 
 
 def has_started(pod: Pod) -> bool:
-    """Its containers run and passed their startup probes."""
+    """Return whether all containers of a pod run and have passed their startup probes."""
     statuses = pod.get("status", {}).get("containerStatuses", ())
     return bool(statuses) and all(each.get("started") for each in statuses)
 
@@ -52,12 +54,12 @@ def restart_count(pod: Pod) -> int:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """A Kubernetes time, in UTC."""
+    """Parse a time of a Kubernetes object; the result is in UTC."""
     return datetime.fromisoformat(text).astimezone(UTC) if text else None
 
 
 def age_s(pod: Pod, now: datetime) -> float:
-    """Seconds since the pod was made; 0 where the API does not say."""
+    """Return the seconds since a pod was created; 0 if its creation time is unknown."""
     created = parse_time(pod["metadata"].get("creationTimestamp"))
     return max(0.0, (now - created).total_seconds()) if created else 0.0
 
@@ -78,11 +80,11 @@ def is_placed(pod: Pod) -> bool:
 
 
 def spec_section(pod: Pod) -> str:
-    """Return the part of the spec that the pod is made of."""
+    """Return the part of the spec that describes a pod."""
     pool = naming.stable_pool(pool_of(pod))
     return f"spec.pools.{pool}" if pool else "spec.router"
 
 
 def pool_of(pod: Pod) -> str:
-    """The pool of an engine's pod; nothing for a router's."""
+    """Return the pool of an engine's pod; empty for a router's pod."""
     return str(pod["metadata"].get("labels", {}).get(naming.POOL_LABEL, ""))

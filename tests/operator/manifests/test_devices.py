@@ -117,7 +117,7 @@ def test_a_canary_without_devices_takes_the_place_of_a_pod_that_has_as_many() ->
     ("said", "remedy"),
     [
         (UNALLOCATED, "add a node with free devices, free some, or correct spec.pools.single.res"),
-        ("pod: ResourceClaim not created yet", "make the ResourceClaimTemplate that spec.pools."),
+        ("pod: ResourceClaim not created yet", "create the ResourceClaimTemplate that spec.pools."),
     ],
 )
 def test_a_pod_without_its_devices_names_them_and_the_remedy(said: str, remedy: str) -> None:

@@ -96,7 +96,7 @@ def test_the_second_of_two_releases_leaves_services_alone(world, start) -> None:
     second = start("--lease-name=second")
     until(lambda: world.condition("Contested").get("status") == "True", "the status says", LONG_S)
     message = world.condition("Contested")["message"]
-    assert "/second watches this service, too" in message and "watch.namespaces" in message
+    assert "/second also watches this service" in message and "watch.namespaces" in message
     until(lambda: second.reconciled("yielded") > 1, "the second has its answer", LONG_S)
     assert second.reconciled("ok") == 0
     world.patch(f"{world.services}/s", {"spec": {"router": {"replicas": 3}}})
