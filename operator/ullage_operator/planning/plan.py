@@ -36,8 +36,9 @@ from ullage_operator.policy.pool_sizes import live_replicas, with_replicas
 from ullage_operator.policy.restarts import RestartDecision, decide_restarts, engine_pods
 from ullage_operator.rollout.objects import router_file, with_stop_said
 from ullage_operator.rollout.plan import RolloutPlan, plan_rollout
+from ullage_operator.rollout.release import release_of
 from ullage_operator.rollout.replacement import RouterRoll, roll_routers
-from ullage_operator.rollout.state import initial, load, release_of
+from ullage_operator.rollout.state import initial, load
 from ullage_operator.rollout.transport import with_engine_tls
 
 Manifest = dict[str, Any]

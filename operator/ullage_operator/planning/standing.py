@@ -30,7 +30,7 @@ from ullage_operator.api.spec import Service, Spec
 from ullage_operator.planning.observed import LiveObject, Manifest, ObjectKey, Observed, key_of
 from ullage_operator.planning.plan import ServicePlan, plan, plan_sizes
 from ullage_operator.policy.pool_sizes import live_replicas
-from ullage_operator.rollout.state import sealed_section, unsealed_section
+from ullage_operator.rollout.sealing import sealed_section, unsealed_section
 
 _logger = logging.getLogger(__name__)
 

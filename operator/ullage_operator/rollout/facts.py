@@ -31,10 +31,8 @@ from ullage_operator.rollout.observation import (
     is_settled,
     stable_engines,
 )
-from ullage_operator.rollout.stages import RolloutCommand, RolloutFacts, RolloutProgress
-from ullage_operator.rollout.state import (
+from ullage_operator.rollout.release import (
     Release,
-    RolloutState,
     alike_pools,
     changed_pools,
     changes_answers,
@@ -43,6 +41,8 @@ from ullage_operator.rollout.state import (
     shared_hash,
     with_release,
 )
+from ullage_operator.rollout.stages import RolloutCommand, RolloutFacts, RolloutProgress
+from ullage_operator.rollout.state import RolloutState
 from ullage_operator.rollout.transport import all_speak_both, are_mixed
 
 Manifest = dict[str, Any]

@@ -16,7 +16,8 @@ from ullage_operator.manifests.manifests import pool_objects
 from ullage_operator.policy.pool_sizes import may_sleep
 from ullage_operator.rollout.facts import canary_size, template_hash
 from ullage_operator.rollout.plan import RolloutPlan
-from ullage_operator.rollout.state import dump, shared_hash
+from ullage_operator.rollout.release import shared_hash
+from ullage_operator.rollout.state import dump
 
 Manifest = dict[str, Any]
 

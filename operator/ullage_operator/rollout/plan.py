@@ -16,6 +16,13 @@ from ullage_operator.rollout.observation import (
     canary_name,
     stable_engines,
 )
+from ullage_operator.rollout.release import (
+    Release,
+    changed_pools,
+    release_of,
+    revision_of,
+    with_release,
+)
 from ullage_operator.rollout.stages import (
     ROLLING_OUT,
     TRYING,
@@ -25,18 +32,7 @@ from ullage_operator.rollout.stages import (
     advance,
     weight_of,
 )
-from ullage_operator.rollout.state import (
-    Release,
-    RolloutState,
-    changed_pools,
-    initial,
-    load,
-    missing,
-    release_of,
-    revision_of,
-    unreadable,
-    with_release,
-)
+from ullage_operator.rollout.state import RolloutState, initial, load, missing, unreadable
 from ullage_operator.rollout.transport import are_mixed, speak_both
 
 Manifest = dict[str, Any]

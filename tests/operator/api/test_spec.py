@@ -18,7 +18,7 @@ from ullage_operator.api.sections import camel
 from ullage_operator.api.settings import Settings
 from ullage_operator.planning.observed import Observed, key_of
 from ullage_operator.planning.plan import ServicePlan, plan
-from ullage_operator.rollout.state import release_of, revision_of
+from ullage_operator.rollout.release import release_of, revision_of
 
 Make = Callable[..., dict[str, Any]]
 

@@ -13,7 +13,7 @@ from ullage_operator.api.parsing import parse
 from ullage_operator.api.settings import Settings
 from ullage_operator.local.plan import plan_local
 from ullage_operator.manifests.config_files import engine_config, router_config
-from ullage_operator.rollout.state import shared_hash
+from ullage_operator.rollout.release import shared_hash
 
 Make = Callable[..., dict[str, Any]]
 ENDPOINT = "http://collector.monitoring:4318"

@@ -23,7 +23,8 @@ from ullage_operator.planning.standing import Declared, plan_standing, read, sta
 from ullage_operator.policy.engine_health import EngineHealth
 from ullage_operator.policy.pool_sizes import ScalingDecisions
 from ullage_operator.policy.scaling import ScalingDecision
-from ullage_operator.rollout.state import load, release_of
+from ullage_operator.rollout.release import release_of
+from ullage_operator.rollout.state import load
 
 Make = Callable[..., dict[str, Any]]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
