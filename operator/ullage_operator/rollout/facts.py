@@ -48,7 +48,7 @@ from ullage_operator.rollout.transport import all_speak_both, are_mixed
 Manifest = dict[str, Any]
 
 ROOM_WAIT_S = 60.0
-"""Time for which a canary waits for additional room before it replaces stable engines."""
+"""Seconds for which a canary waits for additional room before it replaces stable engines."""
 _IN_A_MESH = "a mesh's sidecars must leave it alone, which the chart's value mesh sees to"
 
 
@@ -111,7 +111,7 @@ def rollout_facts(
         now=observation.now,
         target=revision,
         is_serving=is_serving,
-        # Where nothing serves there is nothing to protect, and the image may be what helps.
+        # If nothing serves, there is nothing to protect, and the new image may be the remedy.
         may_begin=observation.may_begin
         or not is_serving
         or not _is_of_many(service, observation, target, release),
@@ -155,7 +155,7 @@ def rollout_facts(
 def _is_of_many(
     service: Service, observation: RolloutObservation, target: Release, release: Release
 ) -> bool:
-    """Return whether a change reaches many services: another default image, or an edited base."""
+    """Return whether a change affects many services: a new default image, or an edited base."""
     is_of_a_base = bool(service.spec.base_refs) and not observation.is_edited
     is_of_the_operator = not service.spec.image and has_other_image_only(target, release)
     return is_of_a_base or is_of_the_operator
@@ -164,11 +164,10 @@ def _is_of_many(
 def outdated_pools(
     service: Service, observation: RolloutObservation, state: RolloutState, settings: Settings
 ) -> tuple[str, ...]:
-    """Return the pools whose stable engines this operator makes of another pod template than the
-    one that was applied, though nobody's edit asks for it.
+    """Return the pools whose applied pod template differs from this operator's, without an edit.
 
-    Routers read an edit of what both sides share at once, so engines must not wait with it. Any
-    other edit of a service that waits for its turn does not give it one.
+    An edit of fields that stable engines and canary share is not counted: routers read it at once,
+    so engines must not wait with it. Other edits of a waiting service do not advance its turn.
     """
     edit_hash = shared_hash(service)
     is_changed = bool(changed_pools(release_of(service, settings), state.release))
@@ -177,7 +176,7 @@ def outdated_pools(
     for name, pool in stable.spec.pools.items():
         live = observation.stateful_sets.get(naming.pool_name(service.name, name), {})
         annotations = live.get("metadata", {}).get("annotations") or {}
-        # What an older operator applied without these hashes cannot be told from an edit.
+        # Without these hashes, the template of an older operator looks the same as an edit.
         if annotations.get(naming.SHARED_HASH) != edit_hash:
             continue
         applied_hash = annotations.get(naming.TEMPLATE_HASH)
@@ -262,10 +261,10 @@ def _with_restarts(
 
 
 def command_of(annotation: str, progress: RolloutProgress, revision: str) -> RolloutCommand:
-    """What an annotation `word` or `word:revision` says now.
+    """Return the command of an annotation `word` or `word:revision`.
 
-    A word by itself is acted on once, when it is first seen; one with a revision as often as that
-    revision is tried. `pause` holds as long as it is there.
+    A word alone is carried out once, when it is first seen. A word with a revision is carried out
+    whenever that revision is tried. `pause` holds for as long as the annotation exists.
     """
     word, _, about = annotation.partition(":")
     if about and about != revision:

@@ -52,8 +52,10 @@ def _with_hashes(item: Manifest, hashes: Mapping[str, str]) -> Manifest:
 
 
 def router_file(plan: RolloutPlan) -> str:
-    """Return the file by which routers know the canary's engines, and the adapters of sleeping
-    engines (`ullage_router.rollout`)."""
+    """Return the file that names the canary's engines and the adapters of sleeping engines.
+
+    `ullage_router.rollout` reads the file.
+    """
     progress = plan.progress
     name = plan.stable.name
     spec = plan.stable.spec
@@ -80,12 +82,12 @@ def router_file(plan: RolloutPlan) -> str:
 
 
 def _stop_said(is_stopped: bool) -> Manifest:
-    # Routers of an older image do not have this field, so it is set only where it is needed.
+    # Routers of an older image do not know this field, so it is set only if it is needed.
     return {"stopped": True} if is_stopped else {}
 
 
 def with_stop_said(text: str, is_stopped: bool) -> str:
-    """Return a routers' file in which only the stop of the service changes."""
+    """Return the routers' file with only the stop of the service changed."""
     document = yaml.safe_load(text)
     kept = {name: value for name, value in document.items() if name != "stopped"}
     changed = kept | _stop_said(is_stopped)

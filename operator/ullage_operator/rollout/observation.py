@@ -20,36 +20,38 @@ class RolloutObservation:
 
     now: datetime
     stateful_sets: Mapping[str, Manifest]
-    """Live ones of the service, by name."""
+    """The service's live StatefulSets, by name."""
     stored_state: str | None
-    """The text that was kept; None: nothing was."""
+    """The kept text of the state; None without one."""
     is_state_readable: bool = True
-    """Whether what was kept can be seen at all."""
+    """Whether the operator can read the kept state."""
     may_begin: bool = True
-    """Whether other services' rollouts leave room for one that nobody's edit asks for."""
+    """Whether the rollout queue admits a rollout that no edit of the service asks for."""
     may_yield: bool = True
-    """Whether the service's next pod gets the place that another one of it frees."""
+    """Whether the service's next pod would get the room that another of its pods frees."""
     routers: Manifest | None = None
-    """Live Deployment of the routers."""
+    """The routers' live Deployment."""
     has_ending_routers: bool = False
-    """Whether routers that were replaced still have requests."""
+    """Whether replaced routers still terminate."""
     is_edited: bool = True
     """Whether somebody has edited the service since its status was last written."""
     annotation: str = ""
-    """The service's annotation by which people steer the rollout."""
+    """The annotation by which people steer the rollout."""
     samples: Sequence[CanarySample] = ()
-    """Routers' counts of both sides."""
+    """The routers' counts of both sides."""
     unanswered: Sequence[str] = ()
-    """Addresses of routers that did not tell their counts, and why."""
+    """Addresses of routers that did not answer with their counts, and the reasons."""
     problem: str = ""
-    """Problem of the canary's pods; empty when there is none."""
+    """Problem of the canary's pods; empty without one."""
     is_stuck: bool = False
-    """Whether waiting helps nothing against that problem."""
+    """Whether waiting cannot solve this problem."""
     roomless_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds for which a canary's pods have found no room that an engine of their pool would leave
-    to them, by pool."""
+    """Seconds for which a canary's pods have found no room that an engine of their pool would free.
+
+    The pool is the key.
+    """
     fetching: Mapping[str, str] = field(default_factory=dict)
-    """Why engines that have not begun wait for their model, by pool."""
+    """Why first engines wait for their model, by pool."""
     engines: Sequence[EngineReport] = ()
     """Restarts and worker losses of the engines of both sides."""
 
@@ -63,7 +65,7 @@ def has_ready_engine(observation: RolloutObservation, name: str) -> bool:
 
 
 def is_canary_ready(observation: RolloutObservation, name: str, revision: str) -> bool:
-    """Whether a canary's engines are ready, and none of another revision is left."""
+    """Return whether a canary's engines are ready, and none of another revision is left."""
     return is_made_of(observation, name, revision) and has_ready_engine(observation, name)
 
 
@@ -74,7 +76,7 @@ def is_settled(observation: RolloutObservation, name: str, size: int, revision: 
 
 
 def is_made_of(observation: RolloutObservation, name: str, revision: str) -> bool:
-    """Whether all pods of a StatefulSet, ready or not, are of a revision."""
+    """Return whether all pods of a StatefulSet, ready or not, have a revision."""
     if (live := observation.stateful_sets.get(name)) is None:
         return False
     made_of = (live["metadata"].get("annotations") or {}).get(naming.REVISION)
@@ -90,7 +92,7 @@ def canary_engines(
         name = naming.pool_name(service.name, engine.pool)
         if not naming.is_canary_pool(engine.pool) or not is_made_of(observation, name, revision):
             continue
-        # Pods and StatefulSets have separate watches: a pod of the canary before may still be in
+        # Pods and StatefulSets have separate watches, so a pod of an earlier canary may still be in
         # the cache.
         made_of = observation.stateful_sets[name].get("status", {}).get("updateRevision", "")
         if not made_of or engine.pod_revision in ("", made_of):

@@ -38,7 +38,7 @@ from ullage_operator.rollout.transport import are_mixed, speak_both
 Manifest = dict[str, Any]
 
 LOOK_AGAIN_S = 10.0
-"""While a rollout goes on."""
+"""Seconds between two plans while a rollout goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class RolloutPlan:
 
     state: RolloutState
     stable: Service
-    """The service with the stable engines."""
+    """The service with the release of its stable engines."""
     canary: Service
-    """The service with the canary's."""
+    """The service with the release of its canary."""
     pools: tuple[str, ...]
     """Pools that have a canary now."""
     weight: int
-    """Requests of a hundred for the canary."""
+    """Percentage of requests for the canary."""
     held: tuple[str, ...] = ()
-    """Pools whose stable engines stay as they are, though this operator makes other pods."""
+    """Pools whose stable engines stay unchanged, although this operator's template differs."""
     places: Mapping[str, int] = field(default_factory=dict)
-    """Stable engines whose place the canary has, by pool."""
+    """Number of stable engines that the canary replaces, by pool."""
     has_mixed_engines: bool = False
     """Whether some engines speak TLS and others plaintext, so that routers must speak both."""
     router_waits: bool = False
@@ -65,11 +65,11 @@ class RolloutPlan:
     router_rolls: bool = False
     """Whether routers are being replaced."""
     seeks_room: bool = False
-    """Whether its canary, or its engines after it, have no node yet."""
+    """Whether pods of the canary, or of the engines after its promotion, have no node yet."""
     lacks_room: bool = False
-    """Whether one of its engines finds no room."""
+    """Whether an engine finds no room."""
     is_known: bool = True
-    """Whether the decided state is known; otherwise only the number of engines may change."""
+    """Whether the state of the rollout is known; otherwise only sizes of pools may change."""
 
     @property
     def progress(self) -> RolloutProgress:
@@ -77,8 +77,7 @@ class RolloutPlan:
 
     @property
     def look_again_s(self) -> float | None:
-        """Seconds after which the plan must be made again though nothing was seen to change; None:
-        never."""
+        """Return the seconds until the next plan, even without changes; None for no such time."""
         is_quiet = self.progress.stage in (RolloutStage.STABLE, RolloutStage.ROLLED_BACK)
         waits = self.progress.reason == WAITING or self.progress.renewal == ROLLING_OUT
         return None if is_quiet and not waits else LOOK_AGAIN_S
@@ -119,7 +118,7 @@ def plan_rollout(
 def _held_progress(
     service: Service, observation: RolloutObservation, target: Release
 ) -> RolloutProgress | None:
-    """The progress that holds everything where a lost state matters; None where it does not."""
+    """Return a progress that changes nothing, if the state is lost and matters; None otherwise."""
     revision = revision_of(target)
     if not observation.is_state_readable:
         return unreadable(revision, observation.now)
@@ -139,9 +138,8 @@ def _plan_of(
 
     if progress.stage in TRYING:
         pools = tuple(name for name in changed if sizes[name])
-    elif (
-        progress.stage is RolloutStage.PROMOTING and progress.canary
-    ):  # until stable engines took over
+    elif progress.stage is RolloutStage.PROMOTING and progress.canary:
+        # The canary serves until the stable engines have taken over.
         pools = tuple(
             name for name in sizes if canary_name(service, name) in observation.stateful_sets
         )
@@ -170,8 +168,7 @@ def _has_mixed_engines(
 ) -> bool:
     """Return whether some engines speak TLS and others plaintext.
 
-    During a replacement of stable engines, all objects may be of one kind while some pods are still
-    of the other.
+    While stable engines are replaced, pods may differ even if all objects agree.
     """
     if are_mixed((service, stable), observation.stateful_sets.values()):
         return True

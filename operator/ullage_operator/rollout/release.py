@@ -23,8 +23,10 @@ from ullage_operator.manifests.engine_choice import engine_image
 
 Release = dict[str, Any]
 ENGINE_TLS = "engineTLS"
-"""Name of `tls.engines` in a release: engines of both kinds serve while it changes, since routers
-speak both then."""
+"""Name of `tls.engines` in a release.
+
+While it changes, engines with TLS and in plaintext both serve, and routers speak both.
+"""
 SECTIONS = (
     "image",
     "engine",
@@ -41,17 +43,19 @@ SECTIONS = (
     "allowFaultInjection",
     ENGINE_TLS,
 )
-"""Not adapters, which engines load and unload while they serve.
+"""Sections of the spec in a release.
 
-Not tickets, service accounts and pull secrets: both sides must have the same of these."""
+Adapters are left out, because engines load and unload them while they serve. Tickets, service
+accounts and pull secrets are left out, because both sides must have the same.
+"""
 SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
-"""Sections that say how fast, how much and by which way engines answer, and not what."""
+"""Sections that change the speed, amount and transport of answers, but not their content."""
 SECRET_NAME = "secretName"
 _SIZES = ("engine", "model", "device", "memory")
-"""Sections by which engines ask for CPU and memory where their pool does not say how much."""
+"""Sections that determine the default CPU and memory requests of engines."""
 _MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
 _MERGED_BELOW = ("tiers", "host", "remote", "file")
-"""Sections with fields of the API, and those in them; other maps are filled by people."""
+"""Sections with fields of the API, and the sections below them; people fill all other maps."""
 NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
 
 
@@ -73,8 +77,7 @@ def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shared_hash(service: Service) -> str:
-    """Return a hash of the engine pods' fields outside their release: it changes with an edit of
-    them.
+    """Return a hash of the fields of engine pods outside their release, to detect edits.
 
     Unset fields are left out, so that a field that a newer operator adds is no edit.
     """
@@ -100,9 +103,10 @@ def _security(context: SecurityContext) -> list[int | None]:
 
 
 def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
-    """`release`, in the form of `target`: what only one of them has does not count.
+    """Return a release with exactly the fields of the target.
 
-    Pools that `release` lacks are new and have nothing that could be kept.
+    Fields that the release lacks take the target's values. Pools that the release lacks are new, so
+    they are the target's.
     """
     sections = {
         name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
@@ -120,7 +124,7 @@ def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
 
 def _merged(name: str, target: Any, value_before: Any) -> Any:
     """Return a section of a release with the fields of the present spec."""
-    if name == ENGINE_TLS and target and value_before:  # the rest of it is the routers'
+    if name == ENGINE_TLS and target and value_before:  # only routers read its other fields
         return {**target, SECRET_NAME: value_before[SECRET_NAME]}
     if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:
         return {
@@ -133,12 +137,12 @@ def _merged(name: str, target: Any, value_before: Any) -> Any:
 
 
 def is_same(target: Release, release: Mapping[str, Any]) -> bool:
-    """Whether nothing was edited: the pools are the same, and no field that both have differs."""
+    """Return whether two releases have the same pools and agree in all fields that both have."""
     return target["pools"].keys() == release["pools"].keys() and overlaid(target, release) == target
 
 
 def changed_pools(target: Release, release: Release) -> list[str]:
-    """Pools whose engines differ; all where a section that they share does."""
+    """Return the pools whose engines differ; all pools if a section that they share differs."""
     if any(target[name] != release[name] for name in SECTIONS):
         return list(target["pools"])
     return [name for name, own in target["pools"].items() if own != release["pools"][name]]
@@ -153,7 +157,7 @@ def alike_pools(target: Release, release: Release) -> tuple[str, ...]:
 
 
 def changes_answers(target: Release, release: Release) -> bool:
-    """Whether engines of the two may answer one request differently."""
+    """Return whether engines of two releases may answer the same request differently."""
     sections = [name for name in SECTIONS if name not in SAME_ANSWERS]
     pools = release["pools"]
     return any(target[name] != release[name] for name in sections) or any(
@@ -162,7 +166,7 @@ def changes_answers(target: Release, release: Release) -> bool:
 
 
 def has_other_image_only(target: Release, release: Release) -> bool:
-    """Whether two releases differ in their image and in nothing else."""
+    """Return whether two releases differ in nothing but their image."""
     is_other = bool(target["image"] != release["image"])
     return is_other and not changed_pools(target | {"image": release["image"]}, release)
 
@@ -177,7 +181,7 @@ def with_release(service: Service, release: Release) -> Service:
 
 
 def revision_of(release: Mapping[str, Any]) -> str:
-    """A short name that changes with the release."""
+    """Return the revision of a release: a short hash."""
     return _hash(release)
 
 

@@ -13,8 +13,10 @@ from ullage_operator.rollout.release import Release
 _VALUE = "value"
 _VALUE_HASH = "valueHash"
 _HAS_ENV = "pools"
-"""Section of a release in which lists called `env` have environment variables: elsewhere maps are
-people's own, such as arguments of vLLM."""
+"""Section of a release in which a list `env` holds environment variables.
+
+Elsewhere people choose the names of fields, for example arguments of vLLM.
+"""
 
 
 def sealed(release: Mapping[str, Any]) -> Release:
@@ -31,7 +33,8 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
     """Return a sealed section with the original values of its environment variables.
 
     Args:
-        sources: where the values of its environment variables may still be.
+        section: the sealed section.
+        sources: objects that may still have the original values.
 
     Raises:
         KeyError: no source has a value any more.
@@ -41,16 +44,19 @@ def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
 
 
 def sealed_widely(release: Mapping[str, Any]) -> Release:
-    """Return a release with hashes for all values of pools that look like variables: as operators
-    kept it that did not ask what a list is called, so that both forms are equal."""
+    """Return a release with hashes for all values of pools that look like variables.
+
+    Older operators sealed so, without regard to the name of the list. Sealing both releases this
+    way makes them comparable.
+    """
     return _with_pools(release, lambda pools: _with_maps(pools, _sealed_variable))
 
 
 def unsealed(release: Mapping[str, Any], values: Mapping[str, str]) -> Release:
-    """Return what was sealed, in either form.
+    """Return a release that was sealed in either form, with its original values.
 
     Raises:
-        KeyError: nobody has the value any more.
+        KeyError: an original value is unknown.
     """
     change = partial(_unsealed_variable, values)
     return _with_pools(release, lambda pools: _with_maps(pools, change))
@@ -104,9 +110,9 @@ def _unsealed_variable(values: Mapping[str, str], variable: Any) -> Any:
 
 
 def hashed_values(section: Any) -> Iterator[tuple[str, str]]:
-    """Yield the values of all environment variables of anything, by their hashes.
+    """Yield the hash and value of every environment variable in a document.
 
-    Where it is empty, the API server keeps the name alone.
+    For an empty value the API server keeps only the name of the variable.
     """
     match section:
         case {"name": name, "value": value}:

@@ -47,13 +47,13 @@ class RolloutState:
     release: Release
     """Release of the stable engines."""
     tried: Release | None = None
-    """Release of the other revision that the state names; None when it names none."""
+    """Release of the tried or failed revision; None without one."""
 
     def revision(self, target: Release) -> str:
-        """What `state` calls the release that the spec asks for.
+        """Return the revision of the release that the spec asks for, as this state names it.
 
-        A revision's name is of all its fields, and an operator that knows one more would call the
-        same release otherwise: what failed would be tried again.
+        A revision is a hash of all fields. An operator that knows one more field would give the
+        same release another revision, and try a failed release again.
         """
         if not changed_pools(target, self.release):
             return self.progress.stable
@@ -70,7 +70,7 @@ class RolloutState:
 
 
 def _other(progress: RolloutProgress) -> str:
-    """The revision beside the stable one that a state is about; no state is about two."""
+    """Return the tried or failed revision; empty without one."""
     other = progress.canary or progress.failed
     return "" if other == progress.stable else other
 
@@ -83,8 +83,10 @@ def load(
     The releases take the form of the target's spec.
 
     Args:
-        live: the service's StatefulSets, whose pods have the environment that the text only has
-            hashes of.
+        text: the kept text; None without one.
+        target: the release that the spec asks for.
+        live: the service's StatefulSets, whose pods have the environment variables that the text
+            contains as hashes.
     """
     try:
         kept = json.loads(text or "")
@@ -130,12 +132,12 @@ def _is_of_canary(item: Mapping[str, Any]) -> bool:
 
 
 def initial(target: Release, now: datetime) -> RolloutState:
-    """The state of a service that has none yet: what it asks for is stable."""
+    """Return the state of a new service, whose release is stable."""
     return RolloutState(initial_progress(revision_of(target), now), target)
 
 
 def is_canary_running(text: str | None) -> bool:
-    """Whether a canary gets requests now, going by what was kept."""
+    """Return whether a canary gets requests now, by the kept text."""
     try:
         return bool(json.loads(text or "")["state"]["stage"] == RolloutStage.CANARY)
     except (ValueError, KeyError, TypeError):
@@ -143,7 +145,7 @@ def is_canary_running(text: str | None) -> bool:
 
 
 def dump(state: RolloutState) -> str:
-    """Return the text of the state that must outlive the operator: decisions, and no measures.
+    """Return the text of a state, with its decisions and without measures.
 
     More people may read ConfigMaps than services, so the text has hashes for the values of
     environment variables, which may be secrets.
@@ -162,7 +164,7 @@ def dump(state: RolloutState) -> str:
 
 
 def unreadable(target: str, now: datetime) -> RolloutProgress:
-    """The progress of a service whose ConfigMaps cannot be read: nothing is decided."""
+    """Return the progress of a service whose ConfigMaps cannot be read, which changes nothing."""
     message = (
         "what was decided cannot be read: engines stay as they are until the operator may list and "
         "watch ConfigMaps"
@@ -175,12 +177,16 @@ def unreadable(target: str, now: datetime) -> RolloutProgress:
 def missing(
     name: str, live: Mapping[str, Mapping[str, Any]], target: str, annotation: str, now: datetime
 ) -> RolloutProgress | None:
-    """A progress that holds everything, where the state is gone and engines run what is not
-    asked for; None where there is nothing to lose.
+    """Return a progress that changes nothing, for a service whose state is lost.
+
+    It is None if engines run the revision that the spec asks for, so that nothing is lost.
 
     Args:
-        name: of the service.
-        live: its pools' StatefulSets, by name.
+        name: the name of the service.
+        live: the StatefulSets of its pools, by name.
+        target: the revision that the spec asks for.
+        annotation: the annotation by which people steer the rollout.
+        now: the current time, in UTC.
     """
     running = {_revision(item) for item in live.values()} - {"", target}
     if not running or annotation == f"{RolloutCommand.PROMOTE}:{target}":

@@ -19,7 +19,7 @@ def rollout_condition(plan: RolloutPlan) -> Condition:
 
 
 def rollout_status(service: Service, plan: RolloutPlan) -> Manifest:
-    """status.rollout."""
+    """Return `status.rollout`."""
     progress = plan.progress
     is_paused = progress.is_held or progress.reason == PAUSED
     is_renewing = progress.renewal == ROLLING_OUT
@@ -35,7 +35,7 @@ def rollout_status(service: Service, plan: RolloutPlan) -> Manifest:
         "weight": plan.weight,
         "stableRevision": progress.stable,
         **({"since": timestamp(progress.since)} if plan.is_known else {}),
-        # A renewal's own: the message that is kept is that of the rollback before it.
+        # The kept message is that of the rollback before the renewal.
         "message": RENEWALS[progress.renewal] if is_renewing else progress.message,
         **({"revision": progress.canary} if progress.canary else {}),
         **({"failedRevision": progress.failed} if progress.failed else {}),

@@ -345,7 +345,7 @@ def test_services_that_were_rolled_back_are_renewed_in_turn(
     assert reasons == [("True", "RollingOut"), ("True", "RolloutQueued")]
     stages = [services.status[name]["rollout"] for name in "ac"]
     assert [each["stage"] for each in stages] == ["Promoting", "RolledBack"]
-    assert stages[0]["message"] == "what the operator makes engine pods of has changed"
+    assert stages[0]["message"] == "the operator's template of engine pods has changed"
     assert "it was aborted" in stages[1]["message"]
     services.restart()
     services.step("d")
