@@ -19,7 +19,8 @@ from ullage_operator.api.naming import METRICS_PORT
 from ullage_operator.api.settings import VERSION, Settings
 from ullage_operator.controller.controller import Controller, Options
 from ullage_operator.kube.connection import load_configuration
-from ullage_operator.kube.leader_election import Times, own_namespace
+from ullage_operator.kube.leader_election import own_namespace
+from ullage_operator.kube.lease import Times
 from ullage_operator.kube.operator import Operator, PortTaken
 
 log = logging.getLogger(__name__)

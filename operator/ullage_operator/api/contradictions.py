@@ -11,9 +11,9 @@ from ullage_operator.api.sections import amount, parse_bytes
 from ullage_operator.api.spec import claim_of
 
 MIN_BYTES = 2**20
-"""Below this much memory no model runs."""
+"""The least memory with which a model runs."""
 MAX_BYTES = 2**46
-"""64 TiB: no machine has more memory."""
+"""The most memory that a machine may have: 64 TiB."""
 _MIG_SLICE = "/mig-"
 """Part of the resource names of MIG slices in NVIDIA's device plugin."""
 _HOST_SIZE = "tiers.host.size"
@@ -23,6 +23,7 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
     """Return the contradictions between fields of a complete spec that the definition allows."""
     if unreadable := [*unreadable_amounts(spec), *shared_roles(spec)]:
         return unreadable
+
     complete = with_pool_defaults(spec)
     pools = complete["pools"].items()
     in_memory = (each for name, pool in pools for each in _memory(spec, name, pool))
@@ -34,7 +35,7 @@ def contradictions(spec: Mapping[str, Any]) -> list[Problem]:
 def _slices(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield pools whose engines would span several MIG slices, which NCCL cannot connect.
 
-    The definition has no rule for this: the number of GPUs has no default there.
+    The definition has no rule for this, because the number of GPUs has no default there.
     """
     resource = pool["gpuResourceName"]
     gpus = pool["gpus"]
@@ -88,7 +89,8 @@ def _adapters(spec: Mapping[str, Any]) -> Iterator[Problem]:
 def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the roles that leave open which pool serves a request.
 
-    The definition has rules for this, which objects stored under an older one may break.
+    The definition has rules for this, but objects that were stored under an older one may break
+    them.
     """
     names = ordered_pools(spec)
     for role in ("standard", "large"):
@@ -105,10 +107,11 @@ def shared_roles(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield amounts of memory that no machine has or with which no engine of a pool starts.
+    """Yield amounts of memory that no machine has, or with which no engine of a pool starts.
 
     Args:
         spec: the spec as written.
+        name: the name of the pool.
         pool: the pool with its defaults.
     """
     memory = pool["memory"]
@@ -121,11 +124,13 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
 
     if "maxKV" in memory and parse_bytes(memory["maxKV"]) < MIN_BYTES:
         yield Problem(path("maxKV"), f"{memory['maxKV']} holds no request; give at least 1Mi")
+
     tiers = memory.get("tiers", {})
-    # A host tier that nobody asked for takes what there is room for, and contradicts nothing.
+    # A host tier by default takes the room that there is, and contradicts nothing.
     default = f"{DEFAULT_HOST_TIER >> 20}Mi" if "remote" in tiers or "file" in tiers else 0
     host = tiers.get("host", {}).get("size", default)
     yield from (replace(each, path=path(each.path)) for each in _tiers(tiers, host))
+
     amounts = {key: memory.get(key) for key in ("deviceBytes", "hostKV")} | {_HOST_SIZE: host}
     asked = {key: parse_bytes(given) for key, given in amounts.items() if given}
     num_ranks = pool["gpus"] // pool.get("nodes", 1)  # of one pod
@@ -137,15 +142,17 @@ def _memory(spec: Mapping[str, Any], name: str, pool: Mapping[str, Any]) -> Iter
             most = "any machine has" if limit == MAX_BYTES else f"resources.limits.memory {limit}"
             each = for_each.get(key, "")
             yield Problem(path(key), f"{amounts[key]}{each} is more than {most}; lower it")
+
     on_cpu = [totals.get(key, 0) for key in ("deviceBytes", _HOST_SIZE)]
     has_tiers = memory["prefixCache"] and device_of(spec) != "cuda"
     if has_tiers and max(on_cpu) <= amount(limit) < sum(on_cpu):
         each = for_each.get("deviceBytes", "")
         yield Problem(
             path(_HOST_SIZE),
-            f"{host} beside deviceBytes {memory['deviceBytes']}{each} is more than "
+            f"{host} and deviceBytes {memory['deviceBytes']}{each} together are more than "
             f"resources.limits.memory {limit}; lower one of them, or raise the limit",
         )
+
     if "deviceBytes" in asked and device_of(spec) != "cuda":
         percent = memory["thresholdPercent"]
         reserve = memory["safetyReserve"]
@@ -180,10 +187,11 @@ def unreadable_amounts(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
-    """Tiers of KV that could hold no block, their fields below `memory`.
+    """Yield tiers of KV that could not hold a single block, with paths below `memory`.
 
     Args:
-        host: size of the host tier.
+        tiers: the tiers of the spec.
+        host: the size of the host tier.
     """
     host_bytes = parse_bytes(host)
     if not host_bytes and (below := [name for name in ("remote", "file") if name in tiers]):
@@ -200,10 +208,10 @@ def _tiers(tiers: Mapping[str, Any], host: int | str) -> Iterator[Problem]:
 
 
 def excesses(spec: Mapping[str, Any]) -> list[Problem]:
-    """Requests above their limits, which Kubernetes takes in no pod.
+    """Return resource requests above their limits, which Kubernetes accepts in no pod.
 
-    The definition has no rule for them: API servers before 1.34 take every quantity for megabytes
-    of text, and then comparing two costs more than they allow.
+    The definition has no rule for this. API servers before 1.34 assume that every quantity is
+    megabytes of text, so that the comparison of two exceeds the cost limit of rules.
     """
     places = {"router": spec["router"]} | {f"pools.{n}": pool for n, pool in spec["pools"].items()}
     return [

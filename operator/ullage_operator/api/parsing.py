@@ -25,21 +25,27 @@ from ullage_operator.api.spec import Service, Spec, claim_of
 _read_spec = section_reader(Spec)
 _API_NAMES = {name: camel(name) for name in field_names(Spec)}
 _NAMES = re.compile(r"args\.\S+|(?<!\w)'[^']*'|\w+")
-"""A word of a message; what is quoted and arguments of vLLM are one."""
+"""A word of a message; quoted text and arguments of vLLM count as one word."""
 _OF_A_POOL = re.compile(r"spec\.pools\.(\w+)\.memory\.(\w+)")
 
 
 def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_BASES) -> Service:
     """Return the service that a manifest describes.
 
+    Args:
+        manifest: the manifest of an LLMService.
+        default_namespace: the namespace of a manifest without one.
+        bases: the bases that the manifest may name.
+
     Raises:
-        InvalidManifest: the API server would refuse it, an unknown field was written, or a base
-            is not among those given.
+        InvalidManifest: the API server would refuse the manifest, a field is unknown, or a base is
+            not among those given.
     """
     definition = schema.load_schema()
     stored, problems = schema.complete(definition, manifest)
     if problems:
         raise InvalidManifest(problems)
+
     spec = _over_bases(definition, stored, stored["spec"], bases)
     if problems := contradictions(spec):
         raise InvalidManifest(problems)
@@ -49,7 +55,7 @@ def parse(manifest: Any, default_namespace: str = "default", bases: Bases = NO_B
 def _over_bases(
     definition: schema.Schema, manifest: Mapping[str, Any], spec: Any, bases: Bases
 ) -> Any:
-    """Return a spec merged over its bases; return a spec without bases unchanged."""
+    """Return a spec merged over its bases; a spec without bases stays unchanged."""
     if not base_names(spec):
         return spec
     return with_bases(definition, manifest["metadata"]["name"], spec, bases)
@@ -58,8 +64,8 @@ def _over_bases(
 def parse_stored(manifest: Mapping[str, Any]) -> Service:
     """Return a service that an API server has validated and stored with its defaults.
 
-    Unknown fields belong to a definition newer than this operator, as during an upgrade of both.
-    They are left to the next operator.
+    Unknown fields are ignored. They belong to a newer definition and are for the next operator, as
+    during an upgrade of both.
 
     Raises:
         InvalidManifest: a value cannot be read, or contradicts another.
@@ -78,12 +84,14 @@ def parse_filled(manifest: Mapping[str, Any], bases: Bases = NO_BASES) -> tuple[
     """
     whole = schema.load_schema()
     definition = whole["properties"]["spec"]
-    spec: Any = manifest.get("spec")
+
     # An API server with an older definition returns the field names of that definition.
+    spec: Any = manifest.get("spec")
     spec = upgraded(spec, definition) if isinstance(spec, Mapping) else spec
     filled = schema.fill(definition, spec, "spec")
     if problems := [*schema.misfits(definition, spec, "spec")]:
         raise InvalidManifest(problems)
+
     spec = _over_bases(whole, manifest, spec, bases)
     values = to_spec(spec)
     if problems := contradictions(spec):
@@ -109,8 +117,7 @@ def to_spec(stored: Mapping[str, Any]) -> Spec:
 def _with_time_to_start(spec: Spec) -> Spec:
     """Return a spec whose rollout deadline covers the start time that its pools declare.
 
-    A pool with the default start time leaves the deadline to the rollout, which may want to give up
-    sooner.
+    Only a start time above the default counts. With the default, the rollout may give up sooner.
     """
     pools = schema.load_schema()["properties"]["spec"]["properties"]["pools"]
     usual = pools["additionalProperties"]["properties"]["startTimeout"]["default"]
@@ -124,8 +131,8 @@ def _with_time_to_start(spec: Spec) -> Spec:
 def _with_room_for_adapters(spec: Spec) -> Spec:
     """Return a spec with adapter slots and mounted claims for its adapters, unless it sets them.
 
-    Slots and claims belong to engines' releases while adapters do not, so only an edit that exceeds
-    them starts a rollout.
+    Slots and claims belong to the release of engines, and adapters do not. So only an edit that
+    exceeds the slots or claims starts a rollout.
     """
     replaced = msgspec.structs.replace
     has_adapters = bool(spec.adapters)
@@ -147,7 +154,7 @@ def _with_room_for_adapters(spec: Spec) -> Spec:
 def in_api_names(text: str) -> str:
     """Return a message with API field names instead of those of configuration files.
 
-    Arguments of vLLM and quoted text keep their names, since users wrote them.
+    Arguments of vLLM and quoted text keep their names, because users wrote them.
     """
     return _NAMES.sub(lambda match: _API_NAMES.get(match[0], match[0]), text)
 
@@ -156,10 +163,12 @@ def _refusal(error: msgspec.ValidationError, stored: Mapping[str, Any]) -> Inval
     text, _, where = str(error).partition(" - at `$")
     text = in_api_names(text)
     path = "spec" + in_api_names(where.rstrip("`"))
+
     # A pool inherits the service's memory, so its path may name a field that only the service has.
     inherited = _OF_A_POOL.match(path)
     if inherited and inherited[2] not in stored["pools"][inherited[1]].get("memory", {}):
         path = path.replace(f"pools.{inherited[1]}.", "", 1)
+
     if missing := re.search("missing required field `(.+)`", text):
         path = f"{path}.{camel(missing[1])}"
         return InvalidManifest([Problem(path, "required field is missing")])
@@ -179,7 +188,7 @@ def service_of(
 
 
 def with_tenant_defaults(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The spec with every named tenant's rules complete."""
+    """Return the spec with the defaults of tenants filled in for every named tenant."""
     tenants = spec.get("tenants")
     if not tenants:
         return spec

@@ -10,7 +10,7 @@ _ROLES: tuple[PoolRole, ...] = get_args(PoolRole)
 
 
 def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec with every pool's size, memory and GPUs, pools in order of preference."""
+    """Return the spec with the size, memory and GPUs of every pool, in order of preference."""
     memory = spec.get("memory", {})
     names = ordered_pools(spec)
     complete = {}
@@ -34,7 +34,7 @@ def ordered_pools(spec: Mapping[str, Any]) -> list[str]:
 
 
 def role_of(pool: Mapping[str, Any]) -> PoolRole:
-    """Return the role of a pool of a spec, in the word of configuration files."""
+    """Return the role of a pool, as configuration files spell it."""
     role = str(pool.get("role", _ROLES[0])).lower()
     return next((each for each in _ROLES if each == role), _ROLES[0])
 
@@ -42,7 +42,7 @@ def role_of(pool: Mapping[str, Any]) -> PoolRole:
 def with_pod_template(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pool or router without the empty parts of its pod template.
 
-    So every spelling of a template is the same release.
+    So all spellings of a template yield the same release.
     """
     given = section.get("podTemplate")
     if not given:
@@ -57,9 +57,9 @@ def device_of(spec: Mapping[str, Any]) -> str:
 
 
 def _rank_grid(pool: Mapping[str, Any], default_gpus: int) -> dict[str, Any]:
-    """GPUs of a pool and how they share the model; either follows from the other.
+    """Return the GPUs of a pool and its parallelism; each follows from the other.
 
-    The definition has no default for them: it has one schema for pools of every name.
+    The definition has no default for them, because it has one schema for pools of every name.
     """
     parallelism = pool.get("parallelism")
     if parallelism is None:

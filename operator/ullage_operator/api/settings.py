@@ -12,11 +12,13 @@ from ullage_common.process.tracing import TracingSection
 VERSION = version()
 MAX_ROLLOUTS = 3
 DNS_LAG_S = 30.0
-"""CoreDNS's `cache`, as Kubernetes sets it up."""
+"""Seconds for which CoreDNS caches answers in a default cluster."""
 METRICS_NAMESPACE = "monitoring"
 IMAGES = "localhost/ullage"
-"""Where images are called what `make images` calls them: no registry serves them, so a node that
-does not have them finds none of somebody else's."""
+"""Repository of the images that `make images` builds.
+
+No registry serves it, so a node without these images cannot pull somebody else's.
+"""
 ENGINE_IMAGE = f"{IMAGES}/engine:{VERSION}"
 """The image for CPUs, without vLLM."""
 CUDA_ENGINE_IMAGE = f"{IMAGES}/engine-cuda:{VERSION}"
@@ -25,50 +27,70 @@ CUDA_ENGINE_IMAGE = f"{IMAGES}/engine-cuda:{VERSION}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of the operator's own Deployment, which hold for every service."""
+    """Settings of the operator's own Deployment, which apply to every service."""
 
     engine_image: str = ENGINE_IMAGE
     """ULLAGE_ENGINE_IMAGE: image of engine pods whose service names none."""
     cuda_engine_image: str = CUDA_ENGINE_IMAGE
-    """ULLAGE_CUDA_ENGINE_IMAGE: image of those of them that have GPUs; empty: `engine_image`."""
+    """ULLAGE_CUDA_ENGINE_IMAGE: image of engine pods with GPUs; if empty, `engine_image`."""
     vllm_engine_image: str = ""
-    """ULLAGE_VLLM_ENGINE_IMAGE: image of those that are to be vLLM; empty: `engine_image`."""
+    """ULLAGE_VLLM_ENGINE_IMAGE: image of engine pods that run vLLM; if empty, `engine_image`."""
     router_image: str = f"{IMAGES}/operator:{VERSION}"
     """ULLAGE_ROUTER_IMAGE: image of router pods."""
     image_pull_policy: str = "IfNotPresent"
     """ULLAGE_IMAGE_PULL_POLICY: Always, IfNotPresent or Never."""
     image_pull_secrets: tuple[str, ...] = ()
-    """ULLAGE_IMAGE_PULL_SECRETS: names, with commas between them, of Secrets in the services'
-    namespaces with which their pods' images are fetched, besides those that a service names."""
+    """ULLAGE_IMAGE_PULL_SECRETS: comma-separated names of pull secrets.
+
+    The Secrets are in the namespaces of the services, and add to those that a service names.
+    """
     dns_lag_s: float = DNS_LAG_S
-    """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may go on answering what it knew. Routers
-    find engines by it, so engines that end go on serving for longer, and a canary stays for twice
-    as long once the stable engines are ready."""
+    """ULLAGE_DNS_LAG: seconds for which the cluster's DNS may return an outdated answer.
+
+    Routers find engines by DNS. So terminating engines serve for this time longer, and a canary
+    stays for twice this time once the stable engines are ready.
+    """
     max_rollouts: int = MAX_ROLLOUTS
-    """ULLAGE_MAX_ROLLOUTS: number of services that may be in a rollout when another one begins to
-    try a new `engine_image`, which nobody's edit asks for."""
+    """ULLAGE_MAX_ROLLOUTS: number of services that may be in a rollout at once.
+
+    The limit holds for rollouts that no edit asks for, for example of a new `engine_image`.
+    """
     log_level: str = "info"
     """ULLAGE_LOG_LEVEL: debug, info, warning or error, of the operator itself."""
     tracing: TracingSection | None = None
-    """ULLAGE_TRACING_ENDPOINT, ULLAGE_TRACING_PROTOCOL (grpc or http; grpc): where spans of the
-    operator's own reconciliations go; without an endpoint there are none."""
+    """ULLAGE_TRACING_ENDPOINT, ULLAGE_TRACING_PROTOCOL: the collector of the operator's own spans.
+
+    The protocol is grpc (the default) or http. Without an endpoint there are no spans.
+    """
     namespace: str = ""
-    """ULLAGE_OPERATOR_NAMESPACE: where the operator's own pods are, which alone may ask for
-    headroom and measures; empty: in any namespace."""
+    """ULLAGE_OPERATOR_NAMESPACE: namespace of the operator's own pods; if empty, any namespace.
+
+    Only these pods may read headroom and measures.
+    """
     metrics_namespace: str = METRICS_NAMESPACE
-    """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read the metrics of services that do not
-    say who may; empty: no pod may."""
+    """ULLAGE_METRICS_NAMESPACE: namespace whose pods may read metrics; if empty, no pod may.
+
+    It applies to services that do not name the readers themselves.
+    """
     mesh: Literal["", "istio", "linkerd"] = ""
-    """ULLAGE_MESH: istio or linkerd, whose sidecars are to leave the ports alone at which the
-    operator asks pods for headroom and measures; empty: there is no mesh."""
+    """ULLAGE_MESH: the cluster's mesh, istio or linkerd; empty without one.
+
+    Its sidecars are told to exclude the ports at which the operator reads headroom and measures.
+    """
     runbooks: str = "docs/runbooks"
-    """ULLAGE_RUNBOOKS: where people read docs/runbooks, for the alerts of services: a URL, or the
-    path in these sources."""
+    """ULLAGE_RUNBOOKS: a URL of docs/runbooks for the alerts of services, or the path in the
+    sources.
+    """
     on_kubernetes: bool = True
-    """Whether pods have the devices that they ask for, and not all of the machine's."""
+    """Whether pods get the devices that they request, instead of all devices of the machine."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
+        """Read the settings from environment variables.
+
+        Raises:
+            SystemExit: a variable is invalid.
+        """
         names = {
             "engine_image": "ULLAGE_ENGINE_IMAGE",
             "cuda_engine_image": "ULLAGE_CUDA_ENGINE_IMAGE",
@@ -82,8 +104,9 @@ class Settings:
         given: dict[str, Any] = {
             field: environ[name] for field, name in names.items() if environ.get(name)
         }
-        if "engine_image" in given:  # which is for all engines where no other is named
+        if "engine_image" in given:  # it applies to all engines, unless another image is named
             given.setdefault("cuda_engine_image", "")
+
         secrets = environ.get("ULLAGE_IMAGE_PULL_SECRETS", "").split(",")
         return cls(
             **given,

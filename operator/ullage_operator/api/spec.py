@@ -46,7 +46,7 @@ from ullage_operator.api.sections import (
 
 
 class S3Spec(Strict, frozen=True, kw_only=True):
-    """The store of `s3://` sources; without a field of it, AWS with the pod's own identity."""
+    """The store of `s3://` sources; by default AWS, with the identity of the pod."""
 
     endpoint: str | None = None
     region: str | None = None
@@ -80,7 +80,7 @@ class CascadeStep(Strict, frozen=True, kw_only=True):
 
     @property
     def target(self) -> str:
-        """The gRPC address of its router; empty for the own engines."""
+        """Return the gRPC address of the step's router; empty for the service's own engines."""
         if self.service:
             return f"{naming.router_name(self.service)}:{naming.GRPC_PORT}"
         return self.address or ""
@@ -103,7 +103,7 @@ class CascadeSpec(Strict, frozen=True, kw_only=True):
 
     @property
     def complete_steps(self) -> tuple[CascadeStep, ...]:
-        """All steps; the own engines come last unless a step names them."""
+        """Return all steps; the service's own engines come last unless a step names them."""
         if any(step.own for step in self.steps):
             return self.steps
         return (*self.steps, CascadeStep(own=True))
@@ -190,7 +190,7 @@ class ObservabilitySpec(Strict, frozen=True, kw_only=True):
     pod_monitor: PodMonitor
     prometheus_rule: PrometheusRule
     metrics_from: list[dict[str, Any]] | None = None
-    """Peers of a NetworkPolicy; None: the operator's choice."""
+    """Peers of a NetworkPolicy; None for the operator's default."""
 
 
 class BaseRef(Strict, frozen=True, kw_only=True):
@@ -200,26 +200,26 @@ class BaseRef(Strict, frozen=True, kw_only=True):
 class Spec(Strict, frozen=True, kw_only=True):
     model: ModelSection
     base_refs: tuple[BaseRef, ...] = ()
-    """Bases that the other fields are already laid over, the strongest last."""
+    """Bases over which the other fields are merged already; the last one has precedence."""
     device: Device
     engine: EngineKind
     vllm: VllmSection
     adapters: tuple[AdapterSection, ...] = ()
     adapter_claims: tuple[str, ...] | None = None
-    """Claims that engines mount for adapters; never None once a spec is read."""
+    """Claims that engines mount for adapters; never None once a spec is parsed."""
     image: str | None = None
     stop: bool
-    """Whether no pool has an engine, on purpose."""
+    """Whether the service is stopped, so that no pool has an engine."""
     allow_fault_injection: bool
     service_account: ServiceAccount
     security_context: SecurityContext
     image_pull_secrets: tuple[PullSecret, ...] = ()
     model_pull_policy: str | None = None
-    """Pull policy of the model's image; None: Kubernetes chooses by its tag."""
+    """Pull policy of the model's image; with None, Kubernetes chooses by the image's tag."""
     s3: S3Spec | None = None
     router: RouterSpec
     replicas: int
-    """Engine pods of the first pool, unless it says how many it has."""
+    """Number of engines of the first pool, unless the pool sets its own."""
     pools: dict[str, PoolSpec]
     """Pools in order of preference: by their roles, then by name."""
     memory: MemorySpec

@@ -32,13 +32,8 @@ from ullage_operator.kube.client import Cluster, unlimited
 from ullage_operator.kube.connection import Connection
 from ullage_operator.kube.events import EventRecorder
 from ullage_operator.kube.informer import Informers, WatchMetrics, WatchTimes
-from ullage_operator.kube.leader_election import (
-    Candidacy,
-    Lead,
-    LeaderElection,
-    Times,
-    own_identity,
-)
+from ullage_operator.kube.leader_election import Lead, LeaderElection, own_identity
+from ullage_operator.kube.lease import Candidacy, Times
 from ullage_operator.metric_names import LEADER, RECONCILE, RECONCILE_SECONDS
 
 _logger = logging.getLogger(__name__)

@@ -18,18 +18,18 @@ RouterReport = Mapping[str, PoolReport]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLoad:
-    """Load of one pool as all its routers see it."""
+    """The load of one pool, summed over all its routers."""
 
     ready: int = 0
-    """Engines that take requests."""
+    """Engines that accept requests."""
     capacity: int = 0
-    """KV memory of these, bytes."""
+    """KV memory of these engines, in bytes."""
     claimed: int = 0
     """Bytes of the capacity that are in use or reserved by prediction."""
     waiting: int = 0
     """Bytes that requests wait for."""
     queue_s: float = 0.0
-    """Longest that one has waited."""
+    """Longest time that a request has waited, in seconds."""
     answered: int = 0
     """First tokens within the last `LATE_WINDOW_S`."""
     late: int = 0
@@ -37,40 +37,47 @@ class PoolLoad:
     active: int = 0
     """Requests running or waiting."""
     wanted: int = 0
-    """Requests that found the pool asleep, held or sent elsewhere."""
+    """Requests that found the pool asleep and were held or sent elsewhere."""
     idle_s: float = 0.0
-    """Since the last request."""
+    """Seconds since the last request."""
     is_partial: bool = False
-    """Some router did not answer."""
+    """Whether some router did not answer."""
 
 
 def parse_reports(body: bytes) -> list[RouterReport]:
-    """The reports of all processes of a router.
+    """Return the reports of all processes of a router.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the body is not a list of reports.
     """
     reports: list[RouterReport] = msgspec.json.decode(body, type=list[dict[str, PoolReport]])
     return reports
 
 
 def is_wanted(reports: Iterable[RouterReport]) -> bool:
-    """Whether a pool that sleeps should wake."""
+    """Return whether a sleeping pool should wake."""
     return any(pool.wanted for report in reports for pool in report.values())
 
 
 def pool_load(name: str, reports: Iterable[RouterReport], is_partial: bool) -> PoolLoad:
-    """One pool as all routers see it.
+    """Return the load of one pool.
 
-    What engines report to every router alike is taken from the router that sees most of them; what
-    each router has by itself is added up.
+    Engines report the same to every router, so their numbers come from the router that sees most
+    engines. Numbers that each router counts itself are added up.
+
+    Args:
+        name: the name of the pool.
+        reports: the reports of all router processes.
+        is_partial: whether some router did not answer.
     """
     pools = [report[name] for report in reports if name in report]
     if not pools:
         return PoolLoad(is_partial=True)
+
     best = max(pools, key=lambda each: (each.ready, -each.headroom_bytes))
     credit = sum(each.credit_bytes for each in pools)
     claimed = best.capacity_bytes - best.headroom_bytes + credit
+
     return PoolLoad(
         ready=best.ready,
         capacity=best.capacity_bytes,

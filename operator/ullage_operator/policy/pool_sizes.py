@@ -20,7 +20,7 @@ Object = Mapping[str, Any]
 
 OWN = "ullage"
 KEDA = "keda"
-"""Who decides: `spec.pools.NAME.autoscaling.provider`."""
+"""The providers of `spec.pools.NAME.autoscaling.provider`, which decide the number of engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,15 @@ class ScalingDecisions:
     pools: Mapping[str, ScalingDecision]
     """Decisions by pool; a pool that was not measured yet is absent."""
     problem: str = ""
-    """Why there are no measures; empty while there are."""
+    """Why there are no measurements; empty while there are."""
     changes: Mapping[str, "ScalingChange"] = field(default_factory=dict)
     """The last decision that changed a pool's number of engines, by pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingChange:
+    """A decision that changed the number of engines."""
+
     at: datetime
     """Time of the change, in UTC."""
     decision: ScalingDecision
@@ -46,25 +48,27 @@ NO_DECISIONS = ScalingDecisions({})
 
 
 def autoscaling_of(pool: PoolSpec) -> AutoscalingSpec | None:
-    """The pool's autoscaling where it is on."""
+    """Return the autoscaling of a pool; None if it is off."""
     return pool.autoscaling if pool.autoscaling and pool.autoscaling.enabled else None
 
 
 def provider_of(pool: PoolSpec) -> str:
-    """Return who decides a pool's number of engines; empty when its spec does."""
+    """Return the provider that decides a pool's number of engines; empty if the spec does."""
     scaling = autoscaling_of(pool)
     return scaling.provider if scaling else ""
 
 
 def may_sleep(pool: PoolSpec) -> bool:
-    """Whether the pool may have no engine and gets one when a request wants it."""
+    """Return whether a pool may sleep: it has no engine until a request wakes it."""
     scaling = autoscaling_of(pool)
     return scaling is not None and scaling.min_replicas == 0
 
 
 def live_replicas(live: Object | None) -> int | None:
-    """Return a pool's number of engines, including those that a canary replaces; None without a
-    StatefulSet."""
+    """Return a pool's number of engines, including those that a canary replaces.
+
+    It is None without a StatefulSet.
+    """
     return None if live is None else int(live["spec"].get("replicas", 1)) + canary_places(live)
 
 
@@ -75,9 +79,9 @@ def canary_places(live: Object) -> int:
 
 
 def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None) -> int:
-    """Engines that the pool is to have now.
+    """Return the number of engines that a pool should have now.
 
-    Where the operator decides, the number that the StatefulSet has is where a new operator goes on.
+    A new operator without decisions continues with the number of the StatefulSet.
     """
     scaling = autoscaling_of(pool)
     if scaling is None:
@@ -94,7 +98,9 @@ def with_replicas(
     """Return the service with the current numbers of engines and routers.
 
     Args:
+        service: the declared service.
         objects: live objects by (kind, name).
+        decided: the operator's scaling decisions.
     """
     pools = {}
     for name, pool in service.spec.pools.items():
@@ -103,6 +109,7 @@ def with_replicas(
         live = None if was_stopped(present) else live_replicas(present)
         number = 0 if service.spec.stop else replicas(pool, decided.pools.get(name), live)
         pools[name] = msgspec.structs.replace(pool, replicas=number)
+
     deployment = objects.get(("Deployment", naming.router_name(service.name)))
     routers = msgspec.structs.replace(
         service.spec.router, replicas=router_replicas(service.spec.router, deployment)
@@ -127,12 +134,15 @@ def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False
     """Return the manifest that changes only the number of pods of a live workload.
 
     Args:
-        places: how many of these pods a canary replaces.
-        is_stopped: whether the number is 0 because its service is stopped.
+        live: the live workload.
+        number: its new number of pods.
+        places: the number of these pods that a canary replaces.
+        is_stopped: whether the number is 0 because the service is stopped.
     """
     kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
     meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
     spec = {**live["spec"], "replicas": number - places}
+
     annotations = dict(meta.get("annotations") or {})
     for name in (naming.CANARY_PLACES, naming.STOPPED):
         annotations.pop(name, None)

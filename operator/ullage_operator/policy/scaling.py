@@ -21,22 +21,24 @@ from ullage_operator.api.sections import AutoscalingSpec
 from ullage_operator.policy.pool_load import LATE_WINDOW_S, PoolLoad
 
 TOLERANCE = 0.1
-"""Deviation of the load from what the present engines are for, within which their number stays."""
+"""Relative deviation of the load from the engines' target within which their number stays."""
 STRAIN_KEPT_S = 3600.0
 """Seconds without lateness after which the utilisation may be higher by `EASING`."""
 EASING = 1.05
-"""Factor by which a lowered utilisation is raised again: fewer engines are tried one step at a
-time."""
+"""Factor by which a lowered utilisation rises again, so that engines are removed step by step."""
 RELIEF = 0.95
-"""Share of the utilisation at which requests were late that is taken to be bearable."""
+"""New target as a share of the utilisation at which requests were late."""
 MIN_SHARE = 0.25
-"""Least share of the target utilisation: below it, more engines do not help against lateness."""
+"""Minimum of the new target, as a share of the configured one.
+
+Below this utilisation, more engines do not make requests faster.
+"""
 LATE_SHARE = 0.05
-"""The objective is about the 95th percentile."""
+"""Share of late answers that the objective allows, since it is a 95th percentile."""
 MIN_ANSWERS = 20
-"""Number of answers from which on a share of them means something."""
+"""Minimum number of answers for a meaningful share of late ones."""
 QUEUE_SETTLE_S = 15.0
-"""What waits is not counted against engines that came just now."""
+"""Seconds for which the queue is not judged after engines became ready."""
 Object = Mapping[str, Any]
 
 
@@ -58,21 +60,21 @@ class Strain:
 
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
-    """What is remembered from one decision to the next; all times are of one clock, seconds.
+    """The memory of earlier decisions; all times are seconds of one monotonic clock.
 
-    Nothing of it must outlive the operator: without it the present number counts as suggested now,
-    so that nothing is taken away before a whole window was seen.
+    It need not outlive the operator. Without a history, the present number counts as suggested now,
+    so that no engine is removed before a whole window has passed.
     """
 
     highs: tuple[ReplicasAt, ...] = ()
-    """Suggestions that no later one exceeds, falling: the first in a window is its maximum."""
+    """Suggestions above all later ones, in falling order; the first is the window's maximum."""
     lows: tuple[ReplicasAt, ...] = ()
-    """Suggestions that no later one undercuts, rising: the first in a window is its minimum."""
+    """Suggestions below all later ones, in rising order; the first is the window's minimum."""
     changes: tuple[ReplicasAt, ...] = ()
     """Recent changes of the number of engines."""
     strain: Strain | None = None
     full_since: float | None = None
-    """Time since which all engines that were asked for are ready."""
+    """Time since which all requested engines are ready; None while some are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +90,27 @@ class ScalingDecision:
 def decide_replicas(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
 ) -> tuple[ScalingDecision, ScalingHistory]:
-    """The number of engines from now on.
+    """Decide the number of engines of a pool.
 
     Args:
-        current: engines that are asked for at present.
-        now: seconds on any clock that never goes back.
+        policy: the pool's autoscaling.
+        history: the history that the last decision returned.
+        load: the load of the pool.
+        current: the number of engines that is requested now.
+        now: the time in seconds, on a monotonic clock.
+
+    Returns:
+        The decision, and the history for the next one.
     """
-    history = _noted(policy, history, load, current, now)
+    history = _with_strain(policy, history, load, current, now)
     if decision := _asleep(policy, load, current) or _idle(policy, load, current):
         return decision, _changed(policy, history, decision.replicas - current, now)
+
     demand = _demand(policy, history, load, current)
     history = _suggested(policy, history, demand.replicas, now)
     steady = _stabilised(policy, history, demand.replicas, current, now)
     limited = _limited(policy, history, steady, current, now)
+
     decision = _explained(policy, demand, limited, current)
     return decision, _changed(policy, history, decision.replicas - current, now)
 
@@ -116,7 +126,7 @@ def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDec
 
 
 def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
-    """The end of a pool that nobody uses."""
+    """Decide to put a pool to sleep that nobody uses."""
     may_sleep = not policy.min_replicas and not policy.warm_spares
     is_used = load.active or load.waiting or load.wanted or load.is_partial
     if not (current and may_sleep) or is_used or load.idle_s < policy.idle_after:
@@ -127,15 +137,17 @@ def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecis
 def _demand(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int
 ) -> ScalingDecision:
-    """Return the number of engines that the load asks for, without the history."""
+    """Return the number of engines for the load, without regard to earlier decisions."""
     if not load.ready or not load.capacity:
         least = max(current, 1 if load.wanted else 0)
         return ScalingDecision(least, "NotReady", "no engine is ready that could be measured")
+
     target = policy.targets.kv_utilization
     why = "Memory"
     if history.strain and history.strain.share < target:
         target = history.strain.share
         why = "Late"
+
     engine = load.capacity / load.ready
     ratio = (load.claimed + load.waiting) / (engine * target)
     present = max(0, current - policy.warm_spares)
@@ -145,6 +157,7 @@ def _demand(
         need = present
     if load.is_partial:
         need = max(need, present)
+
     share = (load.claimed + load.waiting) / load.capacity
     message = f"predictions claim {share:.0%} of {load.ready} engines, {target:.0%} is wanted"
     return ScalingDecision(need + policy.warm_spares, why, message)
@@ -153,25 +166,27 @@ def _demand(
 def is_strained(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, now: float
 ) -> bool:
-    """Requests are late although all engines that were asked for are there."""
+    """Return whether requests are late although all requested engines are ready."""
     if history.full_since is None or not load.capacity:
         return False
+
     settled_s = now - history.full_since
     waits = load.queue_s > policy.targets.queue_wait and settled_s >= QUEUE_SETTLE_S
+    # More engines do not help where each has one request at most.
     is_shared = load.active > load.ready
-    """An engine with one request has no quicker one beside it."""
     is_late = load.answered >= MIN_ANSWERS and load.late > LATE_SHARE * load.answered
     return waits or (policy.targets.ttft and is_late and is_shared and settled_s >= LATE_WINDOW_S)
 
 
-def _noted(
+def _with_strain(
     policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
 ) -> ScalingHistory:
-    """Return the history with what the measures say for later decisions."""
+    """Return the history with the time of full readiness and the strain of the current load."""
     if not history.highs:
         history = replace(history, highs=(ReplicasAt(now, current),))
     since = history.full_since if history.full_since is not None else now
     history = replace(history, full_since=since if load.ready >= current else None)
+
     strain = history.strain
     if strain and now - strain.at > STRAIN_KEPT_S:
         strain = Strain(now, EASING * strain.share)
@@ -180,13 +195,14 @@ def _noted(
         last_share = strain.share if strain else policy.targets.kv_utilization
         lowest = MIN_SHARE * policy.targets.kv_utilization
         strain = Strain(now, max(lowest, min(last_share, share)))
+
     return replace(history, strain=strain)
 
 
 def _suggested(
     policy: AutoscalingSpec, history: ScalingHistory, replicas: int, now: float
 ) -> ScalingHistory:
-    """Return the history with one more suggestion and without those that no window can need."""
+    """Return the history with a new suggestion, and without those that no window needs any more."""
     moment = ReplicasAt(now, replicas)
     return replace(
         history,
@@ -245,13 +261,15 @@ def _changed(
 def _explained(
     policy: AutoscalingSpec, demand: ScalingDecision, limited: int, current: int
 ) -> ScalingDecision:
-    """The number within the bounds, and why it is this one."""
+    """Return the number of engines within the bounds, with its reason."""
     allowed = _bounded(policy, limited)
     if allowed != limited:
         limits = f"{policy.min_replicas} to {policy.max_replicas} engines are allowed"
         return ScalingDecision(allowed, "Bounds", f"{demand.message}; {limits}")
+
     if allowed != demand.replicas:
         more = f"{demand.replicas} engines would do for that"
         return ScalingDecision(allowed, "Stabilizing", f"{demand.message}; {more}")
+
     is_steady = allowed == current and demand.reason != "NotReady"
     return ScalingDecision(allowed, "Steady" if is_steady else demand.reason, demand.message)

@@ -23,11 +23,12 @@ SCALED_OBJECT = "ScaledObject"
 
 
 def pool_scaling(pool: PoolSpec, change: ScalingChange | None, before: Object) -> dict[str, Any]:
-    """The part of a pool's status about its size.
+    """Return the fields of a pool's status about its size.
 
     Args:
-        change: the last one that this operator knows of.
-        before: the pool's present status.
+        pool: the pool.
+        change: the last change that this operator decided; None without one.
+        before: the present status of the pool.
     """
     status: dict[str, Any] = {"desiredReplicas": pool.replicas}
     if not autoscaling_of(pool):
