@@ -344,7 +344,7 @@ class Cluster:
         subresource: str = "",
         **arguments: Any,
     ) -> Object | None:
-        """A request that the lead fences: the API server has as long as this process may write."""
+        """Send a write, whose timeout is the time for which this process may still write."""
         request = _Request(verb, kind, namespace, name, subresource)
         left_s = self._may_write_s()
         if left_s <= 0:
@@ -358,7 +358,7 @@ class Cluster:
     async def _ask(
         self, verb: str, kind: Kind, namespace: str, name: str = "", **arguments: Any
     ) -> Object | None:
-        """The answer's body; None for 404."""
+        """Send a request, and return the body of the answer; None for 404."""
         text = await self._read(_Request(verb, kind, namespace, name), **arguments)
         return None if text is None else _decoded(text)
 
@@ -367,7 +367,8 @@ class Cluster:
     ) -> bytes | None:
         limits = aiohttp.ClientTimeout(total=timeout_s, connect=_CONNECT_S)
         try:
-            # Over both tries: where credentials are renewed in between, the second starts late.
+            # The timeout covers both tries, since the second one starts late after a renewal of
+            # credentials.
             async with asyncio.timeout(timeout_s):
                 response = await self._send(request, limits, arguments)
                 return await response.read()
@@ -378,13 +379,13 @@ class Cluster:
             if error.status == 404:
                 return None
             if error.status == 403 and not await self._may(request):
-                # Admission, quotas and ending namespaces answer 403, too.
+                # Admission, quotas and terminating namespaces also answer 403.
                 message = f"{request}: forbidden"
                 raise ClusterDenied(message, request.right, _FORBIDDEN_DELAY_S) from error
             raise _refusal(request, error) from error
 
     async def _may(self, request: "_Request", right: str = "") -> bool:
-        """Whether the operator's account has a right; True where that cannot be asked."""
+        """Return whether the operator's account has a right; True if the check itself fails."""
         attributes = {
             "verb": right or request.right,
             "group": request.kind.group,
@@ -409,7 +410,7 @@ class Cluster:
     async def _send(
         self, request: "_Request", limits: aiohttp.ClientTimeout, arguments: Mapping[str, Any]
     ) -> aiohttp.ClientResponse:
-        """The API server's answer; credentials that it refuses are read anew once."""
+        """Send a request; refused credentials are read again once."""
         api = await self._connection.api()
         used = api.configuration
         try:
@@ -422,10 +423,10 @@ class Cluster:
 
 
 class _Request(NamedTuple):
-    """What is asked, of which object or objects."""
+    """A request about an object or a list of objects."""
 
     verb: str
-    """Of the dynamic client."""
+    """Method of the dynamic client."""
     kind: Kind
     namespace: str
     name: str
@@ -433,7 +434,7 @@ class _Request(NamedTuple):
 
     @property
     def right(self) -> str:
-        """The verb as RBAC has it."""
+        """Return the verb in RBAC."""
         right = _VERBS[self.verb][1]
         return "list" if right == "get" and not self.name else right
 
@@ -464,7 +465,7 @@ class _Request(NamedTuple):
 
 @functools.cache
 def resource_of(kind: Kind) -> Resource:
-    """The kind as the dynamic client has it, without asking the API server for it."""
+    """Return the dynamic client's resource of a kind, without discovery at the API server."""
     group, _, version = kind.api_version.rpartition("/")
     resource = Resource(
         prefix="apis" if group else "api",
@@ -480,8 +481,10 @@ def resource_of(kind: Kind) -> Resource:
 
 
 def _seen_at(event: Mapping[str, Any]) -> str:
-    """Return when an Event was last seen, as Kubernetes writes times; it has four fields for it,
-    of which its writer chose some."""
+    """Return the time at which an Event was last seen.
+
+    Events have four fields for this time, and each writer sets some of them.
+    """
     last = (event.get("series") or {}).get("lastObservedTime")
     times = (last, event.get("deprecatedLastTimestamp"), event.get("eventTime"))
     return next(filter(None, times), None) or str(event["metadata"].get("creationTimestamp", ""))
@@ -509,7 +512,7 @@ def _decoded(text: bytes) -> Object:
 
 
 def translated(status: int, what: str, answer: Object, waits: str = "") -> OperatorError:
-    """The API server's refusal: what another try may mend is Temporary.
+    """Return the error for a refusal by the API server; Temporary if a retry may help.
 
     Args:
         status: the HTTP status.

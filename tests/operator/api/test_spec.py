@@ -394,7 +394,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
                 }
             },
         },
-        "spec.memory.tiers.host.size: 256Mi and deviceBytes 1Gi for each of 2 workers together are more",
+        "spec.memory.tiers.host.size: 256Mi and deviceBytes 1Gi for each of 2 workers together are",
     ),
     (
         {"memory": {"tiers": {"host": {"size": "1k"}}}},

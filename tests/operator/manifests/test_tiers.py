@@ -274,9 +274,7 @@ def test_a_host_tier_that_nobody_asked_for_is_in_nobodys_way(
     assert tiers_line(service, service.spec.pools["single"], Settings()) == line
     if device == "CPU" and limit == "1700Mi":
         for tiers in ({"host": {"size": "256Mi"}}, {"remote": {}}, {"file": {}}):
-            with pytest.raises(
-                InvalidManifest, match="256Mi and deviceBytes 1500Mi together are more"
-            ):
+            with pytest.raises(InvalidManifest, match="256Mi and deviceBytes 1500Mi together"):
                 read(tiers=tiers)
 
 
