@@ -144,7 +144,7 @@ class Options:
 class Controller:
     """The operator's informers, queue and workers, from its start to its end.
 
-    An operator that does not lead also watches, so that it can take over at once. It writes nothing.
+    An operator that does not lead also watches, to take over at once, but writes nothing.
     """
 
     def __init__(
