@@ -261,6 +261,6 @@ def test_a_setting_of_the_operator_rolls_what_reads_it(manifest, settings, rolle
 
 def test_another_operator_rolls_nothing_but_by_its_images(make_plan, monkeypatch):
     before = templates(make_plan, BASE)
-    monkeypatch.setattr("ullage_operator.manifests.manifests.VERSION", "99.0.0")
+    monkeypatch.setattr("ullage_operator.manifests.builder.VERSION", "99.0.0")
     assert templates(make_plan, BASE) == before
     assert Settings().engine_image not in str(before["router"])
