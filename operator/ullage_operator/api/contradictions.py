@@ -7,7 +7,7 @@ from typing import Any
 from ullage_common.config.engine import DEFAULT_HOST_TIER
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.pool_defaults import device_of, ordered_pools, role_of, with_pool_defaults
-from ullage_operator.api.sections import amount, parse_bytes
+from ullage_operator.api.quantities import amount, parse_bytes
 from ullage_operator.api.spec import claim_of
 
 MIN_BYTES = 2**20

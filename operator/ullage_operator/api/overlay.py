@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from ullage_operator.api.errors import Problem
-from ullage_operator.api.sections import canonical
+from ullage_operator.api.quantities import canonical
 
 Manifest = dict[str, Any]
 

@@ -12,14 +12,10 @@ from ullage_operator.api.bases import NO_BASES, Bases, base_names, with_bases
 from ullage_operator.api.contradictions import contradictions
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.pool_defaults import with_pool_defaults
+from ullage_operator.api.quantities import parse_seconds
 from ullage_operator.api.renames import upgraded
-from ullage_operator.api.sections import (
-    MemorySpec,
-    camel,
-    field_names,
-    parse_seconds,
-    section_reader,
-)
+from ullage_operator.api.section_reader import camel, field_names, section_reader
+from ullage_operator.api.sections import MemorySpec
 from ullage_operator.api.spec import Service, Spec, claim_of
 
 _read_spec = section_reader(Spec)

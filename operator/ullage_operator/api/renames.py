@@ -14,7 +14,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 from ullage_operator.api.errors import Problem
-from ullage_operator.api.sections import api_word
+from ullage_operator.api.section_reader import api_word
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 

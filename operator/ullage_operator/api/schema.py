@@ -20,7 +20,7 @@ import ullage_operator
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.naming import API_VERSION, KIND
 from ullage_operator.api.renames import remedy
-from ullage_operator.api.sections import api_word
+from ullage_operator.api.section_reader import api_word
 
 if TYPE_CHECKING:
     import celpy

@@ -5,7 +5,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from ullage_operator.api.sections import amount
+from ullage_operator.api.quantities import amount
 from ullage_operator.conditions.pod_problem import PodProblem, problem_of
 from ullage_operator.conditions.pods import age_s, parse_time, pod_condition, spec_section
 

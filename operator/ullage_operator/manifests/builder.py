@@ -4,7 +4,7 @@ from typing import Any
 
 from ullage_common.process.config_file import Strict
 from ullage_operator.api import naming
-from ullage_operator.api.sections import to_api
+from ullage_operator.api.section_reader import to_api
 from ullage_operator.api.settings import VERSION
 from ullage_operator.api.spec import Service
 

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from typing import Any
 
 from ullage_operator.api import naming
-from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec, to_api
+from ullage_operator.api.section_reader import to_api
+from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec
 from ullage_operator.api.spec import Service
 from ullage_operator.manifests.builder import Builder, as_asked
 from ullage_operator.policy.pool_sizes import KEDA, autoscaling_of

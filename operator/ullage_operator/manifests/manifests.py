@@ -6,7 +6,8 @@ from typing import Any
 
 from ullage_common.config.engine import GroupSection
 from ullage_operator.api import naming
-from ullage_operator.api.sections import PoolSpec, to_api
+from ullage_operator.api.section_reader import to_api
+from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
 from ullage_operator.manifests.builder import Builder, as_asked

@@ -14,7 +14,8 @@ from typing import Any
 from ullage_common.config.engine import ModelSection, default_host_tier
 from ullage_operator.api import naming
 from ullage_operator.api.overlay import lies_in
-from ullage_operator.api.sections import PoolSpec, amount, canonical
+from ullage_operator.api.quantities import amount, canonical
+from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import is_vllm

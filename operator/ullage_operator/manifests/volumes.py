@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ullage_operator.api import naming
-from ullage_operator.api.sections import PoolSpec, canonical
+from ullage_operator.api.quantities import canonical
+from ullage_operator.api.sections import PoolSpec
 from ullage_operator.api.spec import Service, claim_of, image_of
 from ullage_operator.manifests.engine_choice import may_be_vllm
 from ullage_operator.manifests.resources import CACHE_LIMIT, cache_bytes, kv_file_bytes, kv_holders

@@ -24,7 +24,7 @@ from ullage_operator.api.bases import NO_BASES, Bases
 from ullage_operator.api.errors import InvalidManifest, Problem
 from ullage_operator.api.parsing import parse_filled, parse_stored, service_of, to_spec
 from ullage_operator.api.renames import dropped_fields, remedy, upgraded
-from ullage_operator.api.sections import to_api
+from ullage_operator.api.section_reader import to_api
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service, Spec
 from ullage_operator.planning.observed import LiveObject, Manifest, ObjectKey, Observed, key_of

@@ -16,7 +16,8 @@ import msgspec
 from ullage_common.config.engine import ProfilingSection
 from ullage_operator.api.parsing import to_spec
 from ullage_operator.api.pool_defaults import with_pod_template
-from ullage_operator.api.sections import USER, SecurityContext, to_api
+from ullage_operator.api.section_reader import to_api
+from ullage_operator.api.sections import USER, SecurityContext
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import engine_image

@@ -14,7 +14,7 @@ from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.parsing import in_api_names, parse, parse_filled, parse_stored
 from ullage_operator.api.renames import upgraded
-from ullage_operator.api.sections import camel
+from ullage_operator.api.section_reader import camel
 from ullage_operator.api.settings import Settings
 from ullage_operator.planning.observed import Observed, key_of
 from ullage_operator.planning.plan import ServicePlan, plan

@@ -8,7 +8,7 @@ import pytest
 
 from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse
-from ullage_operator.api.sections import camel
+from ullage_operator.api.section_reader import camel
 from ullage_operator.api.settings import Settings
 from ullage_operator.planning.observed import Observed
 from ullage_operator.planning.plan import ServicePlan, plan

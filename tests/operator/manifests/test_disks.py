@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse
-from ullage_operator.api.sections import parse_bytes
+from ullage_operator.api.quantities import parse_bytes
 from ullage_operator.api.settings import Settings
 from ullage_operator.conditions.diagnosis import diagnose_pod
 from ullage_operator.conditions.placement import fits_place_of

@@ -29,8 +29,8 @@ from ullage_common.wire.tls import Certificates
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.overlay import lies_in
 from ullage_operator.api.parsing import parse_stored
+from ullage_operator.api.quantities import parse_bytes
 from ullage_operator.api.schema import complete, load_schema
-from ullage_operator.api.sections import parse_bytes
 from ullage_operator.api.settings import Settings
 from ullage_operator.api.spec import Service
 from ullage_operator.manifests.resources import tiers_line

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ullage_operator.api import naming
 from ullage_operator.api.parsing import parse, parse_filled, to_spec
 from ullage_operator.api.schema import complete, load_schema
-from ullage_operator.api.sections import to_api
+from ullage_operator.api.section_reader import to_api
 from ullage_operator.api.settings import Settings
 from ullage_operator.planning.observed import Observed, key_of
 from ullage_operator.planning.plan import ServicePlan
