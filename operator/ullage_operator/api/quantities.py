@@ -15,7 +15,7 @@ _SECONDS = {
     "us": Decimal("0.000001"),
 }
 _MAX_SECONDS = 100 * 365 * 86400
-"""Longest duration; longer ones, which the definition accepts, are read as this one."""
+"""Longest duration in seconds; the definition accepts longer ones, which are cut to this one."""
 _POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
 
 

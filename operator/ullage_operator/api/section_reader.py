@@ -29,26 +29,26 @@ _API_WORDS = {
     "w8a8": "W8A8",
 }
 Reader = Callable[[Any, str], Any]
-"""Turns a value of the API, which stands at a path, into one that msgspec converts."""
+"""Converts a value of the API at a path into a value that msgspec can convert."""
 
 
 def camel(name: str) -> str:
-    """`session_kv_limit` is `sessionKVLimit` in the API."""
+    """Return a field's name in the API, for example `sessionKVLimit` for `session_kv_limit`."""
     first, *rest = name.split("_")
     return first + "".join(_WORDS.get(word, word.capitalize()) for word in rest)
 
 
 def api_word(word: str) -> str:
-    """Return how the API spells a word of a configuration file: in CamelCase."""
+    """Return the API's spelling of a word of a configuration file, in CamelCase."""
     return _API_WORDS.get(word, word[:1].upper() + word[1:])
 
 
 def section_reader(section: type[Strict]) -> Reader:
-    """Return what renames a section's fields to snake case and turn its quantities into bytes
-    and seconds.
+    """Return a reader of a section of the API.
 
-    The reader raises msgspec.ValidationError for a quantity that cannot be read, and for a field
-    that the definition would have filled in.
+    The reader renames fields to snake case, and converts quantities to bytes and seconds. It raises
+    msgspec.ValidationError for a quantity that cannot be read, and for a missing field that the
+    definition would have filled in.
     """
     kind = inspect.type_info(section)
     assert isinstance(kind, inspect.StructType)
@@ -130,7 +130,7 @@ def _section_reader(kind: inspect.StructType) -> Reader:
 
 
 def field_names(section: type[Strict]) -> set[str]:
-    """Return the names of a section's fields, and of those of the sections in it."""
+    """Return the names of a section's fields, and of the fields of the sections in it."""
     return set(_field_names(inspect.type_info(section)))
 
 
@@ -150,13 +150,13 @@ def _field_names(kind: inspect.Type) -> Iterator[str]:
 
 
 def _is_complete(kind: type) -> bool:
-    """Whether the definition gives a default to every field but those that may be unset."""
+    """Return whether the definition has defaults for all fields that must be set."""
     modules = {base.__module__ for base in kind.__mro__}
     return not modules.isdisjoint(_COMPLETED) and not issubclass(kind, TenantRules)
 
 
 def to_api(value: Any) -> Any:
-    """A section in the API's names, as it is read back from JSON; bytes and seconds are numbers."""
+    """Return a section with the API's names, as plain JSON; bytes and seconds are numbers."""
     match value:
         case msgspec.Struct():
             return {camel(n): to_api(getattr(value, n)) for n in value.__struct_fields__}

@@ -91,7 +91,7 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
     name: str
     resource_claim_template_name: str
     request: str | None = None
-    """Which of the claim's requests the engine has; None: all."""
+    """The request of the claim that the engine uses; None for all requests."""
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
@@ -104,13 +104,13 @@ class RemoteTierSpec(Strict, frozen=True, kw_only=True):
 class FileTierSpec(Strict, frozen=True, kw_only=True):
     size: Bytes
     path: str | None = None
-    """Folder in the container; None: the operator's own choice."""
+    """Folder in the container; None for the operator's default."""
     claim_name: str | None = None
     host_path: str | None = None
 
     @property
     def folder(self) -> str:
-        """The folder in the container, without doubled or closing slashes."""
+        """Return the folder in the container, without double or trailing slashes."""
         return posixpath.normpath("/" + (self.path or naming.KV_DIR).lstrip("/"))
 
 
@@ -121,17 +121,17 @@ class TiersSpec(HostedTiers, frozen=True, kw_only=True):
 
 
 class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
-    """What engines read as their section `memory`, with tiers as people ask for them."""
+    """The engines' section `memory`, with the tiers of the spec."""
 
     tiers: TiersSpec
 
 
 class PodSection(Strict, frozen=True, kw_only=True):
-    """Pods of one kind, in Kubernetes' own words."""
+    """Fields of pods with Kubernetes' own names."""
 
     resources: dict[str, dict[str, int | str]] = field(default_factory=dict)
     pod_template: dict[str, Any] = field(default_factory=dict)
-    """What pods have beside what the operator sets."""
+    """Fields of pods in addition to those that the operator sets."""
 
 
 class Targets(Strict, frozen=True, kw_only=True):
@@ -171,7 +171,7 @@ class KEDATrigger(Strict, frozen=True, kw_only=True):
 
 class KEDASpec(Strict, frozen=True, kw_only=True):
     authentication_ref: AuthenticationRef | None = None
-    """How KEDA logs in where it asks for the operator's own queries."""
+    """Credentials of KEDA for the Prometheus queries of the operator."""
     triggers: tuple[KEDATrigger, ...] = ()
 
 
@@ -192,7 +192,7 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
 class PoolSpec(PodSection, frozen=True, kw_only=True):
     role: PoolRole = "standard"
     replicas: int
-    """Engine pods; where they follow demand, the number of this moment."""
+    """Number of engines; the present number if the pool scales."""
     autoscaling: AutoscalingSpec | None = None
     gpus: int
     """GPUs of an engine, on all of its nodes."""

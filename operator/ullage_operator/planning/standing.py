@@ -83,7 +83,7 @@ def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASE
 
 def _dropped(path: str, value: Any) -> Problem:
     advice = remedy(path, value)
-    return Problem(path, f"was dropped by the API server; {advice}, and apply the manifest anew")
+    return Problem(path, f"was dropped by the API server; {advice}, and apply the manifest again")
 
 
 def standing(
