@@ -32,7 +32,7 @@ from processes import end, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 
 from ullage_operator.api.naming import OWNED, SERVICE, kind_of
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 
 ROOT = Path(__file__).resolve().parents[1]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
@@ -103,7 +103,7 @@ def operator() -> Iterator[tuple[psutil.Process, str]]:
 @contextlib.asynccontextmanager
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     """With the namespace and the definition; the namespace goes at the end."""
-    connection = Connection()
+    connection = ApiConnection()
     api = await connection.api()
     headers = await connection.headers()
     await connection.close()

@@ -144,7 +144,7 @@ class Targets(Strict, frozen=True, kw_only=True):
         return self.kv_utilization_percent / 100
 
 
-class Pace(Strict, frozen=True, kw_only=True):
+class ScalingPace(Strict, frozen=True, kw_only=True):
     """Bounds on how fast the number of pods changes in one direction."""
 
     window: Seconds
@@ -182,8 +182,8 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
     max_replicas: int
     warm_spares: int
     targets: Targets
-    scale_up: Pace
-    scale_down: Pace
+    scale_up: ScalingPace
+    scale_down: ScalingPace
     idle_after: Seconds
     prometheus_url: str | None = None
     keda: KEDASpec | None = None

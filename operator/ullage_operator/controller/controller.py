@@ -28,7 +28,7 @@ from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster, unlimited
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 from ullage_operator.kube.events import EventRecorder
 from ullage_operator.kube.informer import Informers, WatchMetrics, WatchTimes
 from ullage_operator.kube.leader_election import Lead, LeaderElection, own_identity
@@ -152,7 +152,7 @@ class Controller:
         options: Options,
         settings: Settings,
         registry: CollectorRegistry,
-        connection: Connection,
+        connection: ApiConnection,
         stop: asyncio.Event,
     ) -> None:
         watching = WatchMetrics(registry)

@@ -33,7 +33,7 @@ from ullage_operator.planning.contest import (
     ANSWER_S,
     ASK_AGAIN_S,
     Question,
-    Turn,
+    ServingTurn,
     asked,
     challenger_of,
     held,
@@ -185,7 +185,7 @@ class Reconciler:
         turn = turn_of(
             self._name, manifest.get("status", {}), self._questions.get(key), time.monotonic()
         )
-        if turn is not Turn.SERVE:
+        if turn is not ServingTurn.SERVE:
             return await self._leave_to_other(key, manifest, turn)
         if question := self._questions.pop(key, None):
             _logger.warning("%s: takes over: operator %s does not answer", key, question.holder)
@@ -205,14 +205,14 @@ class Reconciler:
         return result, recheck_s
 
     async def _leave_to_other(
-        self, key: ServiceKey, manifest: Object, turn: Turn
+        self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
         """Leave a service to the operator in its status, and ask whether that operator lives."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
 
-        if turn is Turn.ASK:
+        if turn is ServingTurn.ASK:
             before = self._questions.get(key, Question("", 0.0))
             is_answered = before.holder == holder and before.is_answered
             if before.holder != holder:
@@ -223,7 +223,7 @@ class Reconciler:
                 _logger.warning(message, key, holder, self._name)
             await self._applier.report(key, manifest, asked(self._name, status))
             self._questions[key] = Question(holder, time.monotonic(), is_answered)
-        elif turn is Turn.YIELD and not self._questions[key].is_answered:
+        elif turn is ServingTurn.YIELD and not self._questions[key].is_answered:
             self._questions[key] = dataclasses.replace(self._questions[key], is_answered=True)
             message = (
                 "%s: operator %s serves it and lives, so this one, %s, does not: give each of the "
@@ -231,7 +231,7 @@ class Reconciler:
             )
             _logger.error(message, key, holder, self._name)
 
-        return "yielded", ASK_AGAIN_S if turn is Turn.YIELD else ANSWER_S
+        return "yielded", ASK_AGAIN_S if turn is ServingTurn.YIELD else ANSWER_S
 
     def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
         """Add the operator that recently asked about the service to `observed`."""

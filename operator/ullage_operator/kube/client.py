@@ -37,7 +37,7 @@ from ullage_operator.api.naming import (
     kind_of,
 )
 from ullage_operator.kube.cache import is_created, is_own_update, revision_of
-from ullage_operator.kube.connection import FAILURES, Connection
+from ullage_operator.kube.connection import FAILURES, ApiConnection
 
 Object = dict[str, Any]
 
@@ -100,11 +100,11 @@ class Cluster:
     def __init__(
         self,
         may_write_s: Callable[[], float] = unlimited,
-        connection: Connection | None = None,
+        connection: ApiConnection | None = None,
         on_missing: Callable[[Kind, str], None] = lambda kind, namespace: None,
     ) -> None:
         self._may_write_s = may_write_s
-        self._connection = connection or Connection()
+        self._connection = connection or ApiConnection()
         self._on_missing = on_missing
 
     async def close(self) -> None:

@@ -55,7 +55,7 @@ def _has_file(paths: str) -> bool:
     return any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path)
 
 
-class Connection:
+class ApiConnection:
     """A client of one API server that logs in when it is first used; `close` it.
 
     Args:

@@ -37,7 +37,7 @@ from ullage_operator.api.errors import (
 from ullage_operator.api.naming import Kind
 from ullage_operator.kube.cache import Cache, Scope
 from ullage_operator.kube.client import Cluster
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 from ullage_operator.metric_names import OBJECTS, WATCH_RESTARTS
 
 _FIRST_S = 0.2
@@ -121,7 +121,7 @@ class Informers:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ApiConnection,
         cluster: Cluster,
         scopes: Sequence[Scope],
         cache: Cache,
@@ -161,7 +161,7 @@ class Informer:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ApiConnection,
         cluster: Cluster,
         cache: Cache,
         metrics: WatchMetrics,

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ullage_common.process.addresses import listen
 from ullage_operator.kube.cache import Cache
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 from ullage_operator.kube.informer import keep_signals
 
 _RETRY_S = 2.0
@@ -46,9 +46,9 @@ class Operator:
             when the operator must end.
     """
 
-    def __init__(self, make: Callable[[Connection, asyncio.Event], Runnable]) -> None:
+    def __init__(self, make: Callable[[ApiConnection, asyncio.Event], Runnable]) -> None:
         self._make = make
-        self._connection = Connection()
+        self._connection = ApiConnection()
         self._stop = asyncio.Event()
         self._running: Runnable | None = None
 

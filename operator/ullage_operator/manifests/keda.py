@@ -9,7 +9,7 @@ from typing import Any
 
 from ullage_operator.api import naming
 from ullage_operator.api.section_reader import to_api
-from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec
+from ullage_operator.api.sections import AutoscalingSpec, PoolSpec, ScalingPace
 from ullage_operator.api.spec import Service
 from ullage_operator.manifests.builder import Builder, as_asked
 from ullage_operator.policy.pool_sizes import KEDA, autoscaling_of
@@ -56,7 +56,7 @@ def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
     return {**live, "metadata": meta | {"annotations": annotations}}
 
 
-def rules(pace: Pace) -> Manifest:
+def rules(pace: ScalingPace) -> Manifest:
     """Return the scaling rules of one direction.
 
     The policy that allows the larger change holds, as in the operator's own autoscaling.

@@ -19,7 +19,7 @@ ASK_AGAIN_S = 300.0
 Status = Mapping[str, Any]
 
 
-class Turn(StrEnum):
+class ServingTurn(StrEnum):
     """The decision of an operator about a service."""
 
     SERVE = "serve"
@@ -43,7 +43,7 @@ class Question:
     """Whether its answer was logged."""
 
 
-def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> Turn:
+def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> ServingTurn:
     """Return the decision of the operator with the name `own` about a service.
 
     Args:
@@ -51,13 +51,13 @@ def turn_of(own: str, status: Status, question: Question | None, now_s: float) -
     """
     holder = holder_of(status)
     if holder in ("", own):
-        return Turn.SERVE
+        return ServingTurn.SERVE
     if question is None or question.holder != holder:
-        return Turn.ASK
+        return ServingTurn.ASK
     waited_s = now_s - question.asked_s
     if challenger_of(status) == own:
-        return Turn.WAIT if waited_s < ANSWER_S else Turn.SERVE
-    return Turn.YIELD if waited_s < ASK_AGAIN_S else Turn.ASK
+        return ServingTurn.WAIT if waited_s < ANSWER_S else ServingTurn.SERVE
+    return ServingTurn.YIELD if waited_s < ASK_AGAIN_S else ServingTurn.ASK
 
 
 def holder_of(status: Status) -> str:

@@ -10,7 +10,7 @@ from ullage_operator.planning.contest import (
     ANSWER_S,
     ASK_AGAIN_S,
     Question,
-    Turn,
+    ServingTurn,
     asked,
     held,
     holder_of,
@@ -32,10 +32,10 @@ class Played:
     def reconcile(self, status: dict[str, Any], now_s: float) -> tuple[dict[str, Any], bool]:
         """Return the status afterwards, and whether it served."""
         turn = turn_of(self.name, status, self.question, now_s)
-        if turn is Turn.ASK:
+        if turn is ServingTurn.ASK:
             self.question = Question(holder_of(status), now_s)
             return asked(self.name, status), False
-        if turn is not Turn.SERVE:
+        if turn is not ServingTurn.SERVE:
             return status, False
         self.question = None
         return held(self.name, status), True

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from ullage_operator.api.sections import AutoscalingSpec, Pace, Targets
+from ullage_operator.api.sections import AutoscalingSpec, ScalingPace, Targets
 from ullage_operator.policy.pool_load import PoolLoad
 from ullage_operator.policy.scaling import (
     STRAIN_KEPT_S,
@@ -27,8 +27,8 @@ POLICY = AutoscalingSpec(
     max_replicas=20,
     warm_spares=0,
     targets=Targets(kv_utilization_percent=70, queue_wait=2.0, ttft=True),
-    scale_up=Pace(window=0, pods=4, percent=100, period=15),
-    scale_down=Pace(window=300, pods=1, percent=50, period=60),
+    scale_up=ScalingPace(window=0, pods=4, percent=100, period=15),
+    scale_down=ScalingPace(window=300, pods=1, percent=50, period=60),
     idle_after=600,
 )
 SLEEPY = structs.replace(POLICY, min_replicas=0)
