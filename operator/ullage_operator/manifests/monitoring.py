@@ -376,7 +376,7 @@ def engine_alerts(service: Service) -> list[Alert]:
             "UllageWorkersRestart",
             f"{grows('ullage_worker_restarts_total')} > {RESTARTS}",
             "warning",
-            f"More than {RESTARTS} workers were started anew in a quarter of an hour.",
+            f"More than {RESTARTS} workers were restarted in a quarter of an hour.",
             "The engine's log says with which status and why they ended.",
         ),
         Alert(
@@ -413,7 +413,7 @@ def engine_alerts(service: Service) -> list[Alert]:
             "UllageKVTierFails",
             f"{grows('ullage_kv_tier_failures_total', ' by (tier, status) ')} > {TIER_FAILURES}",
             "warning",
-            "A tier of KV fails again and again; what it has is computed anew.",
+            "A tier of KV fails again and again, so its KV is computed again.",
             "The labels tier and status say which and how.",
         ),
         Alert(

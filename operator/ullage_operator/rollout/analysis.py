@@ -109,7 +109,7 @@ def analyze(
         reason = NO_TRAFFIC if is_idle else "LittleTraffic"
         return Analysis(Outcome.PASS, reason, f"{measured}; judged by readiness")
 
-    waits_for = f"{rollout.min_requests} answers of the canary, of which there are {canary.ended}"
+    waits_for = f"{rollout.min_requests} answers of the canary ({canary.ended} so far)"
     if is_enough:
         waits_for = "more answers, for more of the canary's fail, which may be chance"
     return Analysis(Outcome.WAIT, "LittleTraffic", measured, waits_for)
