@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.support.options import new_parser
 from benchmarks.support.processes import end, free_ports
 from ullage_operator.api.naming import OWNED, SERVICE, kind_of
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 
 ROOT = Path(__file__).resolve().parents[1]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
@@ -105,7 +105,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
     The namespace is deleted at the end.
     """
-    connection = Connection()
+    connection = ApiConnection()
     api = await connection.api()
     headers = await connection.headers()
     await connection.close()

@@ -17,7 +17,7 @@ shift
 engine=tests/engine
 fast_operator=(
     tests/test_*.py tests/operator/{api,conditions,manifests,rollout}
-    tests/operator/controller/test_{plan,rolls}.py
+    tests/operator/planning/test_plan.py tests/operator/controller/test_rolls.py
     --ignore=tests/operator/api/test_wrong_manifests.py --ignore=tests/test_lanes.py
     --ignore=tests/test_gpu_bundle.py
 )

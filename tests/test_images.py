@@ -20,7 +20,7 @@ from benchmarks.__main__ import BENCHMARKS
 from ullage_operator import main
 from ullage_operator.api import naming
 from ullage_operator.api.sections import USER
-from ullage_operator.api.spec import Settings
+from ullage_operator.api.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()

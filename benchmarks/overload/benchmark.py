@@ -78,7 +78,8 @@ from benchmarks.support.router_process import (
     ready,
     start_router,
 )
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.manifests.monitoring import rule_groups
 
 ALLOWED = {200, 429, 503, 504}

@@ -8,7 +8,7 @@ from ullage_cli import key, plan, profile, quantize, up, upgrade_manifest
 from ullage_cli.top import command as top
 from ullage_cli.trace import command as trace
 from ullage_operator.api.errors import OperatorError
-from ullage_operator.api.spec import VERSION
+from ullage_operator.api.settings import VERSION
 
 HELP = """examples:
   ullage up -f examples/smollm2.yaml         serve on 127.0.0.1:8000 until Ctrl-C

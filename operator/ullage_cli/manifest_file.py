@@ -11,9 +11,10 @@ from ullage_cli.manifest_yaml import not_json, read_documents
 from ullage_operator.api.bases import Bases, base_problems, overruled_defaults
 from ullage_operator.api.errors import InvalidManifest, LocalFailure, Problem
 from ullage_operator.api.naming import BASE, KIND
+from ullage_operator.api.parsing import parse
 from ullage_operator.api.renames import rounded, upgraded
 from ullage_operator.api.schema import complete, load_schema
-from ullage_operator.api.spec import Service, parse
+from ullage_operator.api.spec import Service
 
 BASE_HELP = "manifest of an LLMServiceBase that it names; once for each"
 """Help of the option --base, which several commands have."""

@@ -11,11 +11,13 @@ import yaml
 
 from ullage_cli.manifest_file import BASE_HELP, overruled, read_service
 from ullage_operator.api.naming import HTTP_ROUTE, ROUTER_SCALER
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.conditions.conditions import MONITORING
-from ullage_operator.controller.plan import Manifest, Observed, plan
 from ullage_operator.manifests.engine_choice import engine_image, expected_engine, image_has_vllm
 from ullage_operator.manifests.resources import tiers_line
+from ullage_operator.planning.observed import Manifest, Observed
+from ullage_operator.planning.plan import plan
 
 HELP = """examples:
   ullage plan -f examples/smollm2.yaml

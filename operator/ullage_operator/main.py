@@ -16,30 +16,33 @@ from ullage_common.process import logs
 from ullage_common.process.logs import serve_metrics
 from ullage_operator.api.errors import OperatorError
 from ullage_operator.api.naming import METRICS_PORT
-from ullage_operator.api.spec import VERSION, Settings
+from ullage_operator.api.settings import VERSION, Settings
 from ullage_operator.controller.controller import Controller, Options
 from ullage_operator.kube.connection import load_configuration
-from ullage_operator.kube.leader_election import Times, own_namespace
+from ullage_operator.kube.leader_election import own_namespace
+from ullage_operator.kube.lease import Times
 from ullage_operator.kube.operator import Operator, PortTaken
 
 log = logging.getLogger(__name__)
+
 PROBES_PORT = 8081
 _EXAMPLES = """\
 examples:
   ullage-operator                                  serve all namespaces
   ullage-operator --namespace a --namespace b      serve two, with rights in these only
-  KUBECONFIG=~/.kube/config ullage-operator        run beside the cluster, for development
+  KUBECONFIG=~/.kube/config ullage-operator        run outside the cluster, for development
 
-Images and names that it gives to pods come from the environment: ULLAGE_ENGINE_IMAGE,
-ULLAGE_VLLM_ENGINE_IMAGE (of engines that are to be vLLM; unset: the same), ULLAGE_ROUTER_IMAGE,
+Images and names for pods come from the environment: ULLAGE_ENGINE_IMAGE,
+ULLAGE_VLLM_ENGINE_IMAGE (for engines that run vLLM; unset: the same), ULLAGE_ROUTER_IMAGE,
 ULLAGE_IMAGE_PULL_POLICY, ULLAGE_IMAGE_PULL_SECRETS, ULLAGE_LOG_LEVEL, ULLAGE_MAX_ROLLOUTS (services
 that try a new engine image at once; 3), ULLAGE_DNS_LAG (seconds for which the cluster's DNS may
-answer what it knew; 30), ULLAGE_TRACING_ENDPOINT and ULLAGE_TRACING_PROTOCOL (the collector that
-gets spans of reconciliations, by grpc or http; unset: none).
+return an outdated answer; 30), ULLAGE_TRACING_ENDPOINT and ULLAGE_TRACING_PROTOCOL (the collector
+of the spans of reconciliations, by grpc or http; unset: none).
 """
 
 
 def arguments_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="ullage-operator",
         description=__doc__,
@@ -67,7 +70,7 @@ def arguments_parser() -> argparse.ArgumentParser:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="look at every service at least this often (%(default)s)",
+        help="reconcile every service at least this often (%(default)s)",
     )
     add_election(parser)
     parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"])
@@ -76,6 +79,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def add_election(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the leader election to a parser."""
     parser.add_argument(
         "--no-leader-election",
         action="store_true",
@@ -95,7 +99,7 @@ def add_election(parser: argparse.ArgumentParser) -> None:
         type=duration,
         default=Times(),
         metavar="SECONDS",
-        help="another takes over so long after the last sign of life, 1 to 300 (15)",
+        help="another operator takes over this long after the last renewal, 1 to 300 (15)",
     )
 
 
@@ -126,11 +130,14 @@ def main(arguments: Sequence[str] | None = None, defaults: Options | None = None
     Args:
         arguments: the command line; by default the process's own.
         defaults: values of options that no argument sets.
+
+    Returns:
+        The exit status.
     """
     options = arguments_parser().parse_args(arguments)
     settings = Settings.from_env(os.environ)
     logs.configure(options.log_level or settings.log_level)
-    # The reconciler's own lines say what changed, those of informers what cannot be watched.
+    # The reconciler logs changes, and informers log failing watches.
     for chatty in ("kopf.objects", "kopf.activities", "kopf._core", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
@@ -138,6 +145,7 @@ def main(arguments: Sequence[str] | None = None, defaults: Options | None = None
     except OperatorError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
     metrics_registry = CollectorRegistry()
     ProcessCollector(registry=metrics_registry)
     chosen = controller_options(options, defaults or Options())
@@ -151,6 +159,7 @@ def main(arguments: Sequence[str] | None = None, defaults: Options | None = None
     except OSError as error:
         print(f"error: port {options.metrics_port} for metrics: {error}", file=sys.stderr)
         return 2
+
     try:
         asyncio.run(operator.run(options.host, options.probes_port))
     except PortTaken as error:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from ullage_operator.api.spec import Settings
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.controller import OperatorMetrics
 from ullage_operator.kube.informer import WatchMetrics
 

@@ -16,10 +16,12 @@ from ullage_testing.ports import free_port
 
 from ullage_common.process.logs import serve_metrics
 from ullage_operator.api.naming import OWNED, operator_selector, selector
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.main import arguments_parser
 from ullage_operator.manifests.engine_choice import engine_image
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import plan
 
 with warnings.catch_warnings():
     # The library still reads its schemas through pkg_resources-like means that warn on import.

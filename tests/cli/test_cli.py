@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ullage_cli.main import main, make_parser
 from ullage_cli.up import traced_to
 from ullage_common.process.tracing import TracingSection
-from ullage_operator.api.spec import parse
+from ullage_operator.api.parsing import parse
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 Make = Callable[..., dict[str, Any]]

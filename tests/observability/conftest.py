@@ -19,7 +19,8 @@ from ullage_kubeapi.server import running
 from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
 from ullage_testing.local_service import Service, services
 
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.manifests.monitoring import rule_groups
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,10 @@ from ullage_kubeapi.server import ApiServer, running
 from ullage_kubeapi.trial import CRDS, Operator, World, login, read_crd, until
 from ullage_testing.manifests import minimal_manifest, stored_manifest
 
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, ServicePlan, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan, plan
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -23,10 +23,12 @@ from ullage_cli.local.workloads import Manifest
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
 from ullage_operator.api.sections import AutoscalingSpec
-from ullage_operator.api.spec import Service, Settings
-from ullage_operator.autoscaling import autoscaling_of, replicas
-from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import expected_engine
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import plan
+from ullage_operator.policy.pool_sizes import autoscaling_of, replicas
 
 MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket, bytes: `sockaddr_un` holds 108 with the closing zero."""

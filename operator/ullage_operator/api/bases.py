@@ -1,8 +1,8 @@
-"""LLMServiceBases: specs that several services share, laid under their own. Pure.
+"""LLMServiceBases: specs that several services share, and over which their own are merged. Pure.
 
 An API server fills in a service's defaults before the operator reads it, so a field that was left
-out looks like one that was set to its default. Both count as unset, and there a base decides. Bases
-have no defaults: the last base that sets a field decides, whatever the value.
+out looks like one that was set to its default. Both count as unset, and a base decides them. Bases
+have no defaults, so the last base that sets a field decides its value.
 """
 
 import copy
@@ -18,10 +18,17 @@ from ullage_operator.api.schema import Schema
 Spec = dict[str, Any]
 
 FIELD = "baseRefs"
+_SERVICE_ONLY = frozenset({FIELD, "replicas", "stop"})
+"""Fields that a base cannot set.
+
+A default counts as unset, so a base would undo `kubectl scale` and `stop`.
+"""
 _RULES = "x-kubernetes-validations"
 _MERGED_LISTS = ("containers", "initContainers")
-"""Lists whose items are merged by their keys; of others an item of the service replaces a base's of
-the same key."""
+"""Lists whose items are merged if their keys are equal.
+
+In other lists, an item of the service replaces the base's item with the same key.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +93,6 @@ def overruled_defaults(definition: Schema, spec: Spec, bases: Bases) -> list[str
     return [*_overruled(section, spec, shared, "spec")]
 
 
-_ITS_OWN = frozenset({FIELD, "replicas", "stop"})
-"""Fields that a base cannot set: it would undo `kubectl scale` and `stop`, since a default counts
-as unset."""
-
-
 def base_schema(definition: Schema) -> Schema:
     """Return the schema of a base's spec.
 
@@ -98,7 +100,9 @@ def base_schema(definition: Schema) -> Schema:
     fields.
     """
     section = dict(definition["properties"]["spec"])
-    fields = {name: each for name, each in section["properties"].items() if name not in _ITS_OWN}
+    fields = {
+        name: each for name, each in section["properties"].items() if name not in _SERVICE_ONLY
+    }
     optional = _optional(section | {"properties": fields})
     return optional | {"description": "Fields of the specs of services that name this base."}
 

@@ -1,16 +1,16 @@
 """Everything that the operator raises.
 
 OperatorError
-├── Permanent             trying again cannot help until somebody changes something
+├── Permanent             a retry cannot help until somebody changes something
 │   ├── InvalidManifest   an LLMService that the API would refuse; lists every problem
 │   ├── LocalFailure      a local run that cannot go on
 │   └── ClusterRefused    the API server says that a request is wrong
-└── Temporary             worth another try after `delay_s`
-    └── ClusterUnavailable  the API server did not answer, is busy, or does not let us yet
+└── Temporary             a retry after `delay_s` may help
+    └── ClusterUnavailable  the API server did not answer, is busy, or refuses for now
         ├── ClusterDenied     the operator's account lacks a right
-        ├── ClusterPostponed  this request meets a quota, admission or a failing webhook
-        ├── ClusterConflict   somebody else was faster
-        ├── ClusterForgets    the history asked for is gone: list anew
+        ├── ClusterPostponed  a quota, admission or a failing webhook stops this request
+        ├── ClusterConflict   somebody else wrote first
+        ├── ClusterForgets    the requested history has expired: list again
         └── KindAbsent        the API server does not serve the kind
 """
 
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 
 class OperatorError(Exception):
-    """Base of this tree."""
+    """Base of all errors of the operator."""
 
 
 class Permanent(OperatorError):
-    """Trying again cannot help until somebody changes something."""
+    """A retry cannot help until somebody changes something."""
 
 
 class Temporary(OperatorError):
-    """Worth another try after `delay_s` seconds."""
+    """A retry after `delay_s` seconds may help."""
 
     def __init__(self, message: str, delay_s: float = 5.0) -> None:
         super().__init__(message)
@@ -36,12 +36,12 @@ class Temporary(OperatorError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a manifest."""
+    """One problem of a manifest."""
 
     path: str
-    """Field, such as spec.memory.thresholdPercent; empty for the whole document."""
+    """Path of the field, for example spec.memory.thresholdPercent; empty for the whole document."""
     message: str
-    """What is wrong, with the value, and what to do."""
+    """The problem with its value, and the remedy."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
@@ -60,15 +60,15 @@ class LocalFailure(Permanent):
 
 
 class ClusterRefused(Permanent):
-    """The API server says that a request of ours is wrong."""
+    """The API server refuses a request as wrong."""
 
 
 class ClusterUnavailable(Temporary):
-    """The API server did not answer, is busy, or does not let us yet."""
+    """The API server did not answer, is busy, or refuses for now."""
 
 
 class ClusterDenied(ClusterUnavailable):
-    """The operator's account lacks a right; `verb` is the one, such as patch."""
+    """The operator's account lacks the right to `verb`, for example patch."""
 
     def __init__(self, message: str, verb: str, delay_s: float) -> None:
         super().__init__(message, delay_s)
@@ -76,7 +76,7 @@ class ClusterDenied(ClusterUnavailable):
 
 
 class ClusterPostponed(ClusterUnavailable):
-    """This request cannot be done now, for a quota, admission or a webhook; others may be."""
+    """A quota, admission or a webhook stops this request for now, but perhaps not others."""
 
 
 class ClusterConflict(ClusterUnavailable):
@@ -84,7 +84,7 @@ class ClusterConflict(ClusterUnavailable):
 
 
 class ClusterForgets(ClusterUnavailable):
-    """The history that a watch or a page needs is gone: list anew."""
+    """The history that a watch or a page needs has expired: list again."""
 
 
 class KindAbsent(ClusterUnavailable):

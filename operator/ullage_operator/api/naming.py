@@ -1,5 +1,6 @@
-"""Names, labels and annotations of a service's objects, and the table of the kinds of Kubernetes
-objects that the operator reads or writes. No other module spells them.
+"""Names, labels and annotations of a service's objects, and the kinds of Kubernetes objects.
+
+No other module spells these names.
 """
 
 from collections.abc import Mapping
@@ -15,35 +16,39 @@ FIELD_MANAGER = "ullage-operator"
 SCALE_MANAGER = "ullage-operator-scale"
 """Field manager of replicas that others set."""
 CONFIG_HASH = f"{GROUP}/config-hash"
-"""Pod annotation; a changed configuration changes it, and so rolls the pods."""
+"""Pod annotation with a hash of the configuration, by which a change rolls the pods."""
 ROLLOUT = f"{GROUP}/rollout"
 """Annotation of an LLMService by which people steer its rollout."""
 REVISION = f"{GROUP}/revision"
-"""Annotation of a StatefulSet: which revision its pods are to be of."""
+"""Annotation of a StatefulSet: the revision that its pods should have."""
 TEMPLATE_HASH = f"{GROUP}/template-hash"
-"""Annotation of a StatefulSet or a Deployment: a hash of the pod template that it was applied with,
-which the API server completes."""
+"""Annotation of a StatefulSet or a Deployment: a hash of the applied pod template.
+
+The live template differs, because the API server adds defaults.
+"""
 SHARED_HASH = f"{GROUP}/shared-hash"
-"""Annotation of a StatefulSet: a hash of what the spec then said of engine pods outside their
-release."""
+"""Annotation of a StatefulSet: a hash of the fields of engine pods outside their release."""
 CANARY_PLACES = f"{GROUP}/canary-places"
-"""Annotation of a StatefulSet: how many of its engines a canary has the place of. They are missing
-from its replicas and belong to the pool all the same."""
+"""Annotation of a StatefulSet: the number of its engines that a canary replaces.
+
+They are missing from its replicas, but still belong to the pool.
+"""
 STOPPED = f"{GROUP}/stopped"
-"""Annotation of a StatefulSet that `spec.stop` has emptied: its number of pods says nothing of how
-many engines its pool is to have later."""
+"""Annotation of a StatefulSet that `spec.stop` has scaled to zero.
+
+Its number of pods does not tell how many engines the pool should have later.
+"""
 GROUP_REVISION = f"{GROUP}/group-revision"
-"""Pod annotation: a hash of the templates of an engine's pods, of which only equals join."""
+"""Pod annotation: a hash of the templates of an engine's pods; only pods with equal hashes join."""
 POOL_LABEL = f"{GROUP}/pool"
 FETCH_CLAIM = f"{GROUP}/fetch-claim"
 """Annotation of a Job: the claim that it fetches a model into."""
 FETCH_SOURCE = f"{GROUP}/fetch-source"
 """Annotation of a Job: the model that it fetches."""
 FETCH_STORE = f"{GROUP}/fetch-store"
-"""Annotation of a Job: a digest of the address that it fetches the model from; absent where the
-source says enough."""
+"""Annotation of a Job: a digest of the bucket's endpoint; absent if the source needs none."""
 STATEFUL_SET_REVISION = "controller-revision-hash"
-"""Label that Kubernetes gives a StatefulSet's pods: which revision of it they are of."""
+"""Label by which Kubernetes marks the pods of a StatefulSet with its revision."""
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 """Label that every namespace has, with its name."""
 
@@ -51,7 +56,7 @@ HTTP_PORT = 8000
 GRPC_PORT = 9000
 METRICS_PORT = 9090
 PROBE_PORT = 8081
-"""Health without TLS, which the kubelet does not speak; engines report their headroom there too."""
+"""Port of health checks without TLS, for the kubelet; engines also report headroom there."""
 
 RUN_DIR = "/run/ullage"
 CONFIG_DIR = "/etc/ullage"
@@ -61,11 +66,11 @@ TLS_DIR = "/etc/ullage-tls"
 CLIENT_CA_DIR = "/etc/ullage-client-ca"
 ENGINE_TLS_DIR = "/etc/ullage-engine-tls"
 STEPS_DIR = "/etc/ullage-steps"
+"""Folder of the cascade's steps, with a folder by index for each: `0-tls` and `0-key`."""
 ADAPTERS_DIR = "/etc/ullage-adapters"
-"""Folders of a cascade's steps, by their index: `0-tls` and `0-key`."""
 CACHE_DIR = "/var/cache/ullage"
 KV_DIR = "/var/lib/ullage/kv"
-"""Folder of the file tier of KV where a service names none."""
+"""Default folder of the KV file tier."""
 MODEL_IMAGE_DIR = "/model-image"
 CLAIM_ROOT = "/models"
 """Folder at which the claim of a `pvc://` source is mounted; the engine looks there."""
@@ -75,33 +80,33 @@ ADAPTERS_FILE = "adapters.yaml"
 """File with the LoRA adapters, which all engines read again whenever it changes."""
 ROUTER_CONFIG = "router.yaml"
 ROLLOUT_FILE = "rollout.yaml"
-"""Beside the router's configuration; read again whenever it changes."""
+"""File next to the router's configuration, which routers read again whenever it changes."""
 ROLLOUT_STATE = "state.json"
 KEPT_SPEC = "spec.json"
-"""Beside the rollout's state: the last spec that could be carried out."""
+"""File next to the rollout's state, with the last valid spec."""
 
 _CANARY = "-next"
-"""Short: with a hash behind it, a StatefulSet's name must fit into 63 characters."""
+"""Suffix of a canary's pool; short, because a StatefulSet's name with a hash has 63 characters."""
 
 _GROUP = "-group"
-"""Ends the names of what an engine has that spans several pods."""
+"""Suffix of the followers' pool, for engines that span several pods."""
 
 ROUTER = "router"
 ENGINE = "engine"
 FOLLOWER = "follower"
-"""A pod of an engine that spans several, without the engine's server."""
+"""A pod without a server, of an engine that spans several pods."""
 FETCHER = "fetcher"
 """A pod of a Job that fetches a model into a shared claim."""
 OPERATOR = "operator"
 
 
 def router_name(service: str) -> str:
-    """The router's Deployment, Service, ConfigMap, ServiceAccount and policies."""
+    """Return the name of the router's Deployment, Service, ConfigMap and further objects."""
     return f"{service}-router"
 
 
 def pool_name(service: str, pool: str) -> str:
-    """A pool's StatefulSet, headless Service, ConfigMap and disruption budget."""
+    """Return the name of a pool's StatefulSet, Service, ConfigMap and PodDisruptionBudget."""
     return f"{service}-{pool}"
 
 
@@ -116,8 +121,11 @@ def canary_pool(pool: str) -> str:
 
 
 def group_pool(pool: str) -> str:
-    """What the followers of a pool or its canary are called wherever a pool is, as are the Service
-    by which they find their leaders and the NetworkPolicy that lets them."""
+    """Return the pool name of the followers of a pool or its canary.
+
+    The Service by which followers find their leaders, and the NetworkPolicy between them, have this
+    name too.
+    """
     return f"{pool}{_GROUP}"
 
 
@@ -136,7 +144,7 @@ def leaders_name(group: str) -> str:
 
 
 def rollout_name(service: str) -> str:
-    """The ConfigMap that remembers how far a rollout has come."""
+    """Return the name of the ConfigMap with the state of the rollout."""
     return f"{service}-rollout"
 
 
@@ -171,7 +179,7 @@ def selector(service: str, component: str, pool: str | None = None) -> dict[str,
 
 
 def labels(service: str, component: str, version: str, pool: str | None = None) -> dict[str, str]:
-    """Labels of every object of a component."""
+    """Return the labels of every object of a component."""
     return selector(service, component, pool) | {
         "app.kubernetes.io/version": version,
         "app.kubernetes.io/part-of": "ullage",
@@ -188,7 +196,7 @@ def operator_selector() -> dict[str, str]:
 
 
 def owned_selector() -> str:
-    """Label selector of everything that the operator made."""
+    """Return the label selector of all objects that the operator created."""
     return f"app.kubernetes.io/managed-by={FIELD_MANAGER}"
 
 
@@ -210,15 +218,15 @@ ROUTER_SCALER = "HorizontalPodAutoscaler"
 
 
 class Kind(NamedTuple):
-    """One kind, and which of its objects concern the operator."""
+    """A kind of Kubernetes objects, and the objects of it that the operator watches."""
 
     api_version: str
     name: str
     plural: str
     selector: str = ""
-    """Label selector of those that are watched; all where it is empty."""
+    """Label selector of the watched objects; empty for all."""
     optional: bool = False
-    """Whether clusters without it are complete ones."""
+    """Whether a cluster may lack the kind."""
 
     @property
     def group(self) -> str:
@@ -226,12 +234,14 @@ class Kind(NamedTuple):
 
     @property
     def qualified(self) -> str:
-        """The resource as messages name it: statefulsets.apps, services."""
+        """Return the name of the resource in messages, for example statefulsets.apps."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def path(self, namespace: str, name: str = "") -> str:
-        """Return the path of an object or, without a name, of all in a namespace; "" is all
-        namespaces."""
+        """Return the URL path of an object, or of all objects without a name.
+
+        An empty namespace stands for all namespaces.
+        """
         root = f"/apis/{self.api_version}" if self.group else f"/api/{self.api_version}"
         scope = f"/namespaces/{namespace}" if namespace else ""
         return f"{root}{scope}/{self.plural}" + (f"/{name}" if name else "")
@@ -264,12 +274,12 @@ OWNED = (
     _owned(MONITORING_API, "PodMonitor", "podmonitors", optional=True),
     _owned(MONITORING_API, "PrometheusRule", "prometheusrules", optional=True),
 )
-"""Every kind that a plan may hold."""
+"""Every kind of object that a plan may contain."""
 WATCHED = (SERVICE, BASE, POD, *OWNED)
 
 _BY_NAME = {(kind.api_version, kind.name): kind for kind in (*WATCHED, EVENT, LEASE)}
 
 
 def kind_of(api_version: str, name: str) -> Kind:
-    """The kind of an object that the operator handles; any other is a bug."""
+    """Return the kind of an object that the operator handles; any other kind is a bug."""
     return _BY_NAME[api_version, name]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from ullage_operator.api.errors import Problem
-from ullage_operator.api.sections import canonical
+from ullage_operator.api.quantities import canonical
 
 Manifest = dict[str, Any]
 
@@ -109,11 +109,11 @@ def _own(path: str) -> Problem:
 
 
 _HANDLERS = frozenset(("exec", "grpc", "httpGet", "sleep", "tcpSocket"))
-"""What a probe or hook does; Kubernetes takes one of them at a time."""
+"""Actions of a probe or hook, of which Kubernetes accepts one at a time."""
 
 
 def overlap(path: str, mounts: Iterable[str]) -> str | None:
-    """Return how a path of a container stands to a mount that it lies in or that lies in it."""
+    """Return how a container's path overlaps with a mount; None if it overlaps with none."""
     for each in mounts:
         if lies_in(path, each):
             return f"lies in {each}"
@@ -123,7 +123,7 @@ def overlap(path: str, mounts: Iterable[str]) -> str | None:
 
 
 def lies_in(path: str, folder: str) -> bool:
-    """Whether a path of a container is that of a folder, or of something in it."""
+    """Return whether a path of a container is a folder or lies in it."""
     inner, outer = (posixpath.normpath(f"/{each}").lstrip("/") for each in (path, folder))
     return not outer or f"{inner}/".startswith(f"{outer}/")
 
@@ -132,10 +132,10 @@ MERGE_KEYS = ("mountPath", "containerPort", "name")
 
 
 def merge_key(desired: list[Any], live: list[Any]) -> str | None:
-    """Return the field that identifies a list's items, as in server-side apply; None for other
-    lists.
+    """Return the field that identifies the items of a list, as in server-side apply.
 
-    What others add to such a list, such as an injected container, is theirs.
+    It is None for other lists. Items that others add to such a list, for example an injected
+    container, belong to them.
     """
     items = [*desired, *live]
     if not desired or not all(isinstance(item, Mapping) for item in items):

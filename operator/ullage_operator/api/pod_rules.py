@@ -1,8 +1,8 @@
-"""Checks the pod templates of services against an allow-list of pod fields, so that a field that
-Kubernetes adds later is refused until it is listed here.
+"""Checks the pod templates of services against an allow-list of pod fields. Pure.
 
-Pods keep to Pod Security's restricted profile and get no ServiceAccount token. Users may choose the
-fields that the profile leaves open, such as images, nodes, Secrets and claims.
+A field that Kubernetes adds later is refused until it is listed here. Pods keep to the restricted
+profile of Pod Security and get no ServiceAccount token. Users may set the fields that the profile
+leaves open, for example images, nodes, Secrets and claims.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Fields of 0.1.0 with another name or form today, and the conversion of documents of 0.1.0. Pure.
+"""Fields of 0.1.0 that have another name or form today, and the conversion of its documents. Pure.
 
 Manifests, the specs that operators keep and the releases that engines run all have the form of a
 spec, so one table converts all of them.
@@ -14,7 +14,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 from ullage_operator.api.errors import Problem
-from ullage_operator.api.sections import api_word
+from ullage_operator.api.section_reader import api_word
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
@@ -227,7 +227,7 @@ def _is_kept(rename: Rename) -> bool:
 def upgraded(
     spec: Mapping[str, Any], definition: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a spec of 0.1.0 with today's names and forms; return a spec of today unchanged.
+    """Return a spec of 0.1.0 with today's names and forms; a spec of today stays unchanged.
 
     Args:
         definition: of a spec, for words and decimals of the API; None: they stay those of the

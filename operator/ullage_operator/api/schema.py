@@ -1,5 +1,6 @@
-"""Applies the CRD as an API server does, for `ullage plan` and `ullage up`, which have none. The
-CRD is the one source of the API.
+"""Applies the CRD like an API server, for `ullage plan` and `ullage up`, which have none.
+
+The CRD is the one source of the API.
 
 The steps run in this order: refuse unknown fields (as `kubectl apply` does), drop nulls, fill in
 defaults, check the structural schema, and then check the CEL rules.
@@ -20,7 +21,7 @@ import ullage_operator
 from ullage_operator.api.errors import Problem
 from ullage_operator.api.naming import API_VERSION, KIND
 from ullage_operator.api.renames import remedy
-from ullage_operator.api.sections import api_word
+from ullage_operator.api.section_reader import api_word
 
 if TYPE_CHECKING:
     import celpy
@@ -49,7 +50,7 @@ _OPEN = "x-kubernetes-preserve-unknown-fields"
 
 
 def crd_path() -> Path:
-    """The CRD inside the installed package, or in the source tree of an editable install."""
+    """Return the path of the CRD: in the installed package, or in the source tree."""
     package = Path(ullage_operator.__file__).parent
     installed = package / "crds" / CRD_FILE
     return installed if installed.exists() else package.parents[1] / "crds" / CRD_FILE
@@ -57,7 +58,7 @@ def crd_path() -> Path:
 
 @functools.cache
 def load_schema() -> Schema:
-    """The openAPIV3Schema of the stored version; read once, and changed by nobody."""
+    """Return the openAPIV3Schema of the stored version; it is read once and must not change."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     crd = yaml.load(crd_path().read_text(encoding="utf-8"), Loader=loader)
     schema: Schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -115,7 +116,7 @@ def unknown_fields(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
 
 
 def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
-    """The schema of every field of an object; of a map, of every key that it has."""
+    """Return the schema of every field of an object, or of every key of a map."""
     if isinstance(schema.get("additionalProperties"), dict) and isinstance(value, dict):
         every: Schema = schema["additionalProperties"]
         return dict.fromkeys(map(str, value), every)
@@ -124,7 +125,7 @@ def fields(schema: Schema, value: Any) -> Mapping[str, Schema]:
 
 
 def suggestion(word: str, allowed: Mapping[str, Any]) -> str:
-    """`did you mean ...?`, or what there is to choose from."""
+    """Return a suggestion for an unknown name: the nearest known name, or all known names."""
     lower = {name.lower(): name for name in allowed}
     near = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)
     if near:
@@ -220,7 +221,7 @@ def _short(value: Any) -> str:
 
 
 def structure(schema: Schema, value: Any) -> Iterator[Problem]:
-    """What the structural schema refuses."""
+    """Yield the violations of the structural schema."""
     import jsonschema  # of the command line alone: the operator serves what an API server checked
 
     validator = jsonschema.Draft4Validator(standard(schema))
@@ -232,7 +233,7 @@ def structure(schema: Schema, value: Any) -> Iterator[Problem]:
 
 
 def standard(schema: Schema) -> dict[str, Any]:
-    """Return the schema in plain JSON Schema, which knows nothing of int-or-string."""
+    """Return the schema in plain JSON Schema, which has no int-or-string."""
     result = dict(schema)
     if schema.get("x-kubernetes-int-or-string"):
         result["type"] = ["integer", "string"]
@@ -326,13 +327,16 @@ def rules(schema: Schema, value: Any, path: str) -> Iterator[Problem]:
 
 @functools.lru_cache(maxsize=2048)
 def holds(rule: str, text: str) -> bool:
-    """What a rule says of a value in JSON; kept, since most sections of most services are equal."""
+    """Return whether a CEL rule holds for a value in JSON.
+
+    Results are cached, because most sections of most services are equal.
+    """
     return bool(compiled(rule).evaluate({"self": cel_value(text)}))
 
 
 @functools.lru_cache(maxsize=1)
 def cel_value(text: str) -> Any:
-    """A value in JSON as CEL reads it, for all rules of one section."""
+    """Return the CEL value of a value in JSON, for all rules of one section."""
     from celpy.adapter import json_to_cel
 
     return json_to_cel(json.loads(text))
@@ -340,7 +344,7 @@ def cel_value(text: str) -> Any:
 
 @functools.cache
 def compiled(rule: str) -> "celpy.Runner":
-    """The rule's program: there are as many as the CRD has rules, and they keep no state."""
+    """Return the compiled program of a rule; all programs are cached and have no state."""
     import celpy
 
     environment = celpy.Environment()

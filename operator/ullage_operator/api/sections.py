@@ -1,293 +1,21 @@
-"""Sections of a spec that only the operator reads, and the conversion of Kubernetes quantities and
-Go durations to bytes and seconds.
+"""Sections of a spec that only the operator reads.
 
-Sections that routers and engines read too are in `ullage_common.config`.
+Sections that routers and engines also read are in `ullage_common.config`.
 """
 
-import math
 import posixpath
-import re
-from collections.abc import Callable, Iterator, Mapping
-from decimal import Decimal
-from functools import partial
 from typing import Any, Literal
 
-import msgspec
-from msgspec import field, inspect
+from msgspec import field
 
 from ullage_common.config.engine import HostedTiers, HostTierSection, MemoryLimits, RankGrid
-from ullage_common.config.router import CORSSection, PoolRole, TenantRules
+from ullage_common.config.router import CORSSection, PoolRole
 from ullage_common.process.config_file import Bytes, Seconds, Strict
 from ullage_operator.api import naming
 
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTPE]i|[kMGTPE])?")
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|us|h|m|s)")
-_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?")
-_SECONDS = {
-    "h": Decimal(3600),
-    "m": Decimal(60),
-    "s": Decimal(1),
-    "ms": Decimal("0.001"),
-    "us": Decimal("0.000001"),
-}
-
-
-def parse_bytes(value: int | str) -> int:
-    """Return the bytes of `2Gi`, `500M`, `1.5Gi` or 1024; a fraction of a byte is rounded up.
-
-    Raises:
-        ValueError: the text is not such a quantity.
-    """
-    match = _QUANTITY.fullmatch(str(value))
-    if match is None:
-        raise ValueError(f"{value!r} is not a quantity of bytes; write 512Mi, 2Gi or 1000000")
-    number, suffix = match.groups()
-    return math.ceil(Decimal(number) * scale(suffix or ""))
-
-
-def scale(suffix: str) -> int:
-    """Return the bytes of one unit: Ki is 1024, k is 1000, no suffix is 1."""
-    if not suffix:
-        return 1
-    power = "kmgtpe".index(suffix[0].lower()) + 1
-    return int((1024 if suffix.endswith("i") else 1000) ** power)
-
-
-def parse_decimal(value: int | str) -> float:
-    """Return the number that the API writes as an integer or as text, such as 2 or `0.5`.
-
-    Raises:
-        ValueError: the text is not such a number.
-    """
-    if not _DECIMAL.fullmatch(str(value)):
-        raise ValueError(f'{value!r} is not a number; write 2 or, in quotes, "0.5"')
-    return float(value)
-
-
-_MAX_SECONDS = 100 * 365 * 86400
-"""Longest duration; longer ones, which the definition accepts, are read as this one."""
-
-
-def parse_seconds(value: int | str) -> float:
-    """Return the seconds of a Go duration such as `10s`, `6ms` or `1m30s`.
-
-    Raises:
-        ValueError: the text is not such a duration.
-    """
-    text = str(value)
-    if not text or _DURATION.sub("", text):
-        raise ValueError(f"{value!r} is not a duration; write 10s, 6ms or 1m30s")
-    parts = _DURATION.findall(text)
-    total = sum(Decimal(number) * _SECONDS[unit] for number, unit in parts)
-    return float(min(total, _MAX_SECONDS))
-
-
-_POWERS = {0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P", 18: "E", -3: "m"}
-
-
-def amount(value: int | str) -> Decimal:
-    """Return the value of a quantity, such as 0.5 for `500m`.
-
-    Raises:
-        ValueError: the text is not a quantity, `m` for thousandths included.
-    """
-    text = str(value)
-    match = _QUANTITY.fullmatch(text.removesuffix("m"))
-    if match is None:
-        raise ValueError(f"{value!r} is not a quantity; write 500m, 2, 512Mi or 2Gi")
-    number, suffix = match.groups()
-    return Decimal(number) * (Decimal("0.001") if text.endswith("m") else scale(suffix or ""))
-
-
-def canonical(value: int | str) -> str:
-    """Return a quantity as the API server stores it, so that applied and stored objects are equal.
-
-    Raises:
-        ValueError: the text is not a quantity.
-    """
-    number = amount(value)
-    if str(value).endswith("i") and number >= 1024 and number == int(number):
-        return _in_powers_of_1024(int(number))
-    return _in_powers_of_1000(number)
-
-
-def _in_powers_of_1024(number: int) -> str:
-    power = 0
-    while number % 1024 == 0 and power < len("KMGTPE"):
-        number = number // 1024
-        power = power + 1
-    return f"{number}{'KMGTPE'[power - 1]}i" if power else str(number)
-
-
-def _in_powers_of_1000(number: Decimal) -> str:
-    if number == 0:
-        return "0"
-    milli = math.ceil(number.scaleb(3))
-    power = -3
-    while milli % 1000 == 0 and power < max(_POWERS):
-        milli = milli // 1000
-        power = power + 3
-    return f"{milli}{_POWERS[power]}"
-
-
-_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL", "cpu": "CPU"}
-_COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
-"""Modules whose sections the definition completes."""
-_UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
-
-
-def camel(name: str) -> str:
-    """`session_kv_limit` is `sessionKVLimit` in the API."""
-    first, *rest = name.split("_")
-    return first + "".join(_WORDS.get(word, word.capitalize()) for word in rest)
-
-
-_API_WORDS = {
-    "bfloat16": "BFloat16",
-    "cpu": "CPU",
-    "cuda": "CUDA",
-    "fp8": "FP8",
-    "grpc": "grpc",
-    "http": "http",
-    "keda": "KEDA",
-    "off": "None",
-    "vllm": "VLLM",
-    "w8a8": "W8A8",
-}
-
-
-def api_word(word: str) -> str:
-    """Return how the API spells a word of a configuration file: in CamelCase."""
-    return _API_WORDS.get(word, word[:1].upper() + word[1:])
-
-
-Reader = Callable[[Any, str], Any]
-"""Turns a value of the API, which stands at a path, into one that msgspec converts."""
-
-
-def section_reader(section: type[Strict]) -> Reader:
-    """Return what renames a section's fields to snake case and turn its quantities into bytes
-    and seconds.
-
-    The reader raises msgspec.ValidationError for a quantity that cannot be read, and for a field
-    that the definition would have filled in.
-    """
-    kind = inspect.type_info(section)
-    assert isinstance(kind, inspect.StructType)
-    return _section_reader(kind)
-
-
-def _reader(kind: inspect.Type) -> Reader | None:
-    """Return the converter of API values to `kind`; None where they need no conversion."""
-    match kind:
-        case inspect.Metadata(extra={"unit": unit}):
-            return partial(_read_quantity, _UNITS[unit])
-        case inspect.FloatType():
-            return partial(_read_quantity, parse_decimal)
-        case inspect.Metadata(type=inner) | inspect.UnionType(types=(inner, *_)):
-            return _reader(inner)
-        case inspect.StructType():
-            return _section_reader(kind)
-        case inspect.LiteralType(values=values):
-            return partial(_read_word, {api_word(str(value)): value for value in values})
-        case inspect.VarTupleType(item_type=inner) if read := _reader(inner):
-            return partial(_read_list, read)
-        case inspect.DictType(value_type=inner) if read := _reader(inner):
-            return partial(_read_map, read)
-        case _:
-            return None
-
-
-def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
-    if value is None or isinstance(value, float):  # of `to_api`
-        return value
-    try:
-        return parse(value)
-    except ValueError as error:
-        raise msgspec.ValidationError(f"{error} - at `${path}`") from error
-
-
-def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
-    """Return the word of configuration files for an API word.
-
-    Words of configuration files pass unchanged, since releases and kept specs contain them.
-    """
-    return words.get(value, value) if isinstance(value, str) else value
-
-
-def _read_list(read: Reader, values: Any, path: str) -> Any:
-    return [read(value, f"{path}[{i}]") for i, value in enumerate(values)]
-
-
-def _read_map(read: Reader, values: Any, path: str) -> Any:
-    return {name: read(value, f"{path}.{name}") for name, value in values.items()}
-
-
-def _section_reader(kind: inspect.StructType) -> Reader:
-    # The readers' own defaults are for files that people write: the API's are the definition's.
-    is_complete = _is_complete(kind.cls)
-    fields = [
-        (
-            each.name,
-            camel(each.name),
-            _reader(each.type),
-            each.required or (is_complete and each.default is not None),
-        )
-        for each in kind.fields
-    ]
-
-    def read_section(section: Any, path: str) -> Any:
-        if not isinstance(section, dict):
-            return section
-        values = {}
-        for field_name, name, read, is_required in fields:
-            if name in section:
-                value = section[name]
-                values[field_name] = read(value, f"{path}.{name}") if read else value
-            elif is_required:
-                raise msgspec.ValidationError(f"missing required field `{name}` - at `${path}`")
-        return values
-
-    return read_section
-
-
-def field_names(section: type[Strict]) -> set[str]:
-    """Return the names of a section's fields, and of those of the sections in it."""
-    return set(_field_names(inspect.type_info(section)))
-
-
-def _field_names(kind: inspect.Type) -> Iterator[str]:
-    match kind:
-        case inspect.Metadata(type=inner) | inspect.VarTupleType(item_type=inner):
-            yield from _field_names(inner)
-        case inspect.DictType(value_type=inner):
-            yield from _field_names(inner)
-        case inspect.UnionType(types=types):
-            for member in types:
-                yield from _field_names(member)
-        case inspect.StructType(fields=fields):
-            for each in fields:
-                yield each.name
-                yield from _field_names(each.type)
-
-
-def _is_complete(kind: type) -> bool:
-    """Whether the definition gives a default to every field but those that may be unset."""
-    modules = {base.__module__ for base in kind.__mro__}
-    return not modules.isdisjoint(_COMPLETED) and not issubclass(kind, TenantRules)
-
-
-def to_api(value: Any) -> Any:
-    """A section in the API's names, as it is read back from JSON; bytes and seconds are numbers."""
-    match value:
-        case msgspec.Struct():
-            return {camel(n): to_api(getattr(value, n)) for n in value.__struct_fields__}
-        case dict():
-            return {name: to_api(each) for name, each in value.items()}
-        case tuple() | list():
-            return [to_api(each) for each in value]
-        case _:
-            return value
+Retention = Literal["retain", "delete"]
+USER = 65532
+"""User and group of the images, and the definition's default."""
 
 
 class Thresholds(Strict, frozen=True, kw_only=True):
@@ -350,9 +78,6 @@ class ModelCache(Strict, frozen=True, kw_only=True):
     """Whether a Job fetches the model into the claim before engines need it."""
 
 
-Retention = Literal["retain", "delete"]
-
-
 class ClaimRetention(Strict, frozen=True, kw_only=True):
     """The retention policy of a claim template's volumes."""
 
@@ -366,7 +91,7 @@ class ResourceClaim(Strict, frozen=True, kw_only=True):
     name: str
     resource_claim_template_name: str
     request: str | None = None
-    """Which of the claim's requests the engine has; None: all."""
+    """The request of the claim that the engine uses; None for all requests."""
 
 
 class RemoteTierSpec(Strict, frozen=True, kw_only=True):
@@ -379,13 +104,13 @@ class RemoteTierSpec(Strict, frozen=True, kw_only=True):
 class FileTierSpec(Strict, frozen=True, kw_only=True):
     size: Bytes
     path: str | None = None
-    """Folder in the container; None: the operator's own choice."""
+    """Folder in the container; None for the operator's default."""
     claim_name: str | None = None
     host_path: str | None = None
 
     @property
     def folder(self) -> str:
-        """The folder in the container, without doubled or closing slashes."""
+        """Return the folder in the container, without double or trailing slashes."""
         return posixpath.normpath("/" + (self.path or naming.KV_DIR).lstrip("/"))
 
 
@@ -396,17 +121,17 @@ class TiersSpec(HostedTiers, frozen=True, kw_only=True):
 
 
 class MemorySpec(MemoryLimits, frozen=True, kw_only=True):
-    """What engines read as their section `memory`, with tiers as people ask for them."""
+    """The engines' section `memory`, with the tiers of the spec."""
 
     tiers: TiersSpec
 
 
 class PodSection(Strict, frozen=True, kw_only=True):
-    """Pods of one kind, in Kubernetes' own words."""
+    """Fields of pods with Kubernetes' own names."""
 
     resources: dict[str, dict[str, int | str]] = field(default_factory=dict)
     pod_template: dict[str, Any] = field(default_factory=dict)
-    """What pods have beside what the operator sets."""
+    """Fields of pods in addition to those that the operator sets."""
 
 
 class Targets(Strict, frozen=True, kw_only=True):
@@ -419,7 +144,7 @@ class Targets(Strict, frozen=True, kw_only=True):
         return self.kv_utilization_percent / 100
 
 
-class Pace(Strict, frozen=True, kw_only=True):
+class ScalingPace(Strict, frozen=True, kw_only=True):
     """Bounds on how fast the number of pods changes in one direction."""
 
     window: Seconds
@@ -446,7 +171,7 @@ class KEDATrigger(Strict, frozen=True, kw_only=True):
 
 class KEDASpec(Strict, frozen=True, kw_only=True):
     authentication_ref: AuthenticationRef | None = None
-    """How KEDA logs in where it asks for the operator's own queries."""
+    """Credentials of KEDA for the Prometheus queries of the operator."""
     triggers: tuple[KEDATrigger, ...] = ()
 
 
@@ -457,8 +182,8 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
     max_replicas: int
     warm_spares: int
     targets: Targets
-    scale_up: Pace
-    scale_down: Pace
+    scale_up: ScalingPace
+    scale_down: ScalingPace
     idle_after: Seconds
     prometheus_url: str | None = None
     keda: KEDASpec | None = None
@@ -467,7 +192,7 @@ class AutoscalingSpec(Strict, frozen=True, kw_only=True):
 class PoolSpec(PodSection, frozen=True, kw_only=True):
     role: PoolRole = "standard"
     replicas: int
-    """Engine pods; where they follow demand, the number of this moment."""
+    """Number of engines; the present number if the pool scales."""
     autoscaling: AutoscalingSpec | None = None
     gpus: int
     """GPUs of an engine, on all of its nodes."""
@@ -540,10 +265,6 @@ class ServiceAccount(Strict, frozen=True, kw_only=True):
     name: str | None = None
     """Name of an existing ServiceAccount; None: the operator's own ones."""
     annotations: dict[str, str] = field(default_factory=dict)
-
-
-USER = 65532
-"""User and group of the images, and the definition's default."""
 
 
 class SecurityContext(Strict, frozen=True, kw_only=True):

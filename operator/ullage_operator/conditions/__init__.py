@@ -1,4 +1,4 @@
-"""What a service's status says: its conditions, and what is wrong with its pods.
+"""The conditions of a service's status, and diagnoses of its pods.
 
-It reads objects that it is given and changes nothing.
+It reads given objects and changes nothing.
 """

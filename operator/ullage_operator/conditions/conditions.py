@@ -35,32 +35,42 @@ from datetime import datetime
 from typing import Any
 
 from ullage_operator.api.naming import MONITORING_API, OWNED
-from ullage_operator.conditions.pod_problems import PROGRESSING, PodProblem
+from ullage_operator.conditions.missing_pods import PROGRESSING
+from ullage_operator.conditions.pod_problem import PodProblem
 
 READY = "Ready"
 AVAILABLE = "Available"
 DEGRADED = "Degraded"
 ENGINES_CONSISTENT = "EnginesConsistent"
 ADAPTERS_READY = "AdaptersReady"
+DEFINITION_OUTDATED = "DefinitionOutdated"
+CONTESTED = "Contested"
+MISSING_PERMISSION = "MissingPermission"
+KINDS_UNLISTED = "KindsUnlisted"
+MONITORING_AVAILABLE = "MonitoringAvailable"
+MONITORING = tuple(kind.name for kind in OWNED if kind.api_version == MONITORING_API)
+"""Kinds of the Prometheus operator that the operator creates."""
+_MAX_FIELDS = 3
+"""Number of fields that a condition names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A Deployment or StatefulSet as far as conditions care."""
+    """The state of a Deployment or StatefulSet that conditions depend on."""
 
     name: str
     desired: int
     exist: int = 0
     ready: int = 0
     settled: bool = False
-    """Its controller has seen the newest spec, and every pod is of it."""
+    """Whether the controller has observed the newest spec, and every pod has it."""
     sleeps: bool = False
     """Whether the workload may have no pods and be woken by a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition before it has a time."""
+    """A condition without its transition time."""
 
     type: str
     holds: bool
@@ -71,13 +81,14 @@ class Condition:
 STOPPED = Condition(
     AVAILABLE, False, "Stopped", "spec.stop is true; set it to false to serve again"
 )
-"""Available, of a service that has no engine on purpose."""
+"""The condition Available of a service that is stopped on purpose."""
 
 
 def workload_of(name: str, desired: int, live: Mapping[str, Any] | None) -> Workload:
-    """What the live object says; nothing exists of one that is not there yet."""
+    """Return the state of a live object; without one, no pod exists."""
     if live is None:
         return Workload(name, desired)
+
     status = live.get("status", {})
     generation = live["metadata"].get("generation", 0)
     is_observed = status.get("observedGeneration", 0) >= generation
@@ -102,7 +113,9 @@ def service_conditions(
     """Return the four conditions of a service whose spec is valid.
 
     Args:
-        troubles: problems of its pods, those that block first.
+        router: the routers' Deployment.
+        pools: the pools' StatefulSets.
+        troubles: problems of the pods; those that block the service come first.
         trying: problems of a canary's pods, which do not block the service.
         change: the progress of a rollout that is not over, for Progressing.
         was_progressing: the last status of Progressing; True for a new service.
@@ -130,7 +143,10 @@ def available_condition(router: Workload, pools: Sequence[Workload]) -> Conditio
 def progressing_condition(
     workloads: Sequence[Workload], change: Condition | None = None, was_progressing: bool = True
 ) -> Condition:
-    """A change goes on until its pods have been ready once: one that falls later is no change."""
+    """Return the condition Progressing.
+
+    A change is over once its pods have been ready. A pod that fails later is no change.
+    """
     rolling = [workload.name for workload in workloads if not workload.settled]
     if change and (change.holds or not rolling):
         return change
@@ -143,7 +159,7 @@ def progressing_condition(
 
 
 def degraded_condition(troubles: Sequence[PodProblem]) -> Condition:
-    """The first pod that cannot start, be placed or stay up, and how many there are."""
+    """Return the condition Degraded, with the first problem and the number of others."""
     if not troubles:
         return Condition(DEGRADED, False, "AsExpected", "no pod is stuck")
     return Condition(DEGRADED, True, troubles[0].reason, summary(troubles))
@@ -163,6 +179,7 @@ def ready_condition(
     """Return the condition Ready, with the most helpful reason where it is false."""
     if available is STOPPED:
         return Condition(READY, False, available.reason, available.message)
+
     blocked = [trouble for trouble in troubles if trouble.blocks]
     lacking = [pool for pool in pools if pool.desired and not pool.ready]
     if blocked:
@@ -175,6 +192,7 @@ def ready_condition(
         return Condition(READY, True, available.reason, available.message)
     if lacking:
         return Condition(READY, False, "PodsNotReady", counts(lacking))
+
     workloads = [router, *pools]
     is_full = all(each.ready >= each.desired for each in workloads)
     return Condition(READY, True, "AllReady" if is_full else "Serving", counts(workloads))
@@ -190,7 +208,7 @@ def render(
     generation: int,
     now: datetime,
 ) -> list[dict[str, Any]]:
-    """Conditions for status; the time changes only with the condition's status."""
+    """Return conditions for the status; a transition time changes only with its condition."""
     before = {condition["type"]: condition for condition in previous}
     return [
         _as_manifest(finding, before.get(finding.type), generation, now) for finding in conditions
@@ -214,23 +232,20 @@ def _as_manifest(
 
 
 def timestamp(now: datetime) -> str:
-    """RFC 3339 in whole seconds, as Kubernetes writes it; `now` is in UTC."""
+    """Format a time in UTC like Kubernetes: RFC 3339, in whole seconds."""
     return now.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-DEFINITION_OUTDATED = "DefinitionOutdated"
-CONTESTED = "Contested"
-MISSING_PERMISSION = "MissingPermission"
-KINDS_UNLISTED = "KindsUnlisted"
-MONITORING_AVAILABLE = "MonitoringAvailable"
-MONITORING = tuple(kind.name for kind in OWNED if kind.api_version == MONITORING_API)
 
 
 def cluster_conditions(
     serves: Collection[str], missing: Sequence[str], unlisted: Sequence[str] = ()
 ) -> list[Condition]:
-    """The conditions, from the optional kinds that are served, the rights that are missing and the
-    kinds that cannot be listed."""
+    """Return the conditions about the cluster.
+
+    Args:
+        serves: the optional kinds that the cluster serves.
+        missing: the rights that the operator lacks.
+        unlisted: kinds that the cluster serves but the operator cannot list.
+    """
     return [
         monitoring_condition(serves),
         *missing_permissions(missing),
@@ -253,12 +268,8 @@ def monitoring_condition(serves: Collection[str]) -> Condition:
 def unlisted_kinds(unlisted: Sequence[str]) -> list[Condition]:
     if not unlisted:
         return []
-    message = f"nothing is made of kinds that cannot be listed: {'; '.join(unlisted)}"
+    message = f"the operator creates no objects of kinds it cannot list: {'; '.join(unlisted)}"
     return [Condition(KINDS_UNLISTED, True, "ListFailed", message)]
-
-
-_MAX_FIELDS = 3
-"""Number of fields that a condition names."""
 
 
 def outdated_definition(undefined: Sequence[str]) -> list[Condition]:
@@ -279,7 +290,7 @@ def contested(challenger: str) -> list[Condition]:
     if not challenger:
         return []
     message = (
-        f"operator {challenger} watches this service, too, and leaves it alone: give each of the "
+        f"operator {challenger} also watches this service and leaves it alone: give each of the "
         "two releases namespaces of its own (watch.namespaces), or uninstall one"
     )
     return [Condition(CONTESTED, True, "SeveralOperators", message)]

@@ -1,7 +1,7 @@
 """Kubernetes Events for changes of a service's conditions. Pure.
 
-An Event is written at a transition and never for a state that lasts, so that `kubectl describe`
-lists what happened and not how often the operator looked.
+An Event is written at a transition, and never for a lasting state, so that `kubectl describe` lists
+changes and not reconciliations.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from ullage_operator.conditions.conditions import CONTESTED, DEFINITION_OUTDATED
 from ullage_operator.conditions.consistency import DIFFER
 
 MAX_NOTE_BYTES = 1024
-"""Longest message of an Event that Kubernetes takes."""
+"""Longest message of an Event that Kubernetes accepts."""
 
 
 _FAULTS = ("Degraded", "MissingPermission", "KindsUnlisted", DEFINITION_OUTDATED, CONTESTED)
@@ -21,12 +21,12 @@ _FAULTS = ("Degraded", "MissingPermission", "KindsUnlisted", DEFINITION_OUTDATED
 
 @dataclass(frozen=True, slots=True)
 class EventNote:
-    """A decision about a service, as its Event words it."""
+    """The text of an Event about a service."""
 
     reason: str
     """Reason of the Event, in CamelCase."""
     action: str
-    """What was done, in CamelCase."""
+    """Action of the Event, in CamelCase."""
     message: str
     warning: bool = False
 
@@ -34,10 +34,10 @@ class EventNote:
 def transitions(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
 ) -> list[EventNote]:
-    """The Events that a change of a service's conditions makes.
+    """Return the Events for changes of a service's conditions.
 
-    A condition makes one when its status or its reason changes. For a new service only what is
-    unusual does: that nothing serves yet and pods are being made goes without saying.
+    A condition has an Event when its status or reason changes. A new service has Events only for
+    unusual conditions, and none because nothing serves yet.
     """
     previous = {condition["type"]: condition for condition in before}
     notes = [
@@ -45,7 +45,9 @@ def transitions(
         for each in after
         if _is_news(previous.get(each["type"]), each)
     ]
-    worst = sorted(notes, key=lambda note: note.warning)  # Ready and Degraded often say the same
+
+    # Ready and Degraded often have the same message. The warning is kept, since it comes last.
+    worst = sorted(notes, key=lambda note: note.warning)
     return list({(note.reason, note.message): note for note in worst}.values())
 
 
@@ -66,7 +68,7 @@ def _is_bad(condition: Mapping[str, Any]) -> bool:
 
 
 def _title(condition: Mapping[str, Any]) -> str:
-    """`Ready` and `Recovered` say what became of the service; the rest is the reason itself."""
+    """Return the reason of a condition's Event, which is the condition's own in most cases."""
     match condition["type"], condition["status"]:
         case "Ready", "True":
             return "Ready"
@@ -76,7 +78,7 @@ def _title(condition: Mapping[str, Any]) -> str:
 
 
 def clipped(text: str) -> str:
-    """Cut a text to what an Event may say, without splitting a character."""
+    """Cut a text to the length of an Event's message, without splitting a character."""
     data = text.encode()
     if len(data) <= MAX_NOTE_BYTES:
         return text

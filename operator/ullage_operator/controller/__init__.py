@@ -1,5 +1,5 @@
-"""The reconcile loop and its queue: observe, plan purely, apply thinly; and the healer and
-autoscaler that call it.
+"""The reconcile loop and its queue: observe, plan by `planning`, apply; and the healer and the
+autoscaler, which act on the decisions of `policy`.
 
 It reaches the cluster only through kube.
 """

@@ -1,7 +1,8 @@
-"""Asks routers for their measures and decides from them: one task for each service that scales.
+"""Measures the load of pools at their routers, one task a service, and keeps the decisions.
 
-Services that do not scale cost nothing. A service is asked every `INTERVAL_S`; while a pool of it
-sleeps, its routers are asked to answer as soon as somebody wants it.
+`ullage_operator.policy.scaling` decides the sizes. Routers are polled every `INTERVAL_S`. While a
+pool sleeps, they are polled with a long poll, which they answer as soon as a request wants the
+pool. Services that do not scale have no task.
 """
 
 import asyncio
@@ -15,43 +16,34 @@ from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 from ullage_operator.api.sections import AutoscalingSpec
-from ullage_operator.autoscaling import (
-    NO_DECISIONS,
-    RouterReport,
-    ScalingChange,
-    ScalingDecision,
-    ScalingDecisions,
-    ScalingHistory,
-    decide_replicas,
-    is_wanted,
-    parse_reports,
-    pool_load,
-)
 from ullage_operator.kube.pod_http import PodHttp, PodUnavailable
+from ullage_operator.policy.pool_load import RouterReport, is_wanted, parse_reports, pool_load
+from ullage_operator.policy.pool_sizes import NO_DECISIONS, ScalingChange, ScalingDecisions
+from ullage_operator.policy.scaling import ScalingDecision, ScalingHistory, decide_replicas
 
 Key = TypeVar("Key", bound=Hashable)
 
 INTERVAL_S = 10.0
+"""Seconds between two polls."""
 MIN_INTERVAL_S = 1.0
-"""Between two questions, also while a pool wakes."""
+"""Minimum seconds between two polls, also while a pool wakes."""
 TIMEOUT_S = 5.0
 WAIT_TIMEOUT_S = 20.0
-"""Timeout of a question that routers answer when somebody wants a pool, after 10 s at the latest.
-"""
+"""Timeout of a long poll, which routers answer after 10 s at the latest."""
 _MAX_BODY_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledService:
-    """A service as far as its scaling goes."""
+    """The pools of a service that scale, and the routers to poll."""
 
     policies: Mapping[str, AutoscalingSpec]
     """Policies of the pools that the operator scales."""
     routers: tuple[str, ...]
     """`http://host:port` of each router's measures."""
     leaving: tuple[str, ...] = ()
-    """URLs of routers that end: they are asked, for they may hold requests, and need not answer."""
+    """URLs of terminating routers, which may still hold requests and need not answer."""
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -62,20 +54,20 @@ class ScaledService:
 class _Service:
     followed: ScaledService
     current: dict[str, int]
-    """Engines that each pool is to have."""
+    """The number of engines that each pool should have."""
     task: "asyncio.Task[None] | None" = None
     decisions: ScalingDecisions = NO_DECISIONS
     histories: dict[str, ScalingHistory] = field(default_factory=dict)
     routers_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Other routers may be asked."""
+    """Set when the routers to poll have changed."""
 
 
 class Autoscaler(Generic[Key]):
-    """Decides the sizes of the pools of all services.
+    """Keeps scaling decisions for the pools of all services.
 
     Args:
-        on_change: called with a service of which something else is decided.
-        interval_s: between two questions.
+        on_change: called with a service whose decisions have changed.
+        interval_s: seconds between two polls of its routers.
     """
 
     def __init__(self, on_change: Callable[[Key], None], interval_s: float = INTERVAL_S) -> None:
@@ -87,20 +79,24 @@ class Autoscaler(Generic[Key]):
     def follow(
         self, key: Key, followed: ScaledService, current: Mapping[str, int]
     ) -> ScalingDecisions:
-        """Scales these pools from now on; answers what is decided.
+        """Scale these pools of a service from now on, and return the present decisions.
 
         Args:
-            current: engines of each pool, which only counts for pools that are new here.
+            key: the service.
+            followed: the pools that scale, and the routers to poll.
+            current: the number of engines of each pool; used only for pools that are new here.
         """
         if not followed.policies:
             self.forget(key)
             return NO_DECISIONS
+
         service = self._services.get(key)
         if service is None:
             service = self._services[key] = _Service(followed, {})
             service.task = asyncio.create_task(self._keep(key, service), name=f"scale {key}")
         if followed.asked != service.followed.asked:
             service.routers_changed.set()
+
         service.followed = followed
         for pool in service.current.keys() - followed.policies.keys():
             del service.current[pool]
@@ -115,7 +111,7 @@ class Autoscaler(Generic[Key]):
             service.task.cancel()
 
     def drop(self) -> None:
-        """Forget all services: what another operator decides meanwhile is not known here."""
+        """Forget all services, since another operator leads and decides for them."""
         for key in list(self._services):
             self.forget(key)
 
@@ -137,6 +133,8 @@ class Autoscaler(Generic[Key]):
                 self._take(key, service, reports, problem)
             except Exception:  # a bug must not end the scaling of a service
                 _logger.exception("scaling %s failed", key)
+
+            # A change of the routers ends the pause early.
             pause_s = self._pause_s(service)
             left_s = began + pause_s * random.uniform(0.9, 1.1) - time.monotonic()
             with contextlib.suppress(TimeoutError):
@@ -145,17 +143,18 @@ class Autoscaler(Generic[Key]):
                     await asyncio.sleep(MIN_INTERVAL_S)
 
     def _pause_s(self, service: _Service) -> float:
-        """Soon again while a pool sleeps, whose routers answer late by themselves."""
+        """Return the seconds between two polls."""
+        # While a pool sleeps, long polls already delay the answer.
         if not all(service.current.values()) and not service.decisions.problem:
             return MIN_INTERVAL_S
-        # A pool that may soon sleep is looked at in time for that.
+        # A pool that may go to sleep is polled often enough to do so in time.
         idle_s = [p.idle_after for p in service.followed.policies.values() if not p.min_replicas]
         return max(MIN_INTERVAL_S, min([self._interval_s, *(idle / 4 for idle in idle_s)]))
 
     def _take(
         self, key: Key, service: _Service, reports: Mapping[str, list[RouterReport]], problem: str
     ) -> None:
-        """Decide anew, and says so where it makes a difference."""
+        """Decide from the routers' reports, and call `on_change` if the decisions differ."""
         before = service.decisions
         if not reports:
             service.decisions = ScalingDecisions(before.pools, problem, before.changes)
@@ -164,6 +163,7 @@ class Autoscaler(Generic[Key]):
             is_partial = not reports.keys() >= {*service.followed.routers}
             decisions = dict[str, ScalingDecision]()
             changes = dict(before.changes)
+
             for pool, policy in service.followed.policies.items():
                 decisions[pool], service.histories[pool] = decide_replicas(
                     policy,
@@ -177,15 +177,21 @@ class Autoscaler(Generic[Key]):
                     changes[pool] = ScalingChange(datetime.now(UTC), decisions[pool])
                 service.current[pool] = decisions[pool].replicas
             service.decisions = ScalingDecisions(decisions, changes=changes)
+
         if _sizes_and_problem(before) != _sizes_and_problem(service.decisions):
             self._on_change(key)
 
     async def _asked(
         self, routers: tuple[str, ...], waits: bool
     ) -> tuple[dict[str, list[RouterReport]], str]:
-        """The reports of the routers that answer, and what the last other one said instead.
+        """Poll routers.
 
-        Waiting, one that wants a pool awake is enough.
+        Args:
+            routers: URLs of the routers.
+            waits: whether to use a long poll, which ends once one router wants a sleeping pool.
+
+        Returns:
+            The reports by router, and the error of the last router that did not answer.
         """
         reports = dict[str, list[RouterReport]]()
         problem = ""
@@ -224,6 +230,6 @@ class Autoscaler(Generic[Key]):
 
 
 def _sizes_and_problem(decisions: ScalingDecisions) -> tuple[object, ...]:
-    """What a service's objects and conditions depend on."""
+    """Return the parts of decisions on which a service's objects and conditions depend."""
     sizes = {pool: each.replicas for pool, each in decisions.pools.items()}
     return sizes, decisions.problem

@@ -1,8 +1,7 @@
 """The operator at work: the informers that fill the cache, and the queue that they wake.
 
-The queue knows which services wait for reconciliation: each key once, one run a key at a time, with
-retries. Events say only that something about a key may have changed. A key that is already waiting
-is not queued twice; a key that changes while it is being worked on is worked on once more
+The queue holds the services that wait for reconciliation. An event only says that a service may
+have changed, so a waiting key is not queued twice. A key that changes during its run runs once more
 afterwards.
 """
 
@@ -20,24 +19,20 @@ from prometheus_client import CollectorRegistry
 
 from ullage_common.process import tracing
 from ullage_operator.api.naming import WATCHED, Kind
-from ullage_operator.api.spec import Settings
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.apply import Applier
 from ullage_operator.controller.autoscaler import Autoscaler
-from ullage_operator.controller.healer import Healer, StreamTimes
+from ullage_operator.controller.headroom_streams import StreamTimes
+from ullage_operator.controller.healer import Healer
 from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster, unlimited
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 from ullage_operator.kube.events import EventRecorder
 from ullage_operator.kube.informer import Informers, WatchMetrics, WatchTimes
-from ullage_operator.kube.leader_election import (
-    Candidacy,
-    Lead,
-    LeaderElection,
-    Times,
-    own_identity,
-)
+from ullage_operator.kube.leader_election import Lead, LeaderElection, own_identity
+from ullage_operator.kube.lease import Candidacy, Times
 from ullage_operator.metric_names import LEADER, RECONCILE, RECONCILE_SECONDS
 
 _logger = logging.getLogger(__name__)
@@ -52,11 +47,14 @@ _SUCCESSES = frozenset({"ok", "gone", "yielded"})
 
 
 class WorkQueue(Generic[Key]):
-    """Runs `work(key)`, which answers after how many seconds it wants to run again; None: never.
+    """Runs `work(key)` for every key that was added.
 
-    A `work` that raises is run again after a delay that doubles from 1 s to 60 s. At most 16 keys
-    are worked on at once, in the order of their events; between two runs of a key lie 0.2 s, so
-    that a burst of events is one run.
+    After an exception, the key runs again with a backoff that doubles from 1 s to 60 s. At most 16
+    keys run at once, in the order of their events. Two runs of a key are at least 0.2 s apart, so
+    that a burst of events causes one run.
+
+    Args:
+        work: processes a key, and returns the seconds until its next run; None for no such run.
     """
 
     def __init__(self, work: Callable[[Key], Awaitable[float | None]]) -> None:
@@ -66,7 +64,7 @@ class WorkQueue(Generic[Key]):
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def add(self, key: Key) -> None:
-        """Asks for a run of `key`, soon."""
+        """Queue a key for a run."""
         if key not in self._workers:
             self._dirty[key] = asyncio.Event()
             self._workers[key] = asyncio.create_task(self._serve(key), name=f"reconcile {key}")
@@ -101,6 +99,7 @@ class WorkQueue(Generic[Key]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s or None):
                     await dirty.wait()
+
             try:
                 async with self._slots:
                     dirty.clear()
@@ -112,12 +111,13 @@ class WorkQueue(Generic[Key]):
                 delay_s = min(_BACKOFF_MOST_S, _BACKOFF_FIRST_S * 2**failures)
                 failures += 1
             await asyncio.sleep(_GAP_S)
+
         if self._workers.get(key) is me:
             del self._workers[key], self._dirty[key]
 
 
 class OperatorMetrics:
-    """Reconciliations by result, how long they take, and whether this operator acts."""
+    """Metrics of reconciliations by result, of their duration, and of the lead."""
 
     def __init__(self, registry: CollectorRegistry, left_s: Callable[[], float]) -> None:
         self.total = RECONCILE.register(registry)
@@ -132,9 +132,9 @@ class Options:
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve; empty for all."""
     lease: tuple[str, str] | None = None
-    """Namespace and name of the Lease by which operators elect one; None to act alone."""
+    """Namespace and name of the Lease for leader election; None without an election."""
     name: str = "default/ullage-operator"
-    """The operator's name, the same for all of its replicas and of no other release."""
+    """Name of the operator, which all replicas of one release share."""
     election_times: Times = field(default_factory=Times)
     reconcile_times: ReconcileTimes = field(default_factory=ReconcileTimes)
     watch_times: WatchTimes = field(default_factory=WatchTimes)
@@ -144,8 +144,7 @@ class Options:
 class Controller:
     """The operator's informers, queue and workers, from its start to its end.
 
-    An operator that is not the leader watches, so that it can take over at once, but writes
-    nothing.
+    An operator that does not lead also watches, to take over at once, but writes nothing.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Controller:
         options: Options,
         settings: Settings,
         registry: CollectorRegistry,
-        connection: Connection,
+        connection: ApiConnection,
         stop: asyncio.Event,
     ) -> None:
         watching = WatchMetrics(registry)
@@ -209,7 +208,8 @@ class Controller:
         await self._reconciler.close()
         await self._recorder.close()
         if self._election:
-            await self._election.close()  # last: until here all that was written had to be
+            # The lead is released last, since all writes until here need it.
+            await self._election.close()
         if self._tracer:
             await asyncio.to_thread(self._tracer.close)
 
@@ -219,7 +219,7 @@ class Controller:
         return self._informers.silent_s
 
     async def _reconcile(self, key: ServiceKey) -> float | None:
-        """Reconciles a service, and returns after how many seconds to do it again."""
+        """Reconcile a service, and return the seconds until the next time."""
         result = "bug"
         began = time.time()
         try:

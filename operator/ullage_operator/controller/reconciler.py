@@ -18,45 +18,39 @@ from ullage_operator.api.errors import (
 )
 from ullage_operator.api.naming import BASE, EVENT
 from ullage_operator.api.renames import dropped_fields
-from ullage_operator.api.spec import VERSION, Service, Settings
-from ullage_operator.autoscaling import own_policies, with_replicas
-from ullage_operator.conditions.pod_problems import ObjectWarning
-from ullage_operator.controller.apply import Applier, ApplyResult, Replaced, failed_status, observe
+from ullage_operator.api.settings import VERSION, Settings
+from ullage_operator.api.spec import Service
+from ullage_operator.conditions.pod_problem import ObjectWarning
+from ullage_operator.controller.apply import Applier, ApplyResult, Replaced
 from ullage_operator.controller.autoscaler import Autoscaler, ScaledService
-from ullage_operator.controller.contest import (
+from ullage_operator.controller.healer import Healer
+from ullage_operator.controller.observe import failed_status, observe
+from ullage_operator.controller.rollout_queue import RolloutQueue
+from ullage_operator.controller.router_client import RouterClient, router_addresses
+from ullage_operator.kube.cache import Cache, Denied, ServiceKey
+from ullage_operator.kube.client import Cluster
+from ullage_operator.planning.contest import (
     ANSWER_S,
     ASK_AGAIN_S,
     Question,
-    Turn,
+    ServingTurn,
     asked,
     challenger_of,
     held,
     holder_of,
     turn_of,
 )
-from ullage_operator.controller.healer import Healer
-from ullage_operator.controller.plan import (
-    Observed,
-    ServicePlan,
-    observe_rollout,
-    status_after,
-    warned_objects,
-)
-from ullage_operator.controller.rollout_queue import RolloutQueue
-from ullage_operator.controller.router_client import RouterClient, router_addresses
-from ullage_operator.controller.standing import (
-    Declared,
-    Standing,
-    plan_standing,
-    read,
-    standing,
-)
-from ullage_operator.healing import silent_pools
-from ullage_operator.kube.cache import Cache, Denied, ServiceKey
-from ullage_operator.kube.client import Cluster
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan, status_after
+from ullage_operator.planning.rollout_observation import observe_rollout
+from ullage_operator.planning.standing import Declared, Standing, plan_standing, read, standing
+from ullage_operator.planning.status import warned_objects
+from ullage_operator.policy.engine_health import silent_pools
+from ullage_operator.policy.pool_sizes import own_policies, with_replicas
 from ullage_operator.rollout.state import is_canary_running
 
 Object = dict[str, Any]
+
 _logger = logging.getLogger(__name__)
 _MIN_WAIT_S = 1.0
 _MAX_WARNED = 3
@@ -76,18 +70,18 @@ class ReconcileResult(NamedTuple):
     result: str
     status: Object
     """The status to report."""
-    scaling: ServicePlan | None = None
-    """Sizes that are still to be applied once the status is written."""
+    plan: ServicePlan | None = None
+    """The applied plan, whose restarts follow once the status is written; None without a plan."""
     recheck_s: float | None = None
-    """Seconds until the next reconciliation at the latest; None for no such bound."""
+    """Seconds until the next reconciliation at the latest; None for no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconcileTimes:
-    """When a service is looked at again, in seconds."""
+    """Intervals of reconciliations, in seconds."""
 
     resync_s: float = 300.0
-    """Bound after which every service is reconciled though nothing has changed."""
+    """Maximum time between two reconciliations of a service, even without changes."""
     retry_s: float = 1.0
     """First delay of a retry; it doubles up to 64 times as much."""
 
@@ -111,7 +105,7 @@ class Reconciler:
         self._questions: dict[ServiceKey, Question] = {}
         """Questions to other operators, by the service that they serve."""
         self._challengers: dict[ServiceKey, Question] = {}
-        """The other operator that asked last about a service."""
+        """Questions of other operators about a service that this one serves."""
         self._cluster = cluster
         self._cache = cache
         self._applier = applier
@@ -122,15 +116,15 @@ class Reconciler:
         self._times = times
         self._router_client = RouterClient()
         self._failures: dict[ServiceKey, int] = {}
-        """Number of tries in a row after which something is to be tried again, by service."""
+        """Number of failed tries in a row, by service."""
         self._read: dict[ServiceKey, tuple[tuple[Any, ...], Declared]] = {}
         self._reading = asyncio.Lock()
 
     async def reconcile(self, key: ServiceKey) -> tuple[str, float | None]:
-        """Brings one service a step nearer to its spec.
+        """Bring one service a step closer to its spec.
 
         Returns:
-            The result, and after how many seconds to look again; None: never.
+            The result, and the seconds until the next reconciliation; None for none.
         """
         recheck_s = None
         try:
@@ -141,25 +135,24 @@ class Reconciler:
         except Permanent as error:
             _logger.error("%s: its status cannot be written: %s", key, error)
             result = "permanent"
+
         if result != "temporary":
             self._failures.pop(key, None)
         if result != "gone":
-            # Each at another time, or a thousand services would all be looked at at once.
+            # Random times keep a thousand services from being reconciled all at once.
             resync_s = self._times.resync_s * random.uniform(0.8, 1.0)
             return result, max(_MIN_WAIT_S, min(resync_s, recheck_s or resync_s))
         self._forget(key)
         return result, None
 
     def _backoff_s(self, key: ServiceKey, least_s: float) -> float:
-        """Return the seconds until the next try, which double while nothing else is seen to
-        change."""
+        """Return the seconds until the next try, with exponential backoff."""
         self._failures[key] = tries = min(self._failures.get(key, 0) + 1, _MAX_COUNTED_TRIES)
         delay_s = self._times.retry_s * 2.0 ** (tries - 1)
         return max(least_s, delay_s * random.uniform(0.8, 1.0))
 
     def drop(self) -> None:
-        """Forget all services, since another operator leads and this one no longer sees its
-        work."""
+        """Forget all services, since another operator leads and works on them."""
         self._read.clear()
         self._failures.clear()
         self._questions.clear()
@@ -187,12 +180,12 @@ class Reconciler:
         """Return the result, and the seconds after which to reconcile again at the latest."""
         manifest = self._cache.service(key)
         if manifest is None or "deletionTimestamp" in manifest["metadata"]:
-            return "gone", None  # what it owned is the garbage collector's
+            return "gone", None  # the garbage collector deletes the objects of the service
 
         turn = turn_of(
             self._name, manifest.get("status", {}), self._questions.get(key), time.monotonic()
         )
-        if turn is not Turn.SERVE:
+        if turn is not ServingTurn.SERVE:
             return await self._leave_to_other(key, manifest, turn)
         if question := self._questions.pop(key, None):
             _logger.warning("%s: takes over: operator %s does not answer", key, question.holder)
@@ -212,13 +205,14 @@ class Reconciler:
         return result, recheck_s
 
     async def _leave_to_other(
-        self, key: ServiceKey, manifest: Object, turn: Turn
+        self, key: ServiceKey, manifest: Object, turn: ServingTurn
     ) -> tuple[str, float]:
-        """Leave a service to the operator that its status names, and ask whether it lives."""
+        """Leave a service to the operator in its status, and ask whether that operator lives."""
         status = manifest.get("status", {})
         holder = holder_of(status)
         self._stop_serving(key)
-        if turn is Turn.ASK:
+
+        if turn is ServingTurn.ASK:
             before = self._questions.get(key, Question("", 0.0))
             is_answered = before.holder == holder and before.is_answered
             if before.holder != holder:
@@ -229,17 +223,18 @@ class Reconciler:
                 _logger.warning(message, key, holder, self._name)
             await self._applier.report(key, manifest, asked(self._name, status))
             self._questions[key] = Question(holder, time.monotonic(), is_answered)
-        elif turn is Turn.YIELD and not self._questions[key].is_answered:
+        elif turn is ServingTurn.YIELD and not self._questions[key].is_answered:
             self._questions[key] = dataclasses.replace(self._questions[key], is_answered=True)
             message = (
                 "%s: operator %s serves it and lives, so this one, %s, does not: give each of the "
                 "two releases namespaces of its own (watch.namespaces), or uninstall one"
             )
             _logger.error(message, key, holder, self._name)
-        return "yielded", ASK_AGAIN_S if turn is Turn.YIELD else ANSWER_S
+
+        return "yielded", ASK_AGAIN_S if turn is ServingTurn.YIELD else ANSWER_S
 
     def _with_challenger(self, key: ServiceKey, observed: Observed) -> Observed:
-        """Add an operator that lately asked about the service to `observed`."""
+        """Add the operator that recently asked about the service to `observed`."""
         now_s = time.monotonic()
         if name := challenger_of(observed.status):
             if key not in self._challengers:
@@ -281,7 +276,7 @@ class Reconciler:
     async def _with_warnings(
         self, key: ServiceKey, service: Service, observed: Observed
     ) -> Observed:
-        """Add what Events say about pods that do not start to `observed`."""
+        """Add the Events about pods that do not start to `observed`."""
         warnings = {}
         missing_rights = observed.missing_rights
         try:
@@ -307,7 +302,7 @@ class Reconciler:
         declared = await self._declared(key, manifest)
         stands = standing(manifest, declared, observed, self._settings)
         if stands is None:
-            self._rollout_queue.forget(key)  # nothing goes on before somebody corrects it
+            self._rollout_queue.forget(key)  # nothing happens until somebody corrects the spec
             return ReconcileResult("invalid", failed_status(manifest, observed, declared.problems))
 
         service = stands.service
@@ -336,8 +331,10 @@ class Reconciler:
         )
 
     def _plan(self, key: ServiceKey, stands: Standing, observed: Observed) -> ServicePlan:
-        """Return a plan, and record its rollout in the queue before another service's plan
-        begins."""
+        """Return a plan, and record its rollout in the queue.
+
+        Nothing is awaited in between, so that two services never take the same place.
+        """
         observed = dataclasses.replace(
             observed,
             may_begin_rollout=self._rollout_queue.may_begin(key, self._statuses),
@@ -363,7 +360,7 @@ class Reconciler:
             yield key, (self._cache.service(key) or {}).get("status", {})
 
     def _with_result(self, manifest: Object, observed: Observed, applied: ApplyResult) -> Observed:
-        """Adds to `observed` what was written, which no watch reports yet, and what could not."""
+        """Add the written objects, which no watch reports yet, and the failures to `observed`."""
         return dataclasses.replace(
             observed,
             objects=observe(self._cache, manifest).objects,
@@ -372,7 +369,7 @@ class Reconciler:
         )
 
     def _with_replicas(self, key: ServiceKey, service: Service, observed: Observed) -> Observed:
-        """Add the numbers of engines that are decided for its pools to `observed`."""
+        """Add the decided numbers of engines to `observed`."""
         policies = own_policies(service)
         routers, leaving = router_addresses(observed.pods if policies else ())
         scaled = ScaledService(policies, routers, leaving)
@@ -401,7 +398,7 @@ class Reconciler:
 
         cached = self._read.get(key)
         if cached is None or cached[0] != version:
-            if names:  # the rules are checked for the merged spec, which takes a while
+            if names:  # validating the merged spec takes a while, so a thread does
                 async with self._reading:
                     declared = await asyncio.to_thread(read, manifest, self._settings, bases)
             else:

@@ -23,36 +23,37 @@ _ROLLING = frozenset(stage.value for stage in (*TRYING, RolloutStage.PROMOTING))
 
 
 class RolloutQueue:
-    """The services that roll out now, and those that wait for their turn, by name.
+    """The services that roll out now, and those that wait for their turn.
 
     Rollouts that an edit started count too, but do not wait.
 
     Args:
-        max_rollouts: services that may be in a rollout when another one begins unasked.
-        wake: called with a service whose turn has come; with one whose turn it still is, again.
+        max_rollouts: the number of services that may be in a rollout at once.
+        wake: called with a service whose turn has come, perhaps several times.
     """
 
     def __init__(self, max_rollouts: int, wake: Callable[[ServiceKey], None]) -> None:
         self._max_rollouts = max_rollouts
         self._wake = wake
         self._rolling: set[ServiceKey] | None = None
-        """None until the rollouts that another operator began have been counted."""
+        """Services in a rollout; None until those of the last leader have been counted."""
         self._only_routers: set[ServiceKey] = set()
         """Rolling services in which only routers are being replaced."""
         self._waiting: set[ServiceKey] = set()
         self._seeking: set[ServiceKey] = set()
         """Services whose canary, or whose engines after it, have no node yet."""
         self._roomless: set[ServiceKey] = set()
-        """Services of which an engine finds no room."""
+        """Services with an engine that finds no room."""
 
     def may_begin(self, key: ServiceKey, statuses: Callable[[], Statuses]) -> bool:
         """Return whether a service may begin a rollout that no edit asks for.
 
-        Rollouts look for room one after the other: of two services whose pods wait at once, one
-        could take the place that the other has freed for its own.
+        Rollouts look for room one after the other. If pods of two services waited at once, one
+        service could take the room that the other has freed for its own pod.
 
         Args:
-            statuses: returns all services with their status; asked for once.
+            key: the service.
+            statuses: returns all services with their status; called once.
         """
         if self._rolling is None:
             self._rolling = {each for each, status in statuses() if _is_rolling(status)}
@@ -63,10 +64,10 @@ class RolloutQueue:
         return len(self._rolling - {key}) < self._max_rollouts
 
     def may_yield(self, key: ServiceKey) -> bool:
-        """Return whether a service's next pod gets the place that another one of it frees.
+        """Return whether a service's next pod would get the room that another of its pods frees.
 
-        No other service's engine waits for room then. Where several services look for room at once,
-        since people edited them, the first by name goes first.
+        This holds while no engine of another service waits for room. If several services look for
+        room at once, because people edited them, the first by name goes first.
         """
         others = (self._roomless | self._seeking) - {key}
         return all({key, other} <= self._seeking and key < other for other in others)
@@ -81,13 +82,17 @@ class RolloutQueue:
         seeks_room: bool = False,
         lacks_room: bool = False,
     ) -> None:
-        """Record the progress of a service's rollout; one that waits for people or pods does not
-        count.
+        """Record the progress of a service's rollout.
+
+        A rollout that waits for people or for pods does not count.
 
         Args:
+            key: the service.
+            progress: the progress of its rollout.
             router_waits: whether the operator's new routers wait for the service's turn.
             router_rolls: whether routers are being replaced.
-            seeks_room: whether its canary, or its engines after it, have no node yet.
+            seeks_room: whether pods of its canary, or of the engines after its promotion, have no
+                node yet.
             lacks_room: whether one of its engines finds no room.
         """
         waits = progress.is_held or progress.is_asleep or progress.reason == PAUSED
@@ -126,7 +131,7 @@ class RolloutQueue:
         seeks_room: bool = False,
         lacks_room: bool = False,
     ) -> None:
-        """Put a service where it belongs, and wake as many as there is room for then."""
+        """Record the state of a service, and wake as many waiting services as may begin."""
         rolling = set() if self._rolling is None else self._rolling
         membership = (
             (rolling, is_rolling),

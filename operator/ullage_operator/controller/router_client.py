@@ -1,4 +1,4 @@
-"""Asks a service's routers for their counts, at a bounded rate."""
+"""Reads counts and reports of a service's routers over HTTP, at a bounded rate."""
 
 import asyncio
 import logging
@@ -11,17 +11,17 @@ from typing import Any
 
 from ullage_common.process.addresses import joined
 from ullage_operator.api import naming
-from ullage_operator.autoscaling import parse_reports
-from ullage_operator.conditions.pod_problems import is_ready, is_router, parse_time
-from ullage_operator.controller.model_caches import parse_progress
+from ullage_operator.conditions.pods import is_ready, is_router, parse_time
 from ullage_operator.kube.cache import ServiceKey
 from ullage_operator.kube.pod_http import PodHttp, PodUnavailable
+from ullage_operator.planning.model_caches import parse_progress
+from ullage_operator.policy.pool_load import parse_reports
 from ullage_operator.rollout.analysis import CanarySample, parse_samples
 
 MIN_INTERVAL_S = 5.0
-"""Between two questions to the routers of one service."""
+"""Minimum seconds between two requests to the routers of a service."""
 SETTLED_AFTER_S = 30.0
-"""A router that has run for less may not have found all engines yet."""
+"""Seconds after its start by which a router has found all engines."""
 MAX_BYTES = 8 << 20
 TIMEOUT_S = 5.0
 CONNECT_S = 2.0
@@ -40,7 +40,7 @@ class RouterSamples:
 
 
 class RouterClient:
-    """Asks the routers of all services, and keeps their last samples of canaries."""
+    """Reads from the routers of all services, and caches their samples of canaries."""
 
     def __init__(self) -> None:
         self._http = PodHttp()
@@ -60,6 +60,7 @@ class RouterClient:
         asked_at, answers = self._samples.get(key, (-math.inf, RouterSamples()))
         if time.monotonic() - asked_at < MIN_INTERVAL_S:
             return answers
+
         urls = [url for url in map(metrics_url, running(pods)) if url]
         pages = await asyncio.gather(*map(self._page, urls))
         samples = tuple(sample for page, _ in pages for sample in parse_samples(page))
@@ -81,23 +82,28 @@ class RouterClient:
     async def unreachable_pools(
         self, pods: Iterable[Pod], pools: Iterable[str], now: datetime
     ) -> frozenset[str]:
-        """Of these pools, those of which no router has a ready engine.
+        """Return the pools of which no router has a ready engine.
 
-        Routers that are not ready are asked too, for one that never had an engine is not; they need
-        not answer. None where it is not certain: a router has only just started and may not have
-        found the engines yet, a ready one does not answer, or none does.
+        Routers that are not ready are asked too, since a router without any engine is not ready.
+        They need not answer. The result is empty while it is uncertain: if a router has only just
+        started and may not have found the engines yet, if a ready router does not answer, or if no
+        router answers.
 
         Args:
-            now: in UTC.
+            pods: the pods of the service.
+            pools: the pools in question.
+            now: the current time, in UTC.
         """
         routers = [pod for pod in running(pods) if metrics_url(pod)]
         if any(_runs_s(pod, now) < SETTLED_AFTER_S for pod in routers):
             return frozenset()
+
         urls = [metrics_url(pod).removesuffix("/metrics") + "/measures" for pod in routers]
         pages = await asyncio.gather(*map(self._ask, urls))
         is_mute = any(is_ready(pod) and not page for pod, page in zip(routers, pages, strict=True))
         if is_mute or not any(pages):
             return frozenset()
+
         try:
             reports = [
                 report for page in filter(None, pages) for report in parse_reports(page.encode())
@@ -105,6 +111,7 @@ class RouterClient:
         except ValueError as error:
             log.warning("a router's measures cannot be read: %s", error)
             return frozenset()
+
         reached = {pool for report in reports for pool, load in report.items() if load.ready}
         return frozenset(pools) - reached
 
@@ -126,12 +133,12 @@ class RouterClient:
 
 
 def running(pods: Iterable[Pod]) -> Iterator[Pod]:
-    """Return pods whose containers run, also while they end."""
+    """Return the pods in phase Running, terminating ones included."""
     return (pod for pod in pods if pod.get("status", {}).get("phase") == "Running")
 
 
 def _runs_s(pod: Pod, now: datetime) -> float:
-    """Seconds since its youngest container started; endless where the API does not say."""
+    """Return the seconds since a pod's youngest container started; infinite if unknown."""
     states = (each.get("state", {}) for each in pod["status"].get("containerStatuses", ()))
     started = (parse_time(state.get("running", {}).get("startedAt")) for state in states)
     return min(((now - at).total_seconds() for at in started if at), default=math.inf)
@@ -172,9 +179,11 @@ def _progress_url(pod: Pod) -> str:
 def router_addresses(
     pods: Iterable[Mapping[str, Any]],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`http://host:port` of routers that run, and of those among them that end."""
-    urls: tuple[set[str], set[str]] = (set(), set())
+    """Return `http://host:port` of routers that stay, and of routers that terminate."""
+    staying: set[str] = set()
+    leaving: set[str] = set()
     for pod in running(pods):
         if url := metrics_url(pod):
-            urls["deletionTimestamp" in pod["metadata"]].add(url.removesuffix("/metrics"))
-    return tuple(sorted(urls[0])), tuple(sorted(urls[1]))
+            urls = leaving if "deletionTimestamp" in pod["metadata"] else staying
+            urls.add(url.removesuffix("/metrics"))
+    return tuple(sorted(staying)), tuple(sorted(leaving))

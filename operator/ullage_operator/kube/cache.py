@@ -1,10 +1,11 @@
 """Keeps the objects of the watched kinds, as events and sweeps report them. No I/O.
 
-A reconciliation reads from here and asks the API server for nothing. The cache also knows which
-kinds cannot be seen, and why.
+Reconciliations read from the cache and not from the API server. The cache also knows which kinds it
+cannot see, and why.
 
-Events of different objects come in any order. They do not say when all existing objects have come,
-nor which were deleted while nobody watched. A sweep, which lists names and versions, says both.
+Events of different objects arrive in any order. They do not tell when all existing objects have
+arrived, nor which objects were deleted while nobody watched. A sweep, which lists names and
+versions, tells both.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,19 +18,20 @@ from ullage_operator.api.naming import BASE, FIELD_MANAGER, HTTP_ROUTE, JOB, POD
 from ullage_operator.api.renames import LAST_APPLIED, dropped_fields
 
 Object = dict[str, Any]
+
 Name = tuple[str, str]
 """Namespace and name."""
 _INSTANCE = "app.kubernetes.io/instance"
 _POD_SPEC = ("nodeName", "priority")
 _CONTAINER = ("name", "image", "resources", "ports")
 _HAS_STATUS = frozenset({SERVICE.name, POD.name, "Deployment", "StatefulSet", JOB.name, HTTP_ROUTE})
-"""Kinds of whose status a plan depends on something."""
+"""Kinds whose status a plan depends on."""
 _CREATED = [{"manager": FIELD_MANAGER, "operation": "Update"}]
-"""What is kept of the field managers of an object whose fields are still to be claimed."""
+"""The cached managedFields of an object whose fields must still be claimed."""
 
 
 class ServiceKey(NamedTuple):
-    """Which LLMService."""
+    """The namespace and name of an LLMService."""
 
     namespace: str
     name: str
@@ -39,14 +41,14 @@ class ServiceKey(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What one watch sees: a kind in a namespace, or in all for ""."""
+    """The scope of one watch: a kind in a namespace, or in all namespaces if it is empty."""
 
     kind: Kind
     namespace: str
 
 
 class Visibility(Enum):
-    """Whether a scope is seen."""
+    """Whether the operator sees a scope."""
 
     UNKNOWN = "not listed yet"
     SEEN = "listed"
@@ -60,7 +62,7 @@ class Denied(NamedTuple):
 
     verb: str
     resource: str
-    """Such as statefulsets.apps."""
+    """The resource, for example statefulsets.apps."""
     namespace: str
     """Empty for all namespaces."""
 
@@ -75,17 +77,17 @@ class _Collection:
 
     visibility: Visibility = Visibility.UNKNOWN
     reason: str = ""
-    """The verb that is denied, or why the scope cannot be listed."""
+    """The denied verb, or the reason why the scope cannot be listed."""
     objects: dict[Name, Object] = field(default_factory=dict)
     swept: int = -1
     """The resourceVersion of the last sweep; -1 before the first."""
     expected: dict[Name, int] = field(default_factory=dict)
-    """Versions that the last sweep named and no event has brought yet."""
+    """Versions from the last sweep that no event has delivered yet."""
     deleted: dict[Name, int] = field(default_factory=dict)
     """Versions of the deletions since the last sweep."""
 
     def is_outdated(self, name: Name, version: int) -> bool:
-        """Whether a newer version of an object is known, or its deletion."""
+        """Return whether a newer version of an object, or its deletion, is known."""
         if name in self.objects:
             return version <= version_of(self.objects[name])
         if version <= self.deleted.get(name, -1):
@@ -100,8 +102,10 @@ class _Collection:
 class Cache:
     """Objects by scope, and by the service that they belong to.
 
-    `wake` is called for every service that a change concerns, once all scopes have been listed or
-    found missing: a plan before that would miss existing objects.
+    Args:
+        scopes: the scopes to keep.
+        wake: called for every service that a change concerns, once all scopes have been listed or
+            found missing. An earlier plan would miss existing objects.
     """
 
     def __init__(self, scopes: Iterable[Scope], wake: Callable[[ServiceKey], None]) -> None:
@@ -110,7 +114,7 @@ class Cache:
         self._wake = wake
         self._complete = False
 
-    # What events and sweeps say.
+    # Updates by events and sweeps.
 
     def changed(self, scope: Scope, obj: Object) -> None:
         """Record an object that was created, changed or listed."""
@@ -127,7 +131,7 @@ class Cache:
         self._check_seen(scope)
 
     def deleted(self, scope: Scope, obj: Object) -> None:
-        """An object is gone, or is no longer one of those that are watched."""
+        """Remove an object that was deleted or is no longer watched."""
         collection = self._collections[scope]
         name = _name_of(obj)
         previous = collection.objects.get(name)
@@ -138,9 +142,14 @@ class Cache:
         self._check_seen(scope)
 
     def swept(self, scope: Scope, versions: Mapping[Name, int], revision: int) -> None:
-        """Names and versions of all that existed at a revision: whatever else is older is gone.
+        """Record a sweep, and remove older objects that it does not list.
 
-        The scope is seen once events have brought all of them.
+        The scope counts as seen once events have delivered all listed objects.
+
+        Args:
+            scope: the swept scope.
+            versions: versions of all objects, by namespace and name.
+            revision: the resourceVersion of the list.
         """
         collection = self._collections[scope]
         collection.swept = revision
@@ -161,15 +170,18 @@ class Cache:
         self._check_seen(scope)
 
     def absent(self, scope: Scope) -> bool:
-        """The API server does not serve the kind; returns whether that is new."""
+        """Record that the API server does not serve the kind; return whether that is new."""
         return self._lose(scope, Visibility.ABSENT, "")
 
     def denied(self, scope: Scope, verb: str) -> bool:
-        """The operator may not list or watch the kind; returns whether that is new."""
+        """Record that the operator may not list or watch the kind; return whether that is new."""
         return self._lose(scope, Visibility.DENIED, verb)
 
     def failing(self, scope: Scope, reason: str) -> bool:
-        """A scope cannot be listed; returns whether that is new. What was seen stays so."""
+        """Record that a scope cannot be listed, and return whether that is new.
+
+        A scope that has been seen stays seen.
+        """
         collection = self._collections[scope]
         return collection.visibility is not Visibility.SEEN and self._lose(
             scope, Visibility.FAILING, reason
@@ -186,12 +198,12 @@ class Cache:
             self._wake_all(scope.namespace)
         return is_new
 
-    # What the operator itself has just written.
+    # Updates by the operator's own writes.
 
     def written(self, obj: Object) -> None:
-        """The API server's answer to a write, of which an event tells only later.
+        """Record the API server's answer to a write, before its event arrives.
 
-        Nothing is woken. An answer that is overtaken by the object's deletion is dropped.
+        No service is woken. An answer that is older than the object's deletion is dropped.
         """
         for scope, collection in self._collections.items():
             if (scope.kind.api_version, scope.kind.name) != (obj["apiVersion"], obj["kind"]):
@@ -202,11 +214,11 @@ class Cache:
             if is_seen and not collection.is_outdated(_name_of(obj), version_of(obj)):
                 self._set(scope, obj)
 
-    # What reconciliations ask.
+    # Queries of reconciliations.
 
     @property
     def complete(self) -> bool:
-        """Whether every scope has been seen once, or is known to be out of sight."""
+        """Return whether every scope has been seen once, or is known to be invisible."""
         return self._complete
 
     def service(self, key: ServiceKey) -> Object | None:
@@ -232,7 +244,7 @@ class Cache:
         return [obj for (kind, _), obj in objects.items() if kind == POD]
 
     def sees(self, kind: Kind, namespace: str) -> bool:
-        """Whether a namespace's objects of a kind are known."""
+        """Return whether a namespace's objects of a kind are known."""
         return all(
             collection.visibility is Visibility.SEEN for collection in self._of(kind, namespace)
         )
@@ -242,7 +254,7 @@ class Cache:
         return all(c.visibility is not Visibility.ABSENT for c in self._of(kind, namespace))
 
     def missing(self, namespace: str) -> list[Denied]:
-        """Rights that the operator lacks to see a namespace's objects."""
+        """Return the rights that the operator lacks to see a namespace's objects."""
         return [
             Denied(collection.reason, scope.kind.qualified, scope.namespace)
             for scope, collection in self._collections.items()
@@ -250,7 +262,7 @@ class Cache:
         ]
 
     def unlisted(self, namespace: str) -> list[str]:
-        """Kinds of a namespace's objects that cannot be listed though they are served, and why."""
+        """Return the served kinds that cannot be listed in a namespace, with the reasons."""
         return [
             f"{scope.kind.qualified}: {collection.reason}"
             for scope, collection in self._collections.items()
@@ -258,11 +270,11 @@ class Cache:
         ]
 
     def is_behind(self, scope: Scope) -> bool:
-        """Whether events have not brought yet all that the last sweep named."""
+        """Return whether events have not yet delivered all objects of the last sweep."""
         return bool(self._collections[scope].expected)
 
     def counts(self) -> dict[str, int]:
-        """Objects by kind."""
+        """Return the number of objects by kind."""
         counts: dict[str, int] = {}
         for scope, collection in self._collections.items():
             counts[scope.kind.name] = counts.get(scope.kind.name, 0) + len(collection.objects)
@@ -273,7 +285,7 @@ class Cache:
             if scope.kind == kind and scope.namespace in ("", namespace):
                 yield collection
 
-    # How it is kept.
+    # Storage.
 
     def _set(self, scope: Scope, obj: Object) -> Object:
         kind, (namespace, name) = scope.kind, _name_of(obj)
@@ -330,7 +342,10 @@ class Cache:
             self._wake_all("")
 
     def _is_awaited(self, scope: Scope) -> bool:
-        """Whether nothing can be planned yet: without services there is nothing to plan."""
+        """Return whether plans must wait for a scope.
+
+        Of the scopes that cannot be listed, only services are waited for.
+        """
         visibility = self._collections[scope].visibility
         is_failing = visibility is Visibility.FAILING and scope.kind == SERVICE
         return is_failing or visibility is Visibility.UNKNOWN
@@ -364,7 +379,7 @@ def slim(kind: Kind, obj: Object) -> Object:
     kept = {**obj, "apiVersion": kind.api_version, "kind": kind.name, "metadata": meta}
     if kind == POD:
         kept["spec"] = _slim_pod(obj.get("spec") or {})
-        # A volume may be what keeps it from starting.
+        # A volume may keep the pod from starting.
         if (obj.get("status") or {}).get("phase") == "Pending":
             kept["spec"]["volumes"] = (obj.get("spec") or {}).get("volumes") or []
     if kind.name not in _HAS_STATUS:
@@ -383,18 +398,18 @@ def _slim_metadata(metadata: Object) -> Object:
 
 
 def is_created(managed_fields: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the operator created an object and has not claimed its fields since."""
+    """Return whether the operator created an object and has not claimed its fields since."""
     return any(map(is_own_update, managed_fields))
 
 
 def is_own_update(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of managedFields is of the operator's creation of an object."""
+    """Return whether an entry of managedFields stems from a creation by the operator."""
     is_update = entry.get("operation") == "Update" and not entry.get("subresource")
     return is_update and bool(entry.get("manager") == FIELD_MANAGER)
 
 
 def _is_change(previous: Object, kept: Object) -> bool:
-    """Whether two versions of an object differ in more than their version."""
+    """Return whether two versions of an object differ in more than their resourceVersion."""
     if previous.keys() != kept.keys():
         return True
     before = previous["metadata"]
@@ -413,12 +428,12 @@ def _slim_pod(spec: Object) -> Object:
 
 
 def version_of(obj: Object) -> int:
-    """An object's resourceVersion; Kubernetes lets those of one kind be compared as numbers."""
+    """Return an object's resourceVersion; versions of one kind can be compared as numbers."""
     return revision_of(obj["metadata"].get("resourceVersion", "0"))
 
 
 def revision_of(revision: str) -> int:
-    """A resourceVersion as a number; 0 for one that is none."""
+    """Return a resourceVersion as a number; 0 for other text."""
     return int(revision) if revision.isdecimal() else 0
 
 

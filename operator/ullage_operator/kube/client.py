@@ -1,7 +1,7 @@
-"""The Kubernetes API as far as the operator needs it: get, list names, apply, delete.
+"""A client of the Kubernetes API with the operator's requests: get, list names, apply, delete.
 
-The only module that knows which requests these are. Everything that can go wrong leaves as
-Temporary (worth another try) or Permanent (the API server refuses).
+No other module knows these requests. Every failure is raised as `Temporary` (a retry may help) or
+`Permanent` (the API server refuses).
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from ullage_operator.api.naming import (
     kind_of,
 )
 from ullage_operator.kube.cache import is_created, is_own_update, revision_of
-from ullage_operator.kube.connection import FAILURES, Connection
+from ullage_operator.kube.connection import FAILURES, ApiConnection
 
 Object = dict[str, Any]
 
@@ -57,11 +57,11 @@ _VERBS = {
     "patch": ("PATCH", "patch"),
     "delete": ("DELETE", "delete"),
 }
-"""What each verb of the dynamic client is in HTTP, and in RBAC."""
+"""The HTTP method and the RBAC verb of each method of the dynamic client."""
 
 
 def unlimited() -> float:
-    """For operators that need not be elected."""
+    """Return the time for which an operator without an election may write: always long enough."""
     return _REQUEST_S
 
 
@@ -91,31 +91,31 @@ class Cluster:
     """A client of one API server; `close` it.
 
     Args:
-        may_write_s: for how many seconds from now this process may write; a write is refused when
-            there are none left, and given up when they are over.
-        connection: how the API server is reached; by default as the environment says.
-        on_missing: called with a kind and a namespace in which an object is not that was written.
+        may_write_s: returns the seconds for which this process may write. A write is refused at 0,
+            and cancelled when the time is over.
+        connection: the connection to the API server; by default that of the environment.
+        on_missing: called with the kind and namespace of an object that a write did not find.
     """
 
     def __init__(
         self,
         may_write_s: Callable[[], float] = unlimited,
-        connection: Connection | None = None,
+        connection: ApiConnection | None = None,
         on_missing: Callable[[Kind, str], None] = lambda kind, namespace: None,
     ) -> None:
         self._may_write_s = may_write_s
-        self._connection = connection or Connection()
+        self._connection = connection or ApiConnection()
         self._on_missing = on_missing
 
     async def close(self) -> None:
         await self._connection.close()
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
-        """One object, or None."""
+        """Return an object; None if it does not exist."""
         return await self._ask("get", kind, namespace, name)
 
     async def warning(self, namespace: str, uid: str) -> Object | None:
-        """The newest Event of type Warning about the object with that uid, or None.
+        """Return the newest Event of type Warning about an object; None without one.
 
         Raises:
             ClusterDenied: the operator may not list Events.
@@ -125,12 +125,12 @@ class Cluster:
         return max((answer or {}).get("items") or (), key=_seen_at, default=None)
 
     async def check(self, kind: Kind, namespace: str) -> None:
-        """Look whether a kind can be watched.
+        """Check that a kind can be watched.
 
         Raises:
             KindAbsent: the API server does not serve the kind.
-            ClusterDenied: the operator may not list or watch it.
-            ClusterUnavailable: it cannot be listed now.
+            ClusterDenied: the operator may not list or watch the kind.
+            ClusterUnavailable: the kind cannot be listed now.
         """
         await self._names(kind, namespace, limit=1)
         request = _Request("get", kind, namespace, "")
@@ -138,12 +138,14 @@ class Cluster:
             raise ClusterDenied(f"{request}?watch: forbidden", "watch", _FORBIDDEN_DELAY_S)
 
     async def versions(self, kind: Kind, namespace: str) -> tuple[dict[tuple[str, str], int], int]:
-        """All objects of a kind that its selector chooses, by namespace and name, without what
-        they say: their versions and the list's.
+        """List the objects of a kind that match its selector, with metadata only.
+
+        Returns:
+            The objects' versions by namespace and name, and the version of the list.
 
         Raises:
             KindAbsent: the API server does not serve the kind.
-            ClusterForgets: paging took so long that the list is gone; begin anew.
+            ClusterForgets: paging took so long that the list has expired; list again.
         """
         versions: dict[tuple[str, str], int] = {}
         page = await self._names(kind, namespace)
@@ -173,10 +175,10 @@ class Cluster:
             raise ClusterUnavailable(f"{kind.qualified}: not a list: {error}") from error
 
     async def apply(self, obj: Object) -> Object:
-        """Server-side apply: our fields as given, everybody else's as they are.
+        """Write the operator's fields of an object by server-side apply.
 
-        Forced, because what a service's object says is ours to say; an unchanged object is not
-        written by the API server and keeps its resourceVersion.
+        The apply is forced, because the operator owns these fields. Fields of others stay as they
+        are. The API server does not write an unchanged object, which keeps its resourceVersion.
         """
         answer = await self._apply(_kind(obj), obj)
         if answer is None:
@@ -184,9 +186,9 @@ class Cluster:
         return answer
 
     async def keep_replicas(self, live: Object) -> None:
-        """Make the number of an object's pods belong to another manager too.
+        """Add a second field manager to the replicas of an object.
 
-        What nobody else owns an apply that leaves it out would set back to its default.
+        Without another owner, an apply without replicas would reset them to their default.
 
         Raises:
             ClusterUnavailable: the object has changed since it was read.
@@ -201,7 +203,7 @@ class Cluster:
         await self._apply(_kind(live), body, SCALE_MANAGER)
 
     async def apply_status(self, service: Object, status: Object) -> Object | None:
-        """Set the LLMService's status; None where the service is gone."""
+        """Write the status of an LLMService; return None if the service is gone."""
         meta = service["metadata"]
         body = {
             "apiVersion": API_VERSION,
@@ -212,13 +214,13 @@ class Cluster:
         return await self._apply(SERVICE, body, subresource="status")
 
     async def create(self, obj: Object) -> Object:
-        """Make an object that must not exist yet.
+        """Create an object.
 
-        Its fields are those of a manager that updates. Before an apply may take any of them away
-        they have to be claimed (`claim_fields`).
+        Its fields belong to an updating manager. They must be claimed by `claim_fields` before an
+        apply can remove any of them.
 
         Raises:
-            ClusterConflict: it does.
+            ClusterConflict: the object exists already.
         """
         where = obj["metadata"]["namespace"]
         answer = await self._write(
@@ -229,11 +231,12 @@ class Cluster:
         return answer
 
     async def claim_fields(self, live: Object) -> Object:
-        """Make the fields that `create` set those of the manager that applies, so that an apply
-        takes away what it leaves out.
+        """Transfer the fields that `create` set to the applying manager.
+
+        Afterwards an apply removes the fields that it leaves out.
 
         Raises:
-            ClusterUnavailable: the object is gone, or has just been changed.
+            ClusterUnavailable: the object is gone, or has changed just now.
         """
         meta = live["metadata"]
         current = await self.get(_kind(live), meta["namespace"], meta["name"])
@@ -242,6 +245,7 @@ class Cluster:
         entries = current["metadata"].get("managedFields") or ()
         if not is_created(entries):
             return current
+
         claimed = [
             each | {"operation": "Apply"} if is_own_update(each) else each for each in entries
         ]
@@ -263,10 +267,10 @@ class Cluster:
         return answer
 
     async def create_lease(self, lease: Object) -> Object:
-        """Make the Lease, by which this process may come to write anything.
+        """Create the Lease; a process may do so without leading.
 
         Raises:
-            ClusterConflict: it exists.
+            ClusterConflict: the Lease exists already.
         """
         answer = await self._ask(
             "create",
@@ -280,10 +284,11 @@ class Cluster:
         return answer
 
     async def replace(self, obj: Object) -> Object:
-        """Write an object whole.
+        """Replace a whole object.
 
         Raises:
-            ClusterConflict: it is no longer of the resourceVersion that `obj` carries, or is gone.
+            ClusterConflict: the resourceVersion of the object has changed.
+            ClusterForgets: the object is gone.
         """
         meta = obj["metadata"]
         answer = await self._ask(
@@ -299,10 +304,12 @@ class Cluster:
         return answer
 
     async def delete(self, obj: Mapping[str, Any], grace_s: int | None = None) -> None:
-        """Delete exactly this object, not another that has taken its name since.
+        """Delete exactly this object, and not another one that has taken its name.
 
         Args:
-            grace_s: a pod's, by default its own; 0 forgets it without its node's word.
+            obj: the object.
+            grace_s: the grace period of a pod; None for its own. With 0, Kubernetes removes the pod
+                without an answer of its node.
         """
         body: Object = {"propagationPolicy": "Background"}
         if grace_s is not None:
@@ -315,7 +322,7 @@ class Cluster:
     async def _apply(
         self, kind: Kind, body: Object, manager: str = FIELD_MANAGER, subresource: str = ""
     ) -> Object | None:
-        """Server-side apply, forced; None where there is no such object, or no such API."""
+        """Run a forced server-side apply; return None if the object or its API does not exist."""
         meta = body["metadata"]
         return await self._write(
             "server_side_apply",
@@ -337,7 +344,7 @@ class Cluster:
         subresource: str = "",
         **arguments: Any,
     ) -> Object | None:
-        """A request that the lead fences: the API server has as long as this process may write."""
+        """Send a write, whose timeout is the time for which this process may still write."""
         request = _Request(verb, kind, namespace, name, subresource)
         left_s = self._may_write_s()
         if left_s <= 0:
@@ -351,7 +358,7 @@ class Cluster:
     async def _ask(
         self, verb: str, kind: Kind, namespace: str, name: str = "", **arguments: Any
     ) -> Object | None:
-        """The answer's body; None for 404."""
+        """Send a request, and return the body of the answer; None for 404."""
         text = await self._read(_Request(verb, kind, namespace, name), **arguments)
         return None if text is None else _decoded(text)
 
@@ -360,7 +367,8 @@ class Cluster:
     ) -> bytes | None:
         limits = aiohttp.ClientTimeout(total=timeout_s, connect=_CONNECT_S)
         try:
-            # Over both tries: where credentials are renewed in between, the second starts late.
+            # The timeout covers both tries, since the second one starts late after a renewal of
+            # credentials.
             async with asyncio.timeout(timeout_s):
                 response = await self._send(request, limits, arguments)
                 return await response.read()
@@ -371,13 +379,13 @@ class Cluster:
             if error.status == 404:
                 return None
             if error.status == 403 and not await self._may(request):
-                # Admission, quotas and ending namespaces answer 403, too.
+                # Admission, quotas and terminating namespaces also answer 403.
                 message = f"{request}: forbidden"
                 raise ClusterDenied(message, request.right, _FORBIDDEN_DELAY_S) from error
             raise _refusal(request, error) from error
 
     async def _may(self, request: "_Request", right: str = "") -> bool:
-        """Whether the operator's account has a right; True where that cannot be asked."""
+        """Return whether the operator's account has a right; True if the check itself fails."""
         attributes = {
             "verb": right or request.right,
             "group": request.kind.group,
@@ -402,7 +410,7 @@ class Cluster:
     async def _send(
         self, request: "_Request", limits: aiohttp.ClientTimeout, arguments: Mapping[str, Any]
     ) -> aiohttp.ClientResponse:
-        """The API server's answer; credentials that it refuses are read anew once."""
+        """Send a request; refused credentials are read again once."""
         api = await self._connection.api()
         used = api.configuration
         try:
@@ -415,10 +423,10 @@ class Cluster:
 
 
 class _Request(NamedTuple):
-    """What is asked, of which object or objects."""
+    """A request about an object or a list of objects."""
 
     verb: str
-    """Of the dynamic client."""
+    """Method of the dynamic client."""
     kind: Kind
     namespace: str
     name: str
@@ -426,7 +434,7 @@ class _Request(NamedTuple):
 
     @property
     def right(self) -> str:
-        """The verb as RBAC has it."""
+        """Return the verb in RBAC."""
         right = _VERBS[self.verb][1]
         return "list" if right == "get" and not self.name else right
 
@@ -457,7 +465,7 @@ class _Request(NamedTuple):
 
 @functools.cache
 def resource_of(kind: Kind) -> Resource:
-    """The kind as the dynamic client has it, without asking the API server for it."""
+    """Return the dynamic client's resource of a kind, without discovery at the API server."""
     group, _, version = kind.api_version.rpartition("/")
     resource = Resource(
         prefix="apis" if group else "api",
@@ -473,8 +481,10 @@ def resource_of(kind: Kind) -> Resource:
 
 
 def _seen_at(event: Mapping[str, Any]) -> str:
-    """Return when an Event was last seen, as Kubernetes writes times; it has four fields for it,
-    of which its writer chose some."""
+    """Return the time at which an Event was last seen.
+
+    Events have four fields for this time, and each writer sets some of them.
+    """
     last = (event.get("series") or {}).get("lastObservedTime")
     times = (last, event.get("deprecatedLastTimestamp"), event.get("eventTime"))
     return next(filter(None, times), None) or str(event["metadata"].get("creationTimestamp", ""))
@@ -502,7 +512,7 @@ def _decoded(text: bytes) -> Object:
 
 
 def translated(status: int, what: str, answer: Object, waits: str = "") -> OperatorError:
-    """The API server's refusal: what another try may mend is Temporary.
+    """Return the error for a refusal by the API server; Temporary if a retry may help.
 
     Args:
         status: the HTTP status.

@@ -1,7 +1,8 @@
-"""Where the API server is, and how to log in there: what `kubernetes.config` reads.
+"""The address and credentials of the API server, as `kubernetes.config` reads them.
 
-Inside a pod that is the service account, whose token file is read again each minute; elsewhere the
-kubeconfig, with its exec plugins and OIDC logins. Credentials that are refused are read anew.
+Inside a pod these are of the service account, whose token file is read again every minute.
+Elsewhere they are of the kubeconfig, with its exec plugins and OIDC logins. Refused credentials are
+read again.
 """
 
 import asyncio
@@ -20,15 +21,15 @@ from ullage_operator.api.naming import FIELD_MANAGER
 
 _KUBECONFIG = "~/.kube/config"
 _REFUSED_S = 5.0
-"""kopf logs in again and asks again at once, for as long as it is refused."""
+"""Seconds before kopf sees a refused login, since it would retry without a pause."""
 _UNREADABLE = (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError)
 
 
 async def load_configuration() -> Configuration:
-    """The service account's configuration inside a pod, else what KUBECONFIG or ~/.kube names.
+    """Return the service account's configuration inside a pod, and the kubeconfig's elsewhere.
 
     Raises:
-        ClusterUnavailable: there is none, or it cannot be read.
+        ClusterUnavailable: there is no configuration, or it cannot be read.
     """
     configuration = Configuration(connection_pool_maxsize=0)  # as many as there are requests
     try:
@@ -54,11 +55,11 @@ def _has_file(paths: str) -> bool:
     return any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path)
 
 
-class Connection:
+class ApiConnection:
     """A client of one API server that logs in when it is first used; `close` it.
 
     Args:
-        load: reads where the API server is and with which credentials to go there.
+        load: reads the address and the credentials.
     """
 
     def __init__(self, load: Callable[[], Awaitable[Configuration]] = load_configuration) -> None:
@@ -68,7 +69,7 @@ class Connection:
         self._renewing = asyncio.Lock()
 
     async def api(self) -> ApiClient:
-        """The client; its `configuration` is what it logs in with."""
+        """Return the client, whose `configuration` has the present credentials."""
         if self._is_closed:
             raise ClusterUnavailable("the connection to the API server is closed")
         if self._api is None:
@@ -77,15 +78,17 @@ class Connection:
         return self._api
 
     async def renew(self, refused: Configuration | None) -> None:
-        """Read the credentials anew, once for all requests that were refused together."""
+        """Read the credentials again, once for all requests that were refused together."""
         async with self._renewing:
             current = self._api and self._api.configuration
             if current is not refused:
                 return
+
             configuration = await self._load()
             if self._api is not None and _tls(configuration) == _tls(self._api.configuration):
                 self._api.configuration = configuration  # open requests go on
                 return
+
             previous = self._api
             self._api = ApiClient(configuration)
             self._api.user_agent = FIELD_MANAGER
@@ -93,14 +96,14 @@ class Connection:
                 await previous.close()
 
     async def headers(self) -> dict[str, str]:
-        """What logs a request in: the header Authorization, but for client certificates."""
+        """Return the header Authorization; empty with client certificates."""
         headers: dict[str, str] = {}
         api = await self.api()
         await api.update_params_for_auth(headers, [], ["BearerToken"], "", "", None)
         return headers
 
     async def kopf_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> kopf.AiohttpSession:
-        """What kopf sends its requests with; each is logged in as those of the client are."""
+        """Return a session for kopf, whose requests have the credentials of this client."""
         api = await self.api()
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=api.rest_client.ssl_context, limit=0),
@@ -135,11 +138,11 @@ class Connection:
 
 
 def _tls(configuration: Configuration) -> tuple[object, ...]:
-    """What a session is opened with and cannot change."""
+    """Return the settings of a session that cannot change while it is open."""
     files = ("ssl_ca_cert", "cert_file", "key_file")
     names = ("host", *files, "verify_ssl", "tls_server_name", "proxy")
     return tuple(getattr(configuration, name) for name in names)
 
 
 FAILURES = (TimeoutError, aiohttp.ClientError, OSError)
-"""How a request ends that got no answer."""
+"""Exceptions of a request without an answer."""

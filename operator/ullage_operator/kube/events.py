@@ -1,7 +1,7 @@
 """Writes Kubernetes Events (events.k8s.io/v1) about an LLMService.
 
-Nothing depends on an Event: reconciliations do not wait for them, a flood of them is written
-slowly, and what cannot be written is logged and dropped.
+Nothing depends on an Event. So reconciliations do not wait for them, a flood of Events is written
+slowly, and an Event that cannot be written is logged and dropped.
 """
 
 import asyncio
@@ -24,18 +24,20 @@ API_VERSION = "events.k8s.io/v1"
 KIND = "Event"
 CONTROLLER = f"{naming.GROUP}/operator"
 REPEAT_S = 360.0
-"""A decision that is taken again within this time, such as a repair of what somebody keeps
-changing, gets no second Event."""
+"""Seconds within which a repeated decision gets no second Event.
+
+An example is the repair of an object that somebody keeps changing.
+"""
 MAX_REMEMBERED = 4096
-"""Newest decisions, of all services, that are known when they repeat."""
+"""Number of decisions of all services that are remembered to detect repetitions."""
 MAX_WAITING = 10_000
-"""Events that may wait to be written; beyond them the newest are dropped."""
+"""Number of Events that may wait to be written; further ones are dropped."""
 MAX_BURST = 100
-"""Events that are written at once, such as those of edits."""
+"""Number of Events that may be written at once."""
 RATE = 10.0
-"""Events a second that are written after a burst, as when an operator first sees many services."""
+"""Events a second after a burst, for example when an operator first sees many services."""
 CLOSE_S = 2.0
-"""Longest that the operator's end waits for the Events that are left."""
+"""Seconds for which the operator waits for the last Events when it ends."""
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class EventRecorder:
         self._credited_s = 0.0
 
     def record(self, service: Mapping[str, Any], notes: Iterable[EventNote]) -> None:
-        """Has one Event a note written, soon."""
+        """Queue one Event for each note."""
         now = datetime.now(UTC)
         uid = str(service["metadata"].get("uid", ""))
         for note in notes:
@@ -68,11 +70,11 @@ class EventRecorder:
             self._writer = asyncio.create_task(self._write_all(), name="events")
 
     def drop(self) -> None:
-        """Forget what waits: another operator leads."""
+        """Drop all waiting Events, since another operator leads."""
         self._waiting.clear()
 
     async def close(self) -> None:
-        """Write what a burst may, and drop the rest."""
+        """Write the waiting Events for `CLOSE_S` at most, and drop the rest."""
         if self._writer is not None:
             await asyncio.wait([self._writer], timeout=CLOSE_S)
             self._writer.cancel()
@@ -94,7 +96,7 @@ class EventRecorder:
                 _logger.exception("Event not written: %s", event["note"])
 
     def _wait_s(self) -> float:
-        """Seconds until the next Event may be written."""
+        """Return the seconds until the next Event may be written."""
         now_s = asyncio.get_running_loop().time()
         earned = RATE * (now_s - self._credited_s)
         self._credit = min(float(MAX_BURST), self._credit + earned)
@@ -113,12 +115,13 @@ class EventRecorder:
 
 
 def event_of(service: Mapping[str, Any], note: EventNote, now: datetime, instance: str) -> Manifest:
-    """The Event that says `note` of a service.
+    """Return an Event about a service.
 
     Args:
-        service: the LLMService that it is about.
-        now: in UTC.
-        instance: name of this operator's pod or host.
+        service: the LLMService.
+        note: the reason, action and message.
+        now: the current time, in UTC.
+        instance: the name of this operator's pod or host.
     """
     meta = service["metadata"]
     regarding = {key: meta[key] for key in ("name", "namespace", "uid") if key in meta}

@@ -1,14 +1,14 @@
-"""Keeps the cache what the cluster is: kopf lists and watches, a sweep forgets what is gone.
+"""Keeps the cache equal to the cluster: kopf lists and watches, and sweeps find deleted objects.
 
 Each kind in each namespace is watched by a kopf operator of its own, whose handler (`on.event`)
-feeds the cache: one that is denied, absent or failing costs that kind alone. What is done here and
-not by kopf:
+feeds the cache. So a kind that is denied, absent or failing does not affect others. This module
+adds to kopf:
 
-* A watch that ends, for whatever reason, begins again, ever more slowly while it fails.
-* A list that follows upon a gap in the history has what exists and not what was deleted. A sweep
-  compares names, after each list and now and then.
-* A watch that dies without a word is noticed: no event, bookmark or request comes any more, or a
-  sweep names what no event brings.
+* A watch that ends for any reason begins again, with a backoff while it fails.
+* A list after a gap in the history has the existing objects, and not the deleted ones. A sweep
+  compares names after each list and at intervals.
+* A watch that dies silently is detected: no event, bookmark or request arrives any more, or a sweep
+  lists objects that no event delivers.
 """
 
 import asyncio
@@ -37,25 +37,28 @@ from ullage_operator.api.errors import (
 from ullage_operator.api.naming import Kind
 from ullage_operator.kube.cache import Cache, Scope
 from ullage_operator.kube.client import Cluster
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 from ullage_operator.metric_names import OBJECTS, WATCH_RESTARTS
 
 _FIRST_S = 0.2
 _MOST_S = 30.0
 _FAILING = 3
-"""Tries in vain after which a kind that was never seen keeps the others waiting no longer."""
+"""Number of failures after which plans no longer wait for a kind that was never seen."""
 _PAGE = 500
 _REQUEST_S = 30
 _CONNECT_S = 10
 _WATCH_S = (240.0, 360.0)
-"""How long a watch lasts: bounded, for one that a middlebox forgot would never end."""
+"""Range of the duration of a watch, since a watch that a middlebox forgot would never end."""
 _SILENT_S = 150.0
-"""A watch on which nothing came for so long may be dead, and is begun anew. It need not be: where
-etcd tells no progress, API servers send bookmarks only of kinds that change."""
+"""Seconds without data after which a watch may be dead, and is restarted.
+
+It may also be alive: if etcd does not report progress, API servers send bookmarks only for kinds
+that change.
+"""
 _SWEEP_S = 300.0
 _LOOK_S = 1.0
 _REASON = 256
-"""Most of an error that a condition shows, in characters."""
+"""Number of characters of an error that a condition shows."""
 _logger = logging.getLogger(__name__)
 
 
@@ -64,15 +67,15 @@ class WatchTimes:
     """Bounds of a watch, in seconds."""
 
     recheck_s: float = 60.0
-    """How often to look whether a kind that was absent or denied no longer is."""
+    """Time between two checks of a kind that is absent or denied."""
     stale_s: float = 300.0
-    """Without any request, event or bookmark for so long kopf no longer watches."""
+    """Time without any request, event or bookmark after which kopf counts as dead."""
     behind_s: float = 120.0
-    """Within so long events must bring what a sweep has named."""
+    """Time within which events must deliver the objects of a sweep."""
 
 
 class Backoff:
-    """Delays that double up to a bound, each a random share of between half and all of it."""
+    """Exponential backoff up to a bound, with a random factor between 0.5 and 1."""
 
     def __init__(self) -> None:
         self._next_s = _FIRST_S
@@ -87,14 +90,14 @@ class Backoff:
 
 
 class WatchMetrics:
-    """How the watches fare, and how much they hold."""
+    """Metrics of watch restarts and cached objects."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.restarts = WATCH_RESTARTS.register(registry)
         self._objects = OBJECTS.register(registry)
 
     def count(self, kinds: Iterable[str], counts: Callable[[], Mapping[str, int]]) -> None:
-        """Export how many objects of each kind are known whenever somebody asks."""
+        """Export the number of cached objects of each kind."""
         for kind in kinds:
             self._objects.labels(kind=kind).set_function(functools.partial(_of, counts, kind))
 
@@ -107,17 +110,18 @@ class Informers:
     """The informers of all scopes.
 
     Args:
-        connection: what kopf logs in with.
-        cluster: where to look for names and rights.
-        scopes: what to watch.
-        cache: what to fill.
-        metrics: counts restarts.
-        stop: is set by SIGINT and SIGTERM, which kopf would take for itself.
+        connection: the connection with which kopf logs in.
+        cluster: the client for sweeps and checks of rights.
+        scopes: the scopes to watch.
+        cache: the cache to fill.
+        metrics: counts restarts of watches.
+        stop: set by SIGINT and SIGTERM, whose handlers kopf would replace.
+        times: bounds of a watch.
     """
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ApiConnection,
         cluster: Cluster,
         scopes: Sequence[Scope],
         cache: Cache,
@@ -141,14 +145,14 @@ class Informers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def sweep(self, kind: Kind, namespace: str) -> None:
-        """Look soon what is gone of a kind: a write has found an object missing."""
+        """Sweep a kind soon, because a write has found an object missing."""
         for scope, informer in self._informers.items():
             if scope.kind == kind and scope.namespace in ("", namespace):
                 informer.sweep()
 
     @property
     def silent_s(self) -> float:
-        """For how long the watch that has been quiet longest has brought nothing."""
+        """Return the longest time for which a watch has delivered nothing, in seconds."""
         return max((informer.silent_s for informer in self._informers.values()), default=0.0)
 
 
@@ -157,7 +161,7 @@ class Informer:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ApiConnection,
         cluster: Cluster,
         cache: Cache,
         metrics: WatchMetrics,
@@ -176,12 +180,12 @@ class Informer:
         self._backoff = Backoff()
         self._failures = 0
         self._last_active_s: float | None = None
-        """When kopf last sent a request or got an answer, an event or a bookmark."""
+        """Time of kopf's last request, answer, event or bookmark."""
         self._swept_s = 0.0
         self._has_listed = False
-        """Whether kopf has listed since it last began to watch."""
+        """Whether kopf has listed since its last watch began."""
         self._watches = 0
-        """How often kopf has begun to watch since it was started."""
+        """Number of watches that kopf has begun since its start."""
         self._sweep_due = asyncio.Event()
 
     @property
@@ -194,7 +198,7 @@ class Informer:
         self._sweep_due.set()
 
     async def keep(self) -> Never:
-        """Watches for ever."""
+        """Watch forever."""
         clock = asyncio.get_running_loop().time
         while True:
             began_s = clock()
@@ -203,7 +207,7 @@ class Informer:
                 await self._watch()
             except Exception as error:
                 reason, at_least_s = self._failed(error)
-            # Only time shows that a watch is well: some end as soon as they have begun.
+            # Some watches end as soon as they have begun, so only a long one counts as healthy.
             if clock() - began_s > _MOST_S:
                 self._backoff.reset()
             self._last_active_s = None
@@ -211,7 +215,7 @@ class Informer:
             await asyncio.sleep(self._backoff.next_s(at_least_s))
 
     async def _watch(self) -> Never:
-        """Let kopf watch until it ends, which it should not."""
+        """Run kopf, and raise its error once it ends."""
         self._has_listed = False
         self._watches = 0
         self._mark_active()
@@ -259,7 +263,7 @@ class Informer:
         else:
             self._cache.changed(self._scope, obj)
 
-    # What is seen of kopf's requests.
+    # Observation of kopf's requests.
 
     async def _observe(
         self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
@@ -287,7 +291,8 @@ class Informer:
         self._has_listed = False
 
     def _check_alive(self) -> None:
-        """
+        """Check that kopf still watches.
+
         Raises:
             ClusterUnavailable: kopf no longer watches.
         """
@@ -299,7 +304,7 @@ class Informer:
             message = f"events have not brought what exists for {behind_s:.0f} s"
             raise ClusterUnavailable(message, 0.0)
 
-    # What is gone.
+    # Sweeps.
 
     async def _keep_sweeping(self) -> Never:
         backoff = Backoff()
@@ -309,7 +314,7 @@ class Informer:
                     await self._sweep_due.wait()
             self._sweep_due.clear()
             if not self._watches:
-                continue  # what exists has not been listed yet
+                continue  # kopf has not listed the existing objects yet
             try:
                 versions, revision = await self._cluster.versions(*self._scope)
             except (ClusterDenied, KindAbsent):
@@ -319,16 +324,17 @@ class Informer:
                 self.sweep()
                 await asyncio.sleep(backoff.next_s(error.delay_s))
                 continue
+
             if not self._cache.is_behind(self._scope):
                 self._swept_s = asyncio.get_running_loop().time()
             self._cache.swept(self._scope, versions, revision)
             backoff.reset()
             self._failures = 0
 
-    # What went wrong.
+    # Failures.
 
     def _failed(self, error: Exception) -> tuple[str, float]:
-        """Why, in a word, and after how many seconds at least to try again."""
+        """Record a failure; return its reason in one word, and the least seconds until a retry."""
         kind, namespace = self._scope
         where = namespace or "all namespaces"
         match error:
@@ -341,9 +347,11 @@ class Informer:
                     message = "missing permission: %s %s in %s; the rest goes on"
                     _logger.error(message, error.verb, kind.qualified, where)
                 return "denied", self._times.recheck_s
+
         self._failures += 1
         if self._failures >= _FAILING and self._cache.failing(self._scope, str(error)[:_REASON]):
             _logger.error("%s in %s cannot be listed; the rest goes on", kind.qualified, where)
+
         match error:
             case Temporary():
                 _logger.warning("watching %s in %s: %s", kind.qualified, where, error)
@@ -360,9 +368,9 @@ class Informer:
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """Keeps kopf from comparing objects: its handler here takes every event as it is.
+    """Keeps kopf from comparing objects, since the handler uses every event as it is.
 
-    The comparison copies each object twice, a third of what an event costs.
+    The comparison copies each object twice, which is a third of the cost of an event.
     """
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
@@ -376,12 +384,12 @@ class _NoDifferences(kopf.DiffBaseStorage):
 
 
 def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
-    """How kopf watches one kind."""
+    """Return the settings with which kopf watches one kind."""
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True  # needs the right to watch definitions and namespaces
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = _NoDifferences()
-    # Kills the process so long after kopf has ended, though it was started again.
+    # This timeout would kill the process after kopf has ended, even if kopf was started again.
     settings.process.ultimate_exiting_timeout = None
     settings.networking.request_timeout = _REQUEST_S
     settings.networking.connect_timeout = _CONNECT_S
@@ -399,7 +407,7 @@ def kopf_settings(kind: Kind) -> kopf.OperatorSettings:
 
 
 def keep_signals(stop: asyncio.Event) -> None:
-    """SIGINT and SIGTERM set `stop`, whichever kopf operator asked for them last."""
+    """Let SIGINT and SIGTERM set `stop`, since each kopf operator replaces their handlers."""
     if threading.current_thread() is threading.main_thread():
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -415,9 +423,9 @@ def _raise_end(task: asyncio.Task[Any]) -> Never:
 
 
 class _ObservedStream:
-    """The stream of a response; reports when something comes.
+    """The stream of a response, with a callback for arriving data.
 
-    kopf calls no handler for a bookmark, which is the only sign of life of a kind at rest.
+    kopf calls no handler for a bookmark, which is the only sign of life of a kind without changes.
     """
 
     def __init__(self, content: aiohttp.StreamReader, on_data: Callable[[], None]) -> None:

@@ -1,13 +1,4 @@
-"""Keeps the lead, or waits for it: the Lease's state machine acted out against the API server.
-
-Who leads, of several operators: a pure state machine over a coordination.k8s.io Lease.
-
-No two clocks are compared. Everybody measures, on a clock of its own that never goes back, since
-when the record has not changed; a record that stays so for its whole duration is dead. A leader
-stops writing well before: `renew_deadline_s` after it *began* its last successful renewal. What is
-between the two, a third of the duration, is for clocks that run at different speeds and for writes
-that are on their way.
-"""
+"""Takes and renews the lead, or stands by, by a Lease at the API server."""
 
 import asyncio
 import logging
@@ -16,7 +7,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,112 +14,9 @@ from typing import Any
 from ullage_operator.api.errors import ClusterConflict, ClusterDenied, OperatorError
 from ullage_operator.api.naming import LEASE
 from ullage_operator.kube.client import Cluster
+from ullage_operator.kube.lease import Candidacy, claim, is_of, release
 
 Object = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """How long a lead lasts without renewal, in seconds."""
-
-    duration_s: float = 15.0
-
-    @property
-    def renew_deadline_s(self) -> float:
-        """After which a leader that could not renew writes no more."""
-        return self.duration_s * 2 / 3
-
-    @property
-    def retry_s(self) -> float:
-        """Between two attempts to lead, or to go on leading."""
-        return self.duration_s * 2 / 15
-
-
-@dataclass(frozen=True, slots=True)
-class Candidacy:
-    """What one operator knows of the lead."""
-
-    identity: str
-    times: Times = Times()
-    record: Object | None = None
-    """The Lease's spec as last seen."""
-    since_s: float = 0.0
-    """When it was first seen to be so."""
-    renewed_s: float | None = None
-    """When the last renewal that succeeded was begun; None for who does not lead."""
-
-    def leads_for_s(self, now_s: float) -> float:
-        """For how many seconds from now this operator may write; 0 for who does not lead."""
-        if self.renewed_s is None:
-            return 0.0
-        return max(0.0, self.renewed_s + self.times.renew_deadline_s - now_s)
-
-    def saw(self, lease: Mapping[str, Any] | None, now_s: float) -> "Candidacy":
-        """After the Lease was read; None where there is none."""
-        record = None if lease is None else dict(lease.get("spec") or {})
-        if record == self.record:
-            return self
-        is_mine = record is not None and record.get("holderIdentity") == self.identity
-        renewed_s = self.renewed_s if is_mine else None
-        return replace(self, record=record, since_s=now_s, renewed_s=renewed_s)
-
-    def may_take(self, now_s: float) -> bool:
-        """Whether to write the Lease: it is ours, nobody's, or of somebody who is gone."""
-        record = self.record or {}
-        holder = record.get("holderIdentity") or ""
-        if holder in ("", self.identity):
-            return True
-        lasts_s = record.get("leaseDurationSeconds") or self.times.duration_s
-        return now_s >= self.since_s + lasts_s
-
-    def took(self, lease: Mapping[str, Any], begun_s: float, now_s: float) -> "Candidacy":
-        """After the API server has taken the Lease that names us, asked for at `begun_s`."""
-        record = dict(lease["spec"])
-        return replace(self, record=record, since_s=now_s, renewed_s=begun_s)
-
-    def resigned(self) -> "Candidacy":
-        return replace(self, renewed_s=None)
-
-
-def claim(
-    candidacy: Candidacy, lease: Object | None, where: tuple[str, str], now: datetime
-) -> Object:
-    """The Lease that names this operator; with the resourceVersion of the one that was read."""
-    before = (lease or {}).get("spec") or {}
-    is_mine = before.get("holderIdentity") == candidacy.identity
-    spec = {
-        "holderIdentity": candidacy.identity,
-        "leaseDurationSeconds": max(1, round(candidacy.times.duration_s)),
-        "acquireTime": before.get("acquireTime") if is_mine else micro_time(now),
-        "renewTime": micro_time(now),
-        "leaseTransitions": (before.get("leaseTransitions") or 0) + (not is_mine and bool(before)),
-    }
-    return lease_with(lease, where, spec)
-
-
-def release(lease: Object, where: tuple[str, str], now: datetime) -> Object:
-    """The Lease that anybody may take at once."""
-    spec = lease["spec"] | {
-        "holderIdentity": "",
-        "leaseDurationSeconds": 1,
-        "renewTime": micro_time(now),
-    }
-    return lease_with(lease, where, spec)
-
-
-def lease_with(lease: Object | None, where: tuple[str, str], spec: Object) -> Object:
-    """Return the Lease of a spec, with the resourceVersion of the one that was read."""
-    namespace, name = where
-    meta = {"namespace": namespace, "name": name}
-    if lease is not None:
-        meta["resourceVersion"] = lease["metadata"]["resourceVersion"]
-    return {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": meta, "spec": spec}
-
-
-def micro_time(now: datetime) -> str:
-    """RFC 3339 in microseconds, as Leases have it."""
-    return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
 
 SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _RELEASE_S = 3.0
@@ -137,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 def own_namespace(served: list[str]) -> str:
-    """The pod's namespace; outside of a cluster the first that is served."""
+    """Return the pod's namespace; outside a cluster, the first served namespace."""
     try:
         return SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
     except OSError:
@@ -145,36 +32,36 @@ def own_namespace(served: list[str]) -> str:
 
 
 def own_identity() -> str:
-    """Names this process and no other, though its pod were restarted."""
+    """Return an identity that is unique to this process, even among restarts of its pod."""
     return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4()}"
 
 
 def boot_s() -> float:
-    """Seconds since the machine started, those of its suspension too: a lead ages meanwhile."""
-    # Only Linux has it; elsewhere an operator runs for development.
+    """Return the seconds since the machine started, including suspension, in which a lease ages."""
+    # Only Linux has this clock. Elsewhere an operator runs for development only.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class Lead:
-    """Whether this process leads, and for how long at least."""
+    """The time for which this process leads."""
 
     def __init__(self, candidacy: Candidacy) -> None:
         self.candidacy = candidacy
 
     def left_s(self) -> float:
-        """For how many seconds from now this process may write."""
+        """Return the seconds for which this process may write."""
         return self.candidacy.leads_for_s(boot_s())
 
 
 class LeaderElection:
-    """Stands for election until closed.
+    """Takes part in the election until it is closed.
 
     Args:
-        cluster: where the Lease is.
-        lead: is kept up to date.
-        where: the Lease's namespace and name.
+        cluster: the cluster with the Lease.
+        lead: the lead, which the election updates.
+        where: the namespace and name of the Lease.
         on_gained: called when this process begins to lead.
-        on_lost: called when it no longer does.
+        on_lost: called when this process no longer leads.
     """
 
     def __init__(
@@ -193,17 +80,18 @@ class LeaderElection:
         self._leads = False
         self._reported = ""
         self._holder = ""
-        """Whose lead was logged last."""
+        """The leader that was logged last."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._stand(), name="leader election")
 
     async def close(self) -> None:
-        """Give the lead up, so that another need not wait for its end."""
+        """Release the Lease, so that another operator need not wait until it expires."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
         was_leading = self._lead.left_s() > 0
         self._lead.candidacy = self._lead.candidacy.resigned()
         if was_leading:
@@ -235,6 +123,7 @@ class LeaderElection:
         if not self._lead.candidacy.may_take(now_s):
             self._stand_by((lease or {}).get("spec") or {})
             return
+
         wanted = claim(self._lead.candidacy, lease, self._where, datetime.now(UTC))
         write = self._cluster.create_lease if lease is None else self._cluster.replace
         taken = await write(wanted)
@@ -255,7 +144,7 @@ class LeaderElection:
 
     def _explain(self, error: Exception) -> None:
         if isinstance(error, ClusterConflict):
-            return  # another was faster
+            return  # another operator was faster
         where = "/".join(self._where)
         message = f"the lease {where} cannot be had: {str(error) or 'no answer in time'}"
         if isinstance(error, ClusterDenied):
@@ -276,7 +165,3 @@ class LeaderElection:
         else:
             _logger.error("no longer leads: writes nothing until it does again")
             self._on_lost()
-
-
-def is_of(lease: Object, identity: str) -> bool:
-    return bool((lease.get("spec") or {}).get("holderIdentity") == identity)

@@ -1,4 +1,4 @@
-"""The operator's life, which kopf drives: its start, its end and its health."""
+"""The start, end and health of the operator, which kopf drives."""
 
 import asyncio
 import itertools
@@ -10,12 +10,12 @@ from aiohttp import web
 
 from ullage_common.process.addresses import listen
 from ullage_operator.kube.cache import Cache
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 from ullage_operator.kube.informer import keep_signals
 
 _RETRY_S = 2.0
 _SILENT_S = 900.0
-"""A watch that was not begun again for so long is beyond the operator's own help."""
+"""Seconds without data from a watch after which only a restart of the operator helps."""
 
 
 class PortTaken(Exception):
@@ -23,7 +23,7 @@ class PortTaken(Exception):
 
 
 class Runnable(Protocol):
-    """What runs between the operator's start and its end."""
+    """A component that runs from the operator's start to its end."""
 
     cache: Cache
 
@@ -42,26 +42,27 @@ class Operator:
     """The operator's kopf handlers.
 
     Args:
-        make: builds what runs, with the connection to the API server and the event that is set
-            when the operator has to end.
+        make: builds the component, from the connection to the API server and the event that is set
+            when the operator must end.
     """
 
-    def __init__(self, make: Callable[[Connection, asyncio.Event], Runnable]) -> None:
+    def __init__(self, make: Callable[[ApiConnection, asyncio.Event], Runnable]) -> None:
         self._make = make
-        self._connection = Connection()
+        self._connection = ApiConnection()
         self._stop = asyncio.Event()
         self._running: Runnable | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether all that exists has been seen, though another operator may lead."""
+        """Return whether all existing objects have been seen, even if another operator leads."""
         return self._running is not None and self._running.cache.complete
 
     async def run(self, host: str | None, probes_port: int) -> None:
         """Run until SIGINT or SIGTERM.
 
         Args:
-            host: address of the probes; None: every address.
+            host: the address of the probes; None for all addresses.
+            probes_port: the port of the probes.
 
         Raises:
             PortTaken: the probes' port cannot be used.
@@ -86,7 +87,7 @@ class Operator:
         settings = kopf.OperatorSettings()
         settings.scanning.disabled = True  # informers watch, each with a kopf operator of its own
         settings.posting.enabled = False
-        # An API server that is away when the operator starts is waited for.
+        # The operator waits for an API server that is unavailable at its start.
         settings.networking.error_backoffs = itertools.repeat(_RETRY_S)
         await kopf.operator(
             registry=registry,

@@ -1,7 +1,6 @@
-"""Asks pods over HTTP, with bounds on time and size.
+"""HTTP requests to pods, with bounds on time and size.
 
-The pods' metrics port is plaintext and needs no key, whatever TLS and keys a service asks of its
-clients.
+The metrics port of pods is plaintext and needs no key, even if the service uses TLS and keys.
 """
 
 import aiohttp
@@ -10,11 +9,11 @@ from ullage_operator.api.errors import Temporary
 
 
 class PodUnavailable(Temporary):
-    """A pod did not answer in time, or with anything that could be used."""
+    """A pod did not answer in time, or its answer is not usable."""
 
 
 class PodHttp:
-    """One pool of connections to the pods of all services."""
+    """A pool of connections to the pods of all services."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -26,14 +25,14 @@ class PodHttp:
     async def get(
         self, url: str, *, timeout_s: float, max_bytes: int, connect_s: float | None = None
     ) -> bytes:
-        """The body of the answer.
+        """Return the body of a page.
 
         Raises:
-            PodUnavailable: there is none.
+            PodUnavailable: the pod did not answer in time, or with an error or too much data.
         """
         if self._session is None:
-            # Unlimited: every service that sleeps holds a question at each of its routers, and a
-            # connection that is waited for would count as one that fails.
+            # Every sleeping service holds a long poll at each of its routers. With a limit, waiting
+            # for a connection would count as a failure.
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=connect_s)
         try:

@@ -35,24 +35,31 @@ from ullage_common.config.router import (
 from ullage_common.process.config_file import LogLevel, Strict
 from ullage_operator.api import naming
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import CascadeSpec, Service, Settings, TenantsSpec
-from ullage_operator.autoscaling import may_sleep
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import CascadeSpec, Service, TenantsSpec
+from ullage_operator.policy.pool_sizes import may_sleep
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""libyaml's, where it is: writing is most of what a plan costs."""
+"""The dumper of libyaml if it is installed, since writing YAML is most of the cost of a plan."""
 LOG_LEVEL: LogLevel = "info"
-"""Log level of pods whose service names none: not the operator's own, whose change would replace
-all pods."""
+"""Log level of pods whose service sets none.
+
+The operator's own level is not used, because changing it would replace all pods.
+"""
 
 
 def engine_config(
     service: Service, pool_name: str, pool: PoolSpec, settings: Settings
 ) -> EngineConfig:
-    """Return the configuration of every engine of a pool; its identity comes as an argument."""
+    """Return the configuration that all engines of a pool share.
+
+    An engine gets its identity as an argument.
+    """
     spec = service.spec
     tickets = None
     if spec.tickets:
         tickets = engine.TicketsSection(keys_dir=naming.TICKETS_DIR, required=spec.tickets.required)
+
     return EngineConfig(
         engine=spec.engine,
         model=spec.model,
@@ -97,13 +104,16 @@ def adapters_file(service: Service) -> str:
 
 
 def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySection:
-    """The memory of a pool's engines; their peers are those of the same pool, which have the same
-    model, and which its headless Service has the addresses of.
+    """Return the memory section of a pool's engines.
 
-    A host tier that nobody asked for has no size: only the engine knows what is free.
+    Peers are the engines of the same pool, since they have the same model. The pool's headless
+    Service has their addresses. A host tier by default has no size here, because only the engine
+    knows how much memory is free.
     """
     tiers = pool.memory.tiers
-    remote = file = None
+    remote = None
+    file = None
+
     if tiers.remote:
         target = f"{naming.pool_name(service.name, pool_name)}:{naming.GRPC_PORT}"
         remote = engine.RemoteTierSection(
@@ -114,20 +124,27 @@ def memory_config(service: Service, pool_name: str, pool: PoolSpec) -> MemorySec
         )
     if tiers.file:
         file = engine.FileTierSection(path=tiers.file.folder, size=tiers.file.size)
+
     host = engine.HostTierSection(size=tiers.asked_host_bytes)
     section = engine.TiersSection(host=host, remote=remote, file=file)
     return MemorySection(**msgspec.structs.asdict(pool.memory) | {"tiers": section})
 
 
 def device_of(device: engine.Device, settings: Settings) -> engine.Device:
-    """A pod that got GPUs must find them: computing on the CPU would hold them for nothing."""
+    """Return the device of engines.
+
+    On Kubernetes, `auto` means CUDA: an engine that fell back to the CPU would hold its GPUs idle.
+    """
     return "cuda" if device == "auto" and settings.on_kubernetes else device
 
 
 def router_config(service: Service, accepts_plaintext: bool = False) -> RouterConfig:
-    """Return the configuration of every router; a target's A records are the ready engines.
+    """Return the configuration that all routers share.
+
+    The A records of a pool's target are its ready engines.
 
     Args:
+        service: the service.
         accepts_plaintext: whether some engines speak TLS and others plaintext.
     """
     spec = service.spec
@@ -145,6 +162,7 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
         tickets = router.RouterTickets(
             keys_dir=naming.TICKETS_DIR, ttl=spec.tickets.ttl, required=spec.tickets.required
         )
+
     return RouterConfig(
         model=spec.model.name,
         rollout_file=f"{naming.CONFIG_DIR}/{naming.ROLLOUT_FILE}",
@@ -153,13 +171,13 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
         grpc=GRPCSection(port=naming.GRPC_PORT),
         metrics=MetricsSection(port=naming.METRICS_PORT),
         console=ConsoleSection() if spec.observability.console.enabled else None,
-        # The router's ports speak TLS then, which the kubelet's probes do not.
+        # The kubelet's probes do not support the TLS of the serving ports.
         probes=ProbesSection(port=naming.PROBE_PORT) if spec.tls.router else None,
         tls=tls_config(service, accepts_plaintext),
         pools=tuple(pools),
         routing=spec.routing,
         prompts=spec.prompts,
-        # Not the engines' whole sections: what only they read must not make routers anew.
+        # Only the fields that routers read, so that a change of others does not replace routers.
         limits=RequestLimits(
             max_output_tokens=spec.limits.max_output_tokens,
             request_timeout=spec.limits.request_timeout,
@@ -182,7 +200,9 @@ def router_config(service: Service, accepts_plaintext: bool = False) -> RouterCo
 def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
     """Return the paths of the router's certificates."""
     tls = service.spec.tls
-    server = engines = None
+    server = None
+    engines = None
+
     if tls.router:
         has_clients = tls.router.client_ca_secret_name
         server = router.ServerTLS(
@@ -194,18 +214,24 @@ def tls_config(service: Service, accepts_plaintext: bool) -> TLSSection:
             server_name=engines_server_name(service),
             accept_plaintext=accepts_plaintext,
         )
+
     return TLSSection(router=server, engines=engines)
 
 
 def engines_server_name(service: Service) -> str:
-    """Return the name in the certificate of a service's engines, which are called by address."""
+    """Return the name in the certificate of a service's engines, since routers call addresses."""
     engines = service.spec.tls.engines
     default = f"{naming.engine_name(service.name)}.{service.namespace}.svc"
     return (engines.server_name if engines else None) or default
 
 
 def tenants_config(tenants: TenantsSpec, routers: int) -> TenantsSection:
-    """Every tenant's rules, complete."""
+    """Return the rules of tenants.
+
+    Args:
+        tenants: the tenants of the spec.
+        routers: the highest number of routers, among which quotas may be split.
+    """
     return TenantsSection(
         keys_dir=naming.KEYS_DIR,
         anonymous=tenants.anonymous,
@@ -217,7 +243,7 @@ def tenants_config(tenants: TenantsSpec, routers: int) -> TenantsSection:
 
 
 def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
-    """The cascade under a name of its own, with the address of every step."""
+    """Return the cascade under the service's name, with the address of every step."""
     return CascadeSection(
         name=f"{service.namespace}/{service.name}",
         steps=tuple(
@@ -242,7 +268,7 @@ def cascade_config(service: Service, cascade: CascadeSpec) -> CascadeSection:
 
 
 def document(config: Strict) -> dict[str, Any]:
-    """Return a configuration as plain data, without unset fields: the reader's defaults hold."""
+    """Return a configuration as plain data, without unset fields, for which defaults hold."""
     return cast(dict[str, Any], _without_none(msgspec.to_builtins(config)))
 
 
@@ -261,5 +287,5 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 
 
 def digest(text: str) -> str:
-    """Short fingerprint of a configuration, for the annotation that makes a change roll pods."""
+    """Return a short hash of a configuration, for the annotation by which a change rolls pods."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -7,8 +7,10 @@ The engine itself decides at its start, by the same rule. The prediction picks t
 from itertools import product
 
 from ullage_common.config.engine import choose_engine, refusal_by_vllm
+from ullage_operator.api.parsing import in_api_names
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, Spec, in_api_names
+from ullage_operator.api.settings import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings
+from ullage_operator.api.spec import Spec
 
 _NO_ADAPTERS = "it serves no adapters"
 _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
@@ -17,8 +19,8 @@ _IMAGE_WITH_VLLM = "set vllmEngineImage or spec.image"
 def engine_image(spec: Spec, settings: Settings) -> str:
     """Return the image of engine pods.
 
-    It is the service's own; else the operator's image with vLLM if a pool needs vLLM; else the
-    image for the device.
+    The service's own image comes first. Without one, it is the operator's image with vLLM if any
+    pool needs vLLM, and else the image for the device.
     """
     if spec.image:
         return spec.image
@@ -71,16 +73,18 @@ def expected_engine(
     """Return one line with the expected engine of a pool's pods, and the reason or place.
 
     Args:
-        on_cuda: whether the device is a CUDA GPU; None is unknown.
-        has_vllm: whether vLLM is there; None is unknown.
-        place: where vLLM would be, such as `image ullage/engine:1`.
+        spec: the spec of the service.
+        pool: the pool.
+        on_cuda: whether the device is a CUDA GPU; None if it is unknown.
+        has_vllm: whether vLLM is installed; None if it is unknown.
+        place: the place to look for vLLM, for example `image ullage/engine:1`.
     """
-    # Whether the native engine serves the model is known to who reads its files.
+    # Only the model's files say whether the native engine serves it, so both answers are tried.
     refusals = (
         (_NO_ADAPTERS,) if spec.serves_adapters else ("", "of a family that it does not know")
     )
     devices = (True, False) if on_cuda is None else (on_cuda,)
-    # Of reasons for one engine the last is said, which is the one where vLLM is.
+    # The last reason for an engine is reported, which is the one with vLLM installed.
     places = (False, True) if has_vllm is None else (has_vllm,)
     vllm_refusal = _refusal_by_vllm(spec, pool)
 

@@ -1,6 +1,4 @@
-"""Exposes routers through Gateways, and scales them: the HTTPRoute and the HorizontalPodAutoscaler.
-Pure.
-"""
+"""Exposes routers by an HTTPRoute and scales them by a HorizontalPodAutoscaler. Pure."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -9,13 +7,13 @@ from ullage_operator.api import naming
 from ullage_operator.api.sections import RouterAutoscaling
 from ullage_operator.api.spec import Service
 from ullage_operator.conditions.conditions import Condition
-from ullage_operator.manifests.manifests import Builder, as_asked
+from ullage_operator.manifests.builder import Builder, as_asked
 
 Manifest = dict[str, Any]
 
 ROUTE_ACCEPTED = "RouteAccepted"
 _NO_TIMEOUT = "0s"
-"""The routers bound the time of each request; many gateways would end a stream after 15 s."""
+"""No timeout, since routers limit the time of each request and many gateways end it after 15 s."""
 
 
 def exposure_objects(service: Service, serves: Collection[str]) -> list[Manifest]:

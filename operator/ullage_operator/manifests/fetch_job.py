@@ -1,6 +1,6 @@
-"""The Jobs that fetch models into shared claims before engines need them: pure builders.
+"""Builds the Jobs that fetch models into shared claims before engines need them. Pure.
 
-A Job's name has a hash of its pod template, because Kubernetes lets no template of a Job change.
+A Job's name contains a hash of its pod template, because the template of a Job is immutable.
 """
 
 import hashlib
@@ -11,26 +11,25 @@ from typing import Any, NamedTuple
 from ullage_operator.api import naming
 from ullage_operator.api.overlay import over_template
 from ullage_operator.api.sections import PoolSpec
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
+from ullage_operator.manifests.builder import Builder
 from ullage_operator.manifests.engine_choice import engine_image
-from ullage_operator.manifests.manifests import Builder, from_operator
-from ullage_operator.manifests.pod_templates import (
-    ENGINE_ENV,
+from ullage_operator.manifests.engine_env import ENGINE_ENV, s3_env, s3_store
+from ullage_operator.manifests.manifests import from_operator
+from ullage_operator.manifests.pod_fields import (
     account_name,
-    cache_volumes,
     container_security,
     pod_defaults,
     port,
-    s3_env,
-    s3_store,
-    scratch_volume,
 )
+from ullage_operator.manifests.volumes import cache_volumes, scratch_volume
 
 Manifest = dict[str, Any]
 
 DEADLINE_S = 6 * 3600
-"""Time for all tries of a Job; 700 GB take as long at 32 MB a second."""
-TRIES_AGAIN = 3
+"""Seconds for all tries of a Job, in which 32 MB a second fetch 700 GB."""
+RETRIES = 3
 KEPT_S = 3600
 """Time for which Kubernetes keeps a Job that has ended."""
 MISUSE = 2
@@ -47,6 +46,11 @@ _OF_PLACEMENT = (
     "volumes",
 )
 _OF_CONTAINER = ("name", "env", "envFrom", "volumeMounts")
+_NO_SIDECAR = {
+    "istio": ("sidecar.istio.io/inject", "false"),
+    "linkerd": ("linkerd.io/inject", "disabled"),
+}
+"""Annotation, by mesh, that disables the injection of a sidecar."""
 
 
 class SharedCache(NamedTuple):
@@ -57,7 +61,7 @@ class SharedCache(NamedTuple):
     pools: tuple[str, ...]
     """Pools whose engines read their model from the claim."""
     store: str = ""
-    """Digest of the address of the bucket's store; empty where the source says enough."""
+    """Digest of the endpoint of the bucket; empty if the source is enough to identify the model."""
 
 
 def shared_caches(service: Service) -> list[SharedCache]:
@@ -85,7 +89,7 @@ def fetch_job(service: Service, cache: SharedCache, settings: Settings) -> Manif
     }
 
     spec = {
-        "backoffLimit": TRIES_AGAIN,
+        "backoffLimit": RETRIES,
         "activeDeadlineSeconds": DEADLINE_S,
         "ttlSecondsAfterFinished": KEPT_S,
         "podFailurePolicy": {
@@ -162,13 +166,6 @@ def _pod_spec(service: Service, pool: PoolSpec, cache: SharedCache, settings: Se
         "containers": [container],
         "volumes": [*cache_volumes(service, pool), scratch_volume("tmp")],
     }
-
-
-_NO_SIDECAR = {
-    "istio": ("sidecar.istio.io/inject", "false"),
-    "linkerd": ("linkerd.io/inject", "disabled"),
-}
-"""Annotations by which a mesh injects no sidecar."""
 
 
 def _outside_mesh(settings: Settings) -> Manifest:

@@ -1,20 +1,16 @@
-"""Builds every Kubernetes object of a service except its pods, as plain data. Pure.
-
-Where KEDA scales a pool, its ScaledObject is among them. It scales the pool's StatefulSet by the
-used share of each engine's KV memory: engines report it as the metric ullage_kv_used_ratio, and
-KEDA asks Prometheus for it.
-"""
+"""Builds the objects of routers and engines around their pod templates. Pure."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ullage_common.config.engine import GroupSection
-from ullage_common.process.config_file import Strict
 from ullage_operator.api import naming
-from ullage_operator.api.sections import AutoscalingSpec, Pace, PoolSpec, to_api
-from ullage_operator.api.spec import VERSION, Service, Settings
-from ullage_operator.autoscaling import KEDA, SCALED_OBJECT, autoscaling_of
+from ullage_operator.api.section_reader import to_api
+from ullage_operator.api.sections import PoolSpec
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
+from ullage_operator.manifests.builder import Builder, as_asked
 from ullage_operator.manifests.config_files import (
     adapters_file,
     digest,
@@ -23,19 +19,18 @@ from ullage_operator.manifests.config_files import (
     router_config,
     to_yaml,
 )
-from ullage_operator.manifests.pod_templates import (
-    engine_template,
-    follower_template,
-    router_template,
-    volume_claim_templates,
-)
+from ullage_operator.manifests.engine_pod import engine_template, follower_template
+from ullage_operator.manifests.router_pod import router_template
+from ullage_operator.manifests.volumes import volume_claim_templates
+from ullage_operator.policy.pool_sizes import autoscaling_of
 
 Manifest = dict[str, Any]
 
-
 MIXED_ENGINE_TLS = f"{naming.GROUP}/mixed-engine-tls"
-"""Annotation of a Deployment of routers that call engines in plaintext beside TLS: the section
-`tls.engines` that they speak TLS by, which the spec may no longer have."""
+"""Annotation of a router Deployment that calls engines both in plaintext and with TLS.
+
+Its value is the section `tls.engines` by which routers speak TLS. The spec may no longer have it.
+"""
 
 
 def router_objects(
@@ -68,8 +63,10 @@ def router_objects(
     ]
     policy = {
         "ingress": [
-            {"ports": [policy_port(naming.HTTP_PORT), policy_port(naming.GRPC_PORT)]},  # to anybody
-            from_operator(naming.METRICS_PORT, settings),  # what it scales and judges canaries by
+            # Anybody may call the serving ports.
+            {"ports": [policy_port(naming.HTTP_PORT), policy_port(naming.GRPC_PORT)]},
+            # The operator scales pools and judges canaries by the routers' counts.
+            from_operator(naming.METRICS_PORT, settings),
             *from_scrapers(service, settings),
         ]
     }
@@ -93,8 +90,8 @@ def router_objects(
 def router_service(service: Service, ports: list[Manifest]) -> Manifest:
     """Return the Service by which clients reach the routers.
 
-    Fields that the spec does not set are left out: the API server fills them in, and others may set
-    them.
+    Fields that the spec does not set are left out, so that the API server or other controllers can
+    set them.
     """
     given = service.spec.router.service
     asked = as_asked(given)
@@ -123,6 +120,7 @@ def engine_objects(
     """
     name = naming.engine_name(service.name)
     match = naming.selector(service.name, naming.ENGINE)
+
     routers = {"podSelector": {"matchLabels": naming.selector(service.name, naming.ROUTER)}}
     tickets = service.spec.tickets
     clients: list[Manifest] = [{"podSelector": {}}] if tickets and tickets.required else []
@@ -131,6 +129,7 @@ def engine_objects(
     asking = {"from": [routers, *peers, *clients], "ports": [policy_port(naming.GRPC_PORT)]}
     operator = from_operator(naming.PROBE_PORT, settings)
     policy = {"ingress": [asking, operator, *from_scrapers(service, settings)]}
+
     build = Builder(service, naming.ENGINE)
     objects = [build.account(name), build.network_policy(name, match, policy)]
     if with_adapters or service.spec.serves_adapters:
@@ -213,8 +212,8 @@ def disks(pool_name: str, pool: PoolSpec) -> Manifest:
 def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifest:
     """Return the selector of a pool's PodDisruptionBudget, which covers all pods of its engines.
 
-    If one pod of a group is away, none of the group is ready. So a budget of one pod protects all
-    other groups and lets the rest of this group go, since pods that are not ready may be evicted.
+    If one pod of a group is missing, no pod of the group is ready. A budget of one pod therefore
+    protects all other groups. The rest of this group may be evicted, since it is not ready.
     """
     if pool.nodes == 1:
         return {"matchLabels": naming.selector(service.name, naming.ENGINE, pool_name)}
@@ -224,7 +223,7 @@ def budget_selector(service: Service, pool_name: str, pool: PoolSpec) -> Manifes
 
 
 def of_group(template: Manifest, revision: str) -> Manifest:
-    """Return a pod template with the revision of the group that its pods are of."""
+    """Return a pod template with the revision of its group."""
     annotations = template["metadata"].get("annotations", {}) | {naming.GROUP_REVISION: revision}
     return {**template, "metadata": {**template["metadata"], "annotations": annotations}}
 
@@ -255,8 +254,8 @@ def group_objects(
         "serviceName": name,
         "replicas": followers(pool),
         "podManagementPolicy": "Parallel",
-        # The operator deletes the followers of a leader that is of the new revision, so that no
-        # engine loses its followers before it is its turn.
+        # The operator deletes followers once their leader has the new revision, so that no engine
+        # loses its followers before its turn.
         "updateStrategy": {"type": "OnDelete"},
         "selector": {"matchLabels": match},
         "template": template,
@@ -284,92 +283,8 @@ def followers(pool: PoolSpec) -> int:
     return pool.replicas * (pool.nodes - 1)
 
 
-class Builder:
-    """Builds objects with the metadata of one component."""
-
-    def __init__(self, service: Service, component: str, pool: str | None = None) -> None:
-        self._service = service
-        self._labels = naming.labels(service.name, component, VERSION, pool)
-
-    def metadata(self, name: str) -> Manifest:
-        owners = owner_references(self._service)
-        return {
-            "name": name,
-            "namespace": self._service.namespace,
-            "labels": self._labels,
-            **({"ownerReferences": owners} if owners else {}),
-        }
-
-    def object(self, api_version: str, kind: str, name: str, spec: Manifest) -> Manifest:
-        return {
-            "apiVersion": api_version,
-            "kind": kind,
-            "metadata": self.metadata(name),
-            "spec": spec,
-        }
-
-    def service(self, name: str, spec: Manifest) -> Manifest:
-        """Return a Service, dual-stack where the cluster has IPv4 and IPv6."""
-        return self.object("v1", "Service", name, {"ipFamilyPolicy": "PreferDualStack", **spec})
-
-    def config_map(
-        self, name: str, key: str, text: str, more: dict[str, str] | None = None
-    ) -> Manifest:
-        return {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": self.metadata(name),
-            "data": {key: text, **(more or {})},
-        }
-
-    def account(self, name: str) -> Manifest:
-        annotations = self._service.spec.service_account.annotations
-        return {
-            "apiVersion": "v1",
-            "kind": "ServiceAccount",
-            "metadata": self.metadata(name) | ({"annotations": annotations} if annotations else {}),
-            "automountServiceAccountToken": False,
-        }
-
-    def disruption_budget(self, name: str, selector: Manifest, most: int) -> list[Manifest]:
-        """Return the PodDisruptionBudget that stops drains from ending several pods at once; none
-        without pods.
-
-        Args:
-            selector: of their pods.
-            most: engines or routers that there may be.
-        """
-        if most < 2:
-            return []
-        # maxUnavailable and not minAvailable: a last replica must not block a node's drain.
-        spec = {
-            "maxUnavailable": 1,
-            "selector": selector,
-            # A pod that does not serve is no loss, and must not hold up a drain either.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        }
-        return [self.object("policy/v1", "PodDisruptionBudget", name, spec)]
-
-    def network_policy(self, name: str, match: dict[str, str], rules: Manifest) -> Manifest:
-        spec = {"podSelector": {"matchLabels": match}, "policyTypes": ["Ingress"], **rules}
-        return self.object("networking.k8s.io/v1", "NetworkPolicy", name, spec)
-
-
-def owner_references(service: Service) -> list[Manifest]:
-    """Make the garbage collector delete the object with its service; none outside Kubernetes."""
-    owner = {
-        "apiVersion": naming.API_VERSION,
-        "kind": naming.KIND,
-        "name": service.name,
-        "uid": service.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-    return [owner] if service.uid else []
-
-
 def grpc_protocol(is_secure: bool) -> str:
-    """appProtocol for meshes and gateways; h2c is HTTP/2 in plaintext."""
+    """Return the appProtocol for meshes and gateways; h2c is HTTP/2 in plaintext."""
     return "https" if is_secure else "kubernetes.io/h2c"
 
 
@@ -388,8 +303,7 @@ def policy_port(number: int) -> Manifest:
 
 
 def from_operator(number: int, settings: Settings) -> Manifest:
-    """Allow the operator to follow the engines' headroom and ask routers for measures, and nothing
-    else."""
+    """Return the rule that lets the operator call a port."""
     pods = {"matchLabels": naming.operator_selector()}
     own = settings.namespace
     namespaces = {"matchLabels": {naming.NAMESPACE_LABEL: own}} if own else {}
@@ -400,51 +314,15 @@ def from_operator(number: int, settings: Settings) -> Manifest:
 
 
 def from_scrapers(service: Service, settings: Settings) -> list[Manifest]:
-    """Allow those who may read metrics; no rule where that is nobody, for an empty list is
-    everybody."""
+    """Return the rule for the pods that may read metrics.
+
+    Without permitted pods there is no rule, because an empty list of peers would permit everybody.
+    """
     peers = service.spec.observability.metrics_from
     if peers is None and settings.metrics_namespace:
         labels = {naming.NAMESPACE_LABEL: settings.metrics_namespace}
         peers = [{"namespaceSelector": {"matchLabels": labels}}]
     return [{"from": peers, "ports": [policy_port(naming.METRICS_PORT)]}] if peers else []
-
-
-KEDA_API = "keda.sh/v1alpha1"
-KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
-"""Annotation that makes KEDA scale to its value and then pause until it is removed."""
-METRIC = "ullage_kv_used_ratio"
-POLL_S = 10
-_NEVER = "1000000"
-"""Requests from which on activity alone would ask for another engine."""
-
-
-def scaler_objects(
-    service: Service, pool_name: str, pool: PoolSpec, serves: Collection[str]
-) -> list[Manifest]:
-    """Return the ScaledObject of a pool; none unless KEDA scales it."""
-    scaling = autoscaling_of(pool)
-    if scaling is None:
-        return []
-    name = naming.pool_name(service.name, pool_name)
-    build = Builder(service, naming.ENGINE, pool_name)
-    if scaling.provider == KEDA and SCALED_OBJECT in serves:
-        spec = scaled_object(service, pool_name, scaling)
-        scaler = build.object(KEDA_API, SCALED_OBJECT, name, spec)
-        if service.spec.stop:
-            scaler["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
-        return [scaler]
-    return []
-
-
-def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
-    """Return the manifest that changes only the pause of a live ScaledObject."""
-    kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
-    meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
-    annotations = dict(meta.get("annotations") or {})
-    annotations.pop(KEDA_PAUSED, None)
-    if is_stopped:
-        annotations[KEDA_PAUSED] = "0"
-    return {**live, "metadata": meta | {"annotations": annotations}}
 
 
 def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> list[Manifest]:
@@ -455,65 +333,3 @@ def without_replicas(objects: Iterable[Manifest], kind: str = "StatefulSet") -> 
         else item
         for item in objects
     ]
-
-
-def rules(pace: Pace) -> Manifest:
-    """Return KEDA's scaling rules: the policy that lets more pods change holds, as with the
-    operator's own."""
-    period = max(1, round(pace.period))
-    policies = [{"type": "Pods", "value": pace.pods, "periodSeconds": period}]
-    if pace.percent:
-        policies.append({"type": "Percent", "value": pace.percent, "periodSeconds": period})
-    window = round(pace.window)
-    return {"stabilizationWindowSeconds": window, "selectPolicy": "Max", "policies": policies}
-
-
-def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) -> Manifest:
-    name = naming.pool_name(service.name, pool_name)
-    pods = f'namespace="{service.namespace}",pod=~"{name}-[0-9]+"'
-    routers = f'namespace="{service.namespace}",pod=~"{naming.router_name(service.name)}-.+"'
-    cold_starts = f'ullage_router_wanted_requests{{{routers},pool="{pool_name}"}}'
-    running = f"ullage_requests_running{{{pods}}} + ullage_requests_waiting{{{pods}}}"
-    activity = f"(sum({running}) or vector(0)) + (sum({cold_starts}) or vector(0))"
-    threshold = f"{scaling.targets.kv_utilization:g}"
-    behavior = {"scaleUp": rules(scaling.scale_up), "scaleDown": rules(scaling.scale_down)}
-    return {
-        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name},
-        "pollingInterval": POLL_S,
-        "cooldownPeriod": round(scaling.idle_after),
-        "minReplicaCount": scaling.min_replicas,
-        "maxReplicaCount": scaling.max_replicas,
-        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
-        "triggers": [
-            # Memory says how many; whether any, requests do, for cached prefixes take memory too.
-            trigger(scaling, f"sum({METRIC}{{{pods}}}) or vector(0)", threshold, _NEVER),
-            trigger(scaling, activity, _NEVER, "0"),
-            *own_triggers(scaling),
-        ],
-    }
-
-
-def own_triggers(scaling: AutoscalingSpec) -> list[Manifest]:
-    """Return the additional triggers of a spec, in KEDA's form."""
-    return [as_asked(each) for each in scaling.keda.triggers] if scaling.keda else []
-
-
-def as_asked(section: Strict) -> Manifest:
-    """Return a section with Kubernetes' own field names, without unset fields."""
-    asked = to_api(section).items()
-    return {name: value for name, value in asked if value is not None}
-
-
-def trigger(scaling: AutoscalingSpec, query: str, threshold: str, activation: str) -> Manifest:
-    login = scaling.keda.authentication_ref if scaling.keda else None
-    return {
-        "type": "prometheus",
-        "metricType": "AverageValue",
-        "metadata": {
-            "serverAddress": scaling.prometheus_url,
-            "query": query,
-            "threshold": threshold,
-            "activationThreshold": activation,
-        },
-        **({"authenticationRef": to_api(login)} if login else {}),
-    }

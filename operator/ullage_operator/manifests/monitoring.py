@@ -1,6 +1,6 @@
-"""The objects by which a Prometheus operator scrapes a service, records its objectives, and raises
-alerts: pure builders.
+"""Builds the PodMonitors and the PrometheusRule of a service. Pure.
 
+By these a Prometheus operator scrapes the service, records burn rates and raises alerts.
 docs/runbooks/service.md has the remedy for each alert.
 """
 
@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 from ullage_common.process.metrics import SECONDS
 from ullage_operator.api import naming
 from ullage_operator.api.naming import MONITORING_API
-from ullage_operator.api.spec import Service, Settings
-from ullage_operator.manifests.manifests import Builder
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
+from ullage_operator.manifests.builder import Builder
 
 Manifest = dict[str, Any]
+
 Rule = dict[str, Any]
 
 BURN = "ullage:slo_burn:rate"
-"""Recorded by window: the share of requests that miss an objective over the share that may."""
+"""Prefix of the recorded burn rates by window: error ratio divided by error budget."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 TAILS = (("e2e_p99", 2, 0.01), ("e2e_p999", 3, 0.001))
 """Objectives of the slowest requests: name, multiple of e2eP95, share that may be slower."""
@@ -26,38 +28,38 @@ NAME_SERVICE = {
     "sourceLabels": ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"],
     "targetLabel": "llmservice",
 }
-"""Gives every series its service's name, by which dashboards choose."""
+"""Relabeling that adds the name of the service to every series, for dashboards."""
 PAGE = ((14.4, "1h", "5m"), (6, "6h", "30m"))
 """Burn rates that spend 2 % of a month's budget in an hour, and 5 % in six hours."""
 PAGE_REQUESTS = 100
 TICKET_REQUESTS = 500
 TAIL_REQUESTS = 1000
-"""Number of requests in an alert's window below which one that fails says nothing about a share."""
+"""Numbers of requests in an alert's window below which a share of failures means nothing."""
 SHORT_OF_CAPACITY = "KV_HEADROOM|QUEUE_FULL|QUEUE_TIMEOUT|DEADLINE"
-"""Reasons of refusals that more memory or more engines would have spared."""
+"""Reasons of refusals that more memory or more engines would have prevented."""
 REFUSED_RATE = 0.1
 REFUSED_SHARE = 0.05
-"""Refusals a second, and their share of all requests, from which on they are an alert."""
+"""Refusals a second, and their share of all requests, above which an alert fires."""
 QUEUE_SHARE = 0.8
-"""Share of the queue's bounds above which it is nearly full."""
+"""Share of the queue's bounds above which the queue is nearly full."""
 READING_SPEED = 4.0
 SLOW_STREAMS = 0.05
-"""Tokens a second that people read at least, and the share of streams that may be slower."""
+"""Tokens a second that people read, and the share of streams that may be slower."""
 CERTIFICATE_S = 3 * 86400
-"""Seconds before its end by which a certificate should have been renewed."""
+"""Seconds before its expiry by which a certificate should have been renewed."""
 RESTARTS = 3
-"""Number of worker restarts in a quarter of an hour above which somebody should look."""
+"""Worker restarts in a quarter of an hour above which an alert fires."""
 TIER_FAILURES = 100
-"""Number of blocks that a tier of KV failed in that time."""
+"""Failed blocks of a KV tier in a quarter of an hour above which an alert fires."""
 BUSY_TOKENS = 500
 HIT_RATIO = 0.6
-"""Prompt tokens a second from which on cache hits count, and the share that is little then."""
+"""Prompt tokens a second above which cache hits are judged, and the hit ratio that is low then."""
 
 
 def monitoring_objects(
     service: Service, serves: Collection[str], settings: Settings
 ) -> list[Manifest]:
-    """The objects of those kinds that the cluster serves."""
+    """Return the monitoring objects of the kinds that the cluster serves."""
     wanted = service.spec.observability
     objects = []
     if wanted.pod_monitor.enabled and "PodMonitor" in serves:
@@ -89,13 +91,13 @@ def pod_monitor(service: Service, component: str, name: str) -> Manifest:
 
 
 def labelled(manifest: Manifest, labels: Mapping[str, str]) -> Manifest:
-    """Return the manifest with people's labels under the operator's."""
+    """Return a manifest with the spec's labels; the operator's own take precedence."""
     meta = manifest["metadata"]
     return manifest | {"metadata": meta | {"labels": {**labels, **meta["labels"]}}}
 
 
 def prometheus_rule(service: Service, settings: Settings) -> Manifest:
-    """Recording rules and alerts of one service."""
+    """Return the PrometheusRule of a service, with recording rules and alerts."""
     spec = {"groups": rule_groups(service, settings)}
     name = naming.router_name(service.name)
     manifest = Builder(service, naming.ROUTER).object(MONITORING_API, "PrometheusRule", name, spec)
@@ -103,7 +105,7 @@ def prometheus_rule(service: Service, settings: Settings) -> Manifest:
 
 
 class Alert(NamedTuple):
-    """What people are told of."""
+    """An alert of a service."""
 
     name: str
     expression: str
@@ -111,7 +113,7 @@ class Alert(NamedTuple):
     summary: str
     description: str
     hold: str = "5m"
-    """How long the expression must hold."""
+    """Time for which the expression must hold."""
 
 
 def rule_groups(service: Service, settings: Settings) -> list[Rule]:
@@ -123,7 +125,7 @@ def rule_groups(service: Service, settings: Settings) -> list[Rule]:
     )
     rules = [alert_rule(alert, service, settings) for part in parts for alert in part(service)]
     return [
-        # Not more often, as windows of days cost Prometheus most.
+        # Windows of days are expensive for Prometheus, so the rules run once a minute.
         {"name": f"{name}-slo", "interval": "1m", "rules": burn_rates(service)},
         {"name": name, "rules": rules},
     ]
@@ -150,7 +152,7 @@ def burn_rates(service: Service) -> list[Rule]:
     of_routers = routers(service)
     late = {"ttft_p95": ("ttft", slo.ttft_p95, 0.05), "e2e_p95": ("e2e", slo.e2e_p95, 0.05)}
     late |= {name: ("e2e", slo.e2e_p95 * factor, share) for name, factor, share in TAILS}
-    # Of what takes longer than the last bucket nobody knows whether it was in time.
+    # An objective above the last bucket cannot be measured.
     late = {name: each for name, each in late.items() if each[1] <= SECONDS[-1]}
     rules = []
     for window in WINDOWS:
@@ -166,15 +168,17 @@ def burn_rates(service: Service) -> list[Rule]:
 
 
 def failed_share(matchers: str, window: str) -> str:
-    """The share of requests that ended in a server error."""
+    """Return the expression for the share of requests that ended in a server error."""
     failed = f'sum(rate(ullage_router_requests_total{{{matchers},code=~"5.."}}[{window}]))'
     every = f"sum(rate(ullage_router_requests_total{{{matchers}}}[{window}]))"
     return f"({failed} or vector(0)) / {every}"
 
 
 def late_share(histogram: str, matchers: str, objective_s: float, window: str) -> str:
-    """The share of requests that took longer, between two buckets in proportion, as Prometheus'
-    own quantiles are."""
+    """Return the expression for the share of requests that took longer than the objective.
+
+    It interpolates linearly between two buckets, like Prometheus' own quantiles.
+    """
     above = SECONDS[bisect_left(SECONDS, objective_s)]
     below = max((bound for bound in SECONDS if bound < objective_s), default=0.0)
     part = (objective_s - below) / (above - below)
@@ -226,7 +230,7 @@ def slo_alerts(service: Service) -> list[Alert]:
 
 
 def budget_alerts(service: Service) -> list[Alert]:
-    """Alerts on budgets that will not last, each over a long and a short window."""
+    """Return the alerts on error budgets that burn too fast, over a long and a short window."""
     most = "errors|ttft_p95|e2e_p95|e2e_p99"
     pages = [
         f"({burn(service, long, most)} > {rate} and {burn(service, short, most)} > {rate})"
@@ -260,13 +264,13 @@ def burn(service: Service, window: str, objectives: str) -> str:
 
 
 def and_several(service: Service, count: int, window: str) -> str:
-    """The condition that there were more requests than that."""
+    """Return the condition that there were more than `count` requests."""
     requests = f"sum(increase(ullage_router_requests_total{{{routers(service)}}}[{window}]))"
     return f"and on() {requests} > {count}"
 
 
 def router_alerts(service: Service) -> list[Alert]:
-    """Alerts on routers and on what they have no room for."""
+    """Return the alerts on routers, their queue and refusals."""
     of_routers = routers(service)
     queue = service.spec.routing.queue
     refusals = f'ullage_router_refusals_total{{{of_routers},reason=~"{SHORT_OF_CAPACITY}"}}'
@@ -311,7 +315,7 @@ def router_alerts(service: Service) -> list[Alert]:
 
 
 def connection_alerts(service: Service) -> list[Alert]:
-    """Alerts on what lies between routers and engines."""
+    """Return the alerts on the connection between routers and engines."""
     of_routers = routers(service)
     of_engines = engines(service)
     expiry = "certificate_expiry_timestamp_seconds"
@@ -359,7 +363,7 @@ def connection_alerts(service: Service) -> list[Alert]:
 
 
 def engine_alerts(service: Service) -> list[Alert]:
-    """Alerts on what keeps engines from their work."""
+    """Return the alerts on failures of engines."""
     of_engines = engines(service)
 
     def grows(counter: str, by: str = "") -> str:
@@ -372,7 +376,7 @@ def engine_alerts(service: Service) -> list[Alert]:
             "UllageWorkersRestart",
             f"{grows('ullage_worker_restarts_total')} > {RESTARTS}",
             "warning",
-            f"More than {RESTARTS} workers were started anew in a quarter of an hour.",
+            f"More than {RESTARTS} workers were restarted in a quarter of an hour.",
             "The engine's log says with which status and why they ended.",
         ),
         Alert(
@@ -409,7 +413,7 @@ def engine_alerts(service: Service) -> list[Alert]:
             "UllageKVTierFails",
             f"{grows('ullage_kv_tier_failures_total', ' by (tier, status) ')} > {TIER_FAILURES}",
             "warning",
-            "A tier of KV fails again and again; what it has is computed anew.",
+            "A tier of KV fails again and again, so its KV is computed again.",
             "The labels tier and status say which and how.",
         ),
         Alert(
@@ -423,7 +427,7 @@ def engine_alerts(service: Service) -> list[Alert]:
 
 
 def device_alerts(service: Service) -> list[Alert]:
-    """Alerts on what engines see of their GPUs, without an exporter."""
+    """Return the alerts on GPUs as engines see them, without an exporter."""
     of_engines = engines(service)
     return [
         Alert(
@@ -446,17 +450,20 @@ def device_alerts(service: Service) -> list[Alert]:
 
 
 def routers(service: Service) -> str:
-    """The label matchers of a service's routers."""
+    """Return the label matchers of a service's routers."""
     return pods(service, f"{naming.router_name(service.name)}-[a-z0-9]+-?[a-z0-9]{{5}}")
 
 
 def engines(service: Service) -> str:
-    """The label matchers of a service's engines, and not of another's whose name begins so."""
+    """Return the label matchers of a service's engines.
+
+    They do not match another service whose name begins with this one's.
+    """
     pools = (each for pool in service.spec.pools for each in (pool, naming.canary_pool(pool)))
     names = "|".join(naming.pool_name(service.name, pool) for pool in pools)
     return pods(service, f"({names})-[0-9]+")
 
 
 def pods(service: Service, names: str) -> str:
-    """The label matchers of pods whose names match, as a PodMonitor labels them."""
+    """Return the label matchers of pods whose names match, as a PodMonitor labels them."""
     return f'namespace="{service.namespace}",pod=~"{names}"'

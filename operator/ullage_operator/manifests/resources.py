@@ -1,9 +1,9 @@
-"""CPU, memory and disk of engine and router containers: the spec's amounts over defaults.
+"""CPU, memory and disk of engine and router containers: the spec's amounts over defaults. Pure.
 
-A node under pressure evicts containers without requests first, and its kernel kills them first. So
+A node under pressure first evicts containers without requests, and its kernel first kills them. So
 every container requests CPU and memory, and engines that fetch their model also request ephemeral
-storage. Engines get no limits by default: their host memory is an estimate, and an estimate must
-not kill.
+storage. Engines have no limits by default: their host memory is estimated, and a wrong estimate
+must not kill them.
 """
 
 import math
@@ -14,8 +14,10 @@ from typing import Any
 from ullage_common.config.engine import ModelSection, default_host_tier
 from ullage_operator.api import naming
 from ullage_operator.api.overlay import lies_in
-from ullage_operator.api.sections import PoolSpec, amount, canonical
-from ullage_operator.api.spec import Service, Settings
+from ullage_operator.api.quantities import amount, canonical
+from ullage_operator.api.sections import PoolSpec
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.manifests.engine_choice import is_vllm
 
 Amounts = dict[str, dict[str, str]]
@@ -24,15 +26,18 @@ Amounts = dict[str, dict[str, str]]
 _MIB = 1 << 20
 _SERVER_BYTES = 512 * _MIB
 _WORKER_BYTES = 1024 * _MIB
-"""Host memory of a worker beside the weights: Python, torch and the device's context."""
+"""Host memory of a worker without weights: Python, torch and the device's context."""
 _UNKNOWN_WEIGHTS_BYTES = 8192 * _MIB
-"""Weights on each GPU of a model whose size is not known: few models that need one are smaller."""
+"""Assumed weights on each GPU if the model's size is unknown; few models for GPUs are smaller."""
 _ROUNDING_BYTES = 128 * _MIB
 _COMPILED_BYTES = 2048 * _MIB
 """Bytes of kernels, graphs and tokenizer files in a cache, in addition to the weights."""
 CACHE_LIMIT = 4
-"""Size limit of a cache that goes with the pod over what it is expected to take: the estimate is of
-a name, a repository may have its weights twice, and its main branch may move on."""
+"""Ratio of the size limit of a pod's own cache to the expected size of its content.
+
+The size is estimated from the model's name. A repository may hold its weights twice, and its main
+branch may change.
+"""
 _KV_MARGIN_BYTES = 64 * _MIB
 _WORKER_MILLICPU = 250
 _ROUTER: Amounts = {
@@ -40,11 +45,11 @@ _ROUTER: Amounts = {
     "limits": {"memory": "1Gi"},
 }
 _PARAMETERS = re.compile(r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([mb])(?![a-z0-9])")
-"""Such as 135M, 7b, 0.5B or 8x7B, in lower case."""
+"""A number of parameters in lower case, for example 135m, 7b, 0.5b or 8x7b."""
 _BLOCKS = re.compile(r"(?<![a-z0-9])i?q(\d)(?:_|\b)")
-"""Blocks of GGUF files: Q4_K_M has four bits and scales."""
+"""Block format of a GGUF file; Q4_K_M, for example, has four bits and scales."""
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-"""A part of a GGUF file, all of which become one while vLLM's checkpoint is made."""
+"""Name of a part of a split GGUF file; vLLM's checkpoint is made from the joined parts."""
 _BITS = (
     # gpt-oss is published as MXFP4 and does not say so in its name.
     (re.compile(r"int4|awq|gptq|mxfp4|4-?bit|gpt-oss(?!.*fp?16)"), 4.5),
@@ -57,14 +62,14 @@ _QUANTIZED_BITS = {"int4": 5.0, "int8": 8.5, "fp8": 8.5, "w8a8": 8.5}
 def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Amounts:
     """Return the pool's own resources over defaults, with its GPUs.
 
-    Pools on the CPU and pools with device claims get no GPU limits.
-
-    GPUs are limits, by which the DCGM exporter, too, attributes them to pods.
+    GPUs are set as limits, by which the DCGM exporter also attributes them to pods. Pools on the
+    CPU and pools with device claims get no GPU limits.
     """
     size = _engine_bytes(service, pool, vllm=is_vllm(service.spec, pool, settings))
     requests = {"cpu": f"{_WORKER_MILLICPU * pool.gpus_per_pod}m", "memory": f"{size // _MIB}Mi"}
     if disk := cache_bytes(service, pool) + _kv_folder_bytes(pool):
         requests["ephemeral-storage"] = f"{disk // _MIB}Mi"
+
     resources = _over(pool.resources, {"requests": requests})
     if service.spec.device != "cpu" and not pool.resource_claims:
         resources.setdefault("limits", {})[pool.gpu_resource_name] = str(pool.gpus_per_pod)
@@ -74,13 +79,14 @@ def engine_resources(service: Service, pool: PoolSpec, settings: Settings) -> Am
 def cache_bytes(service: Service, pool: PoolSpec) -> int:
     """Return the expected ephemeral storage of a pod's cache.
 
-    It is 0 where nothing is fetched into the cache, or the size of the model is unknown.
+    It is 0 if nothing is fetched into the cache, or if the size of the model is unknown.
     """
     cache = pool.model_cache
     model = service.spec.model
     is_elsewhere = cache.claim_name or cache.host_path or cache.claim_template
     if is_elsewhere or not model.source.startswith(("hf://", "s3://")):
         return 0
+
     weights = math.ceil(_num_parameters(model) * _published_bits(model) / 8)
     size = weights + weights // 10 + _COMPILED_BYTES
     return math.ceil(size / _ROUNDING_BYTES) * _ROUNDING_BYTES if weights else 0
@@ -117,7 +123,7 @@ def kv_holders(pool: PoolSpec) -> list[dict[str, Any]]:
 
 
 def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
-    """Return where the engines of a pool keep KV beside their devices, in a few words."""
+    """Return a short description of the tiers in which a pool's engines keep KV off the device."""
     tiers = pool.memory.tiers
     vllm = is_vllm(service.spec, pool, settings)
     host_bytes = _host_tier_bytes(service, pool, vllm=vllm)
@@ -131,8 +137,10 @@ def tiers_line(service: Service, pool: PoolSpec, settings: Settings) -> str:
 
 
 def _host_tier_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
-    """Return the most memory that an engine takes for its host tier; it has no tiers without a
-    prefix cache, nor with vLLM on several stages or nodes."""
+    """Return the most memory that an engine takes for its host tier.
+
+    An engine has no tiers without a prefix cache, nor with vLLM on several stages or nodes.
+    """
     memory = pool.memory
     is_parted = pool.nodes > 1 or pool.parallelism.pipeline > 1
     if not memory.prefix_cache or (vllm and is_parted):
@@ -151,13 +159,15 @@ def router_resources(service: Service) -> Amounts:
 
 
 def model_bytes(model: ModelSection) -> int:
-    """An estimate of a model's weights from its name and source, bytes; 0 where neither names a
-    number of parameters."""
+    """Return the estimated size of a model's weights in bytes, from its name and source.
+
+    It is 0 if neither contains a number of parameters.
+    """
     return math.ceil(_num_parameters(model) * _bits(model) / 8)
 
 
 def _num_parameters(model: ModelSection) -> float:
-    """The number of parameters that a model's name or source names; 0 where neither does."""
+    """Return the number of parameters in a model's name or source; 0 without one."""
     text = f"{model.source} {model.name}".lower().replace("_", "-")
     counts = [
         int(experts or 1) * float(number) * {"m": 1e6, "b": 1e9}[unit]
@@ -194,22 +204,22 @@ def _dtype_bits(model: ModelSection) -> float:
 
 
 def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
-    """Host memory that one pod of an engine is expected to use, bytes.
+    """Return the expected host memory of one pod of an engine, in bytes.
 
-    On a CPU the budget, where it is given, has weights and the device's KV in it.
+    On a CPU, `deviceBytes` covers the weights and the device's KV, if it is set.
     """
     model = service.spec.model
     is_on_cpu = service.spec.device == "cpu"
     weights = pool.memory.device_bytes or model_bytes(model) if is_on_cpu else 0
     unknown = 0 if is_on_cpu else _UNKNOWN_WEIGHTS_BYTES * pool.gpus_per_pod
     if vllm and model.source.endswith(".gguf"):
-        # The checkpoint that is made of it stays in memory, and is there twice while it is written.
+        # vLLM's checkpoint of the file stays in memory, and is there twice while it is written.
         checkpoint = math.ceil(_num_parameters(model) * _dtype_bits(model) / 8) or unknown
         weights = max(checkpoint, weights) + checkpoint
         if _SPLIT.search(model.source):
             weights += model_bytes(model)
     elif not (vllm or is_on_cpu):
-        # Prepared weights stay in memory, where a worker that is started again finds them.
+        # Prepared weights stay in memory for a restarted worker.
         weights = model_bytes(model) or unknown
     num_workers = pool.gpus_per_pod + pool.standby_worker
     kv = pool.memory.host_kv + _host_tier_bytes(service, pool, vllm=vllm)
@@ -218,10 +228,11 @@ def _engine_bytes(service: Service, pool: PoolSpec, *, vllm: bool) -> int:
 
 
 def _over(given: Mapping[str, Mapping[str, int | str]], defaults: Amounts) -> Amounts:
-    """Quantities as the API server stores them, so that what is applied equals what is read.
+    """Return given quantities over defaults, in the form in which the API server stores them.
 
-    A default request gives way to a limit, and a default limit to a request above it: Kubernetes
-    takes a limit for the request that is missing, and refuses a request above its limit.
+    So an applied object equals the one that is read back. A default request gives way to a limit,
+    since Kubernetes uses the limit as the missing request. A default limit gives way to a request
+    above it, since Kubernetes refuses a request above its limit.
     """
     merged: Amounts = {
         kind: {name: canonical(quantity) for name, quantity in by_name.items()}

@@ -1,5 +1,4 @@
-"""Canaries: their stages, the analysis that promotes or rolls back, and the state that survives a
-restart.
+"""Rollouts by canary: stages, the analysis that promotes or rolls back, and the kept state.
 
-It decides from samples that it is given, and knows no cluster.
+It decides from given observations, and knows no cluster.
 """

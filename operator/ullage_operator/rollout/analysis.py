@@ -1,10 +1,9 @@
-"""Decides whether a canary is worse than the stable engines, from samples that are read out of the
-text of the routers' metrics. Pure.
+"""Decides whether a canary is worse than the stable engines, from the routers' metrics. Pure.
 
 All limits are relative to the stable engines over the same time, so that a problem of both does not
-fail a canary. Chance is allowed for: a limit counts as passed when so bad a count would come about
-with a probability below `SIGNIFICANCE` in a canary that is just within it. That holds for one look;
-a canary is looked at again and again, so the probability is small.
+fail a canary. A limit counts as exceeded only if a canary just within the limit would show such a
+bad count with a probability below `SIGNIFICANCE`. This holds for a single test. A canary is tested
+again and again, so the probability is small.
 """
 
 import math
@@ -19,30 +18,33 @@ from ullage_operator.api.sections import RolloutSpec
 
 SIGNIFICANCE = 0.002
 Z = 1.645
-"""Quantile of the normal distribution for the upper end of a one-sided 95 % interval, which is
-taken of the stable engines' own error rate."""
+"""Quantile of the normal distribution for the one-sided 95 % interval of the stable error rate."""
 UNKNOWN_RATE = 0.5
-"""Taken as the error rate of stable engines that served nothing: no canary may exceed it."""
+"""Assumed error rate of stable engines that have served nothing."""
 PERCENTILE = 0.95
 MIN_TIMES = 20
-"""Answers on each side below which times are not compared."""
+"""Minimum number of answers on each side to compare times."""
 NO_TRAFFIC = "NoTraffic"
-"""Reason of an analysis of a step in which no request came: later steps would see none either."""
+"""Reason of the analysis of a step without requests; later steps would have none either."""
+METRIC = "ullage_router_trial"
+_PREFIXES = (METRIC, f"# HELP {METRIC}", f"# TYPE {METRIC}")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Counts of the requests that went to the baseline or to the canary."""
+    """Counts of the requests to one side: the stable engines or the canary."""
 
     succeeded: int = 0
     failed: int = 0
     declined: int = 0
-    """Found no room on the canary at once."""
+    """Requests that found no room on the canary at once."""
     restarts: int = 0
-    """Workers and pods that ended by themselves, of memory or otherwise."""
+    """Workers and pods that crashed, for lack of memory or another reason."""
     ttft: Mapping[float, int] = field(default_factory=dict)
-    """Counts by upper end of the bucket, seconds, the last one infinite."""
+    """Histogram of the TTFT: counts by the upper bound of the bucket in seconds, the last infinite.
+    """
     e2e: Mapping[float, int] = field(default_factory=dict)
+    """Histogram of the time of whole requests, in the same form."""
 
     @property
     def ended(self) -> int:
@@ -57,7 +59,7 @@ class Outcome(StrEnum):
     PASS = "Pass"
     FAIL = "Fail"
     WAIT = "Wait"
-    """Too few requests to tell."""
+    """Too few requests to decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Analysis:
     reason: str
     message: str
     waits_for: str = ""
-    """With the outcome WAIT, what is missing."""
+    """The missing data, with the outcome WAIT."""
 
 
 def analyze(
@@ -75,7 +77,10 @@ def analyze(
     """Compare the counts of one step.
 
     Args:
-        is_last: there is no more time: what is known must do.
+        canary: the counts of the canary.
+        stable: the counts of the stable engines.
+        rollout: the service's `rollout`, with the thresholds.
+        is_last: whether there is no more time to wait for requests.
     """
     failed = [
         fault
@@ -90,10 +95,12 @@ def analyze(
     if failed:
         message = "; ".join(each.message for each in failed)
         return Analysis(Outcome.FAIL, failed[0].reason, message)
+
     measured = summary(canary, stable)
     is_enough = canary.ended >= rollout.min_requests
     if is_enough and canary.error_rate <= stable.error_rate + rollout.thresholds.error_rate:
         return Analysis(Outcome.PASS, "Healthy", measured)
+
     if is_last and not canary.succeeded and canary.declined >= rollout.min_requests:
         message = f"the canary took none of {canary.declined} requests"
         return Analysis(Outcome.FAIL, "TakesNothing", message)
@@ -101,7 +108,8 @@ def analyze(
         is_idle = not canary.ended and not canary.declined and not stable.ended
         reason = NO_TRAFFIC if is_idle else "LittleTraffic"
         return Analysis(Outcome.PASS, reason, f"{measured}; judged by readiness")
-    waits_for = f"{rollout.min_requests} answers of the canary, of which there are {canary.ended}"
+
+    waits_for = f"{rollout.min_requests} answers of the canary ({canary.ended} so far)"
     if is_enough:
         waits_for = "more answers, for more of the canary's fail, which may be chance"
     return Analysis(Outcome.WAIT, "LittleTraffic", measured, waits_for)
@@ -133,7 +141,7 @@ def errors(
 def slowness(
     name: str, canary: Mapping[float, int], stable: Mapping[float, int], ratio: float
 ) -> Analysis | None:
-    """Whether more than 5 % of the canary's times are above `ratio` times the stable p95."""
+    """Return a failure if over 5 % of the canary's times exceed `ratio` times the stable p95."""
     total = sum(canary.values())
     if min(total, sum(stable.values())) < MIN_TIMES:
         return None
@@ -161,7 +169,7 @@ def summary(canary: Variant, stable: Variant) -> str:
 
 
 def percentile(counts: Mapping[float, int], share: float = PERCENTILE) -> float:
-    """Return the percentile in seconds, as if times were spread evenly within a bucket."""
+    """Return a percentile in seconds, for times that are spread evenly within a bucket."""
     remaining = share * sum(counts.values())
     for low, end, count in buckets(counts):
         if count and remaining <= count:
@@ -171,7 +179,7 @@ def percentile(counts: Mapping[float, int], share: float = PERCENTILE) -> float:
 
 
 def num_above(counts: Mapping[float, int], limit_s: float) -> int:
-    """Times above a limit if they are spread evenly within a bucket; rounded down."""
+    """Return the number of times above a limit, spread evenly within a bucket; rounded down."""
     above = 0.0
     for low, end, count in buckets(counts):
         if end > limit_s:
@@ -180,7 +188,7 @@ def num_above(counts: Mapping[float, int], limit_s: float) -> int:
 
 
 def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
-    """(lower end, upper end, count); the last one is taken as a point."""
+    """Yield the lower bound, upper bound and count of each bucket; the last bucket is a point."""
     low = 0.0
     for end in sorted(counts):
         yield low, (low if math.isinf(end) else end), counts[end]
@@ -188,7 +196,7 @@ def buckets(counts: Mapping[float, int]) -> Iterable[tuple[float, float, int]]:
 
 
 def wilson_upper_bound(failed: int, total: int, z: float = Z) -> float:
-    """Upper end of Wilson's score interval of a share (Wilson 1927)."""
+    """Return the upper bound of Wilson's score interval of a share (Wilson 1927)."""
     share = failed / total
     square = z * z
     middle = share + square / (2 * total)
@@ -197,7 +205,13 @@ def wilson_upper_bound(failed: int, total: int, z: float = Z) -> float:
 
 
 def binomial_tail(count: int, total: int, share: float) -> float:
-    """Probability of `count` or more of `total` independent events of that probability."""
+    """Return the probability that `count` or more of `total` independent events happen.
+
+    Args:
+        count: the number of events that happened.
+        total: the number of trials.
+        share: the probability of each event.
+    """
     if count <= 0 or share >= 1:
         return 1.0
     if share <= 0:
@@ -232,10 +246,6 @@ def _summed(one: Mapping[float, int], other: Mapping[float, int]) -> dict[float,
     return {end: one.get(end, 0) + other.get(end, 0) for end in {*one, *other}}
 
 
-METRIC = "ullage_router_trial"
-_PREFIXES = (METRIC, f"# HELP {METRIC}", f"# TYPE {METRIC}")
-
-
 @dataclass(frozen=True, slots=True)
 class CanarySample:
     """One router's counts of a canary and its baseline."""
@@ -247,8 +257,11 @@ class CanarySample:
 
 
 def sample_name(revision: str, step: int) -> str:
-    """As routers name what is tried. Not by weight, which changes with the pools' sizes: counts of
-    both sides are compared as shares, and a trial that scales would never see enough of them."""
+    """Return the routers' name of a trial: its revision and step.
+
+    The weight is no part of the name, since it changes with the sizes of pools. Counts of both
+    sides are compared as shares, and a trial in a scaling pool would never get enough of them.
+    """
     return f"{revision}/{step}"
 
 
@@ -292,7 +305,11 @@ def _end(le: str) -> float:
 
 
 def sum_samples(samples: Iterable[CanarySample], name: str) -> tuple[Variant, Variant, int]:
-    """(canary, stable, routers) of those who are at that step already."""
+    """Sum up the samples of the routers that have reached a step.
+
+    Returns:
+        The counts of the canary and of the stable engines, and the number of samples.
+    """
     # Older routers, which a pinned image keeps, add the weight: `name/weight`.
     current = [sample for sample in samples if f"{sample.name}/".startswith(f"{name}/")]
     return (

@@ -3,9 +3,9 @@
     Stable ─► Starting ─► Canary, step by step ─► Promoting ─► Stable
                  └────────────┴──► RolledBack (until the spec changes)
 
-A revision identifies the release of engines. The stable one serves; another that the spec asks for
-is tried on a canary first. `RolloutProgress` has all decisions and is kept in the cluster, so the
-operator may end at any point.
+A revision identifies a release of engines. The stable revision serves. Another revision that the
+spec asks for is first tried on a canary. `RolloutProgress` holds all decisions and is kept in the
+cluster, so the operator may end at any point.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,17 @@ from ullage_operator.rollout.analysis import NO_TRAFFIC, Analysis, Outcome
 from ullage_operator.rollout.falls import FallCount
 
 UNSERVED = timedelta(seconds=60)
-"""Without a ready stable engine for so long, a revision is rolled out without a canary. Readiness
-falls with every worker, and a restart of one must not spare the next revision its trial."""
+"""Time without a ready stable engine after which a revision is rolled out without a canary.
+
+Every restart of a worker makes its engine unready, and must not spare the next revision its trial.
+"""
 WAITING = "NoStableEngine"
 """Reason of a rollout that waits to learn whether stable engines come back."""
 _NEWER_WAITS = "NewerWaits"
 _NOTHING = "no rollout is in progress"
 QUEUED = "RolloutQueued"
-PROMOTED = "Promoted"
 """Reason of a rollout that waits for those of other services."""
+PROMOTED = "Promoted"
 ROUTERS_FIRST = "RoutersFirst"
 """Reason of a rollout that waits until routers reach engines of both revisions."""
 MODEL_FETCHING = "ModelFetching"
@@ -34,15 +36,14 @@ MODEL_FETCHING = "ModelFetching"
 PAUSED = "Paused"
 ROLLING_OUT = "RollingOut"
 _BEGINNING = (WAITING, QUEUED, PAUSED, ROUTERS_FIRST, MODEL_FETCHING)
-"""Reasons of a stable service whose engines are still to be made anew."""
-_OTHER_PODS = "what the operator makes engine pods of has changed"
+"""Reasons of a stable service whose rollout has not begun yet."""
+_OTHER_PODS = "the operator's template of engine pods has changed"
 RENEWALS = {
     ROLLING_OUT: _OTHER_PODS,
     PAUSED: f"{_OTHER_PODS}: waits until the rollout is no longer paused",
     QUEUED: f"{_OTHER_PODS}: waits until fewer services are being rolled out",
 }
-"""Messages about stable engines of which the operator makes other pods than another one did, by the
-reason."""
+"""Messages by reason while an operator with another pod template replaces stable engines."""
 
 
 class RolloutStage(StrEnum):
@@ -57,7 +58,7 @@ TRYING = (RolloutStage.STARTING, RolloutStage.CANARY)
 
 
 class RolloutCommand(StrEnum):
-    """A command that somebody gave by annotating the service."""
+    """A command that somebody gave by an annotation of the service."""
 
     NONE = ""
     PROMOTE = "promote"
@@ -73,24 +74,26 @@ class RolloutFacts:
     target: str
     """The revision that the spec asks for."""
     is_serving: bool
-    """A stable engine is ready, so there is something to protect and to compare with."""
+    """Whether a stable engine is ready, to protect and to compare with."""
     is_bridged: bool = False
-    """Engines of a promoted canary serve, whether or not stable ones do."""
+    """Whether engines of a promoted canary serve."""
     linger: timedelta = timedelta(0)
-    """How long a promoted canary stays after the stable engines are ready: routers find these by
-    DNS, which answers what it knew for a while."""
+    """Time for which a promoted canary stays after the stable engines are ready.
+
+    Routers find these by DNS, whose answers are cached for a while.
+    """
     may_begin: bool = True
-    """Whether other services' rollouts leave room for this one, which nobody's edit asks for."""
+    """Whether the rollout queue admits this rollout, if no edit of the service asks for it."""
     may_yield: bool = True
-    """Whether the service's next pod gets the place that another one of it frees."""
+    """Whether the service's next pod would get the room that another of its pods frees."""
     is_reachable: bool = True
-    """Whether all routers speak to engines of the target as well as to those that serve."""
+    """Whether all routers can call both the target's engines and those that serve now."""
     fetching: str = ""
-    """Why it waits for its model, which a Job fetches; empty where it waits for none."""
+    """Why the target waits for a Job to fetch its model; empty if it does not wait."""
     can_canary: bool = True
-    """Pods run beside which it can be tried, and nothing changed that cannot be tried so."""
+    """Whether a canary is possible: a changed pool has engines, and the model's name stays."""
     needs_canary: bool = True
-    """The change may change answers, or the spec asks for a canary of every change."""
+    """Whether the target may answer differently, or the spec asks for a canary of every change."""
     is_canary_ready: bool = False
     crowded: tuple[str, ...] = ()
     """Pools without additional room for a canary, which may replace one of their engines."""
@@ -99,15 +102,13 @@ class RolloutFacts:
     problem: str = ""
     """Why the canary is not ready."""
     is_stuck: bool = False
-    """Whether waiting helps nothing against that problem, such as an image that is not there."""
+    """Whether waiting cannot solve this problem, for example a missing image."""
     like_stable: tuple[str, ...] = ()
-    """Pools whose new engines ask for what the stable ones ask for, so that each fits the other's
-    place."""
+    """Pools whose new engines request the same resources as the stable ones."""
     is_outdated: bool = False
-    """Whether this operator makes other pods of the stable revision than there are, though nobody
-    edited the spec."""
+    """Whether this operator's template differs from that of the stable engines, without an edit."""
     may_renew: bool = True
-    """Whether other services' rollouts leave room for making these pods anew."""
+    """Whether the rollout queue admits the replacement of such engines."""
     is_settled: bool = True
     """Whether all stable engines are of the stable revision and ready."""
     analysis: Analysis = field(
@@ -116,54 +117,61 @@ class RolloutFacts:
     final_analysis: Analysis = field(
         default_factory=lambda: Analysis(Outcome.FAIL, "Unknown", "no router could be asked")
     )
-    """The analysis if it has to be final now."""
+    """The analysis without more time to wait for requests."""
     command: RolloutCommand = RolloutCommand.NONE
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """The stage of a rollout and what it needs to go on."""
+    """The stage of a rollout and the decisions that it depends on."""
 
     stable: str
     since: datetime
     """Time at which the stage or its step began."""
     stage: RolloutStage = RolloutStage.STABLE
     canary: str = ""
-    """The revision tried, also while it is promoted."""
+    """The revision that is tried or promoted; empty otherwise."""
     step: int = 0
     failed: str = ""
     """The revision that was rolled back."""
     unready_since: datetime | None = None
-    """The canary was ready and is not."""
+    """Time since which the canary, once ready, is unready."""
     unserved_since: datetime | None = None
-    """No stable engine has been ready since, as far as that matters to a rollout."""
+    """Time since which no stable engine is ready, of a new service or during a rollout."""
     settled_since: datetime | None = None
-    """While promoting: all stable engines have been of the revision and ready since."""
+    """Time since which all stable engines have the revision and are ready, while promoting."""
     is_asleep: bool = False
-    """The pools that it is tried in have no pods; it is started when they have."""
+    """Whether the canary's pools have no engines; the canary starts once they have."""
     is_held: bool = False
-    """Whether a rollback would be due, but is for somebody to decide."""
+    """Whether a rollback is due, but left to people."""
     renewal: str = ""
-    """Reason in RENEWALS after a rollback, whose own reason stays; empty where the pods are those
-    that the operator makes."""
+    """Reason in `RENEWALS` in addition to that of a rollback; empty without a renewal."""
     reason: str = "Stable"
     message: str = _NOTHING
     seen: str = ""
-    """The annotation as it was last acted on."""
+    """The annotation that was acted on last."""
     replaces: tuple[str, ...] = ()
-    """Pools in which the canary has the place of stable engines."""
+    """Pools in which the canary takes the place of stable engines."""
     falls: Mapping[str, FallCount] = field(default_factory=dict)
-    """While a revision is tried: falls of the engines of both sides."""
+    """Falls of the engines of both sides, while a revision is tried."""
 
 
 def initial_progress(revision: str, now: datetime) -> RolloutProgress:
-    """Return the progress of a service that is seen for the first time: its spec is the stable
-    revision."""
+    """Return the progress of a new service, whose spec is the stable revision."""
     return RolloutProgress(revision, now, unserved_since=now)
 
 
 def advance(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
-    """Advances the rollout by one step; returns the same state where nothing is to be done."""
+    """Advance a rollout by one step.
+
+    Args:
+        state: the progress so far.
+        facts: the observed facts.
+        policy: the service's `rollout`.
+
+    Returns:
+        The progress after the step; an equal one if there is nothing to do.
+    """
     since = _unserved_since(state, facts)
     after = _advanced(replace(state, unserved_since=since), facts, policy)
     return replace(after, unserved_since=since, renewal=_renewal(after, facts, policy))
@@ -181,39 +189,44 @@ def _advanced(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
         state = _promoting(state, facts)
     if facts.target == state.stable:
         return _keep_stable(state, facts, policy)
+
     if state.stage is RolloutStage.PROMOTING and _has_hope(state, facts, policy):
         message = f"revision {facts.target} waits until {state.stable} serves everything"
         return _with_reason(state, _NEWER_WAITS, message)
     if facts.target == state.failed and facts.command is not RolloutCommand.PROMOTE:
         return state
+
     is_tried = state.stage in TRYING and state.canary == facts.target
     if is_tried and (policy.strategy != "rolling" or _is_paused(facts, policy)):
-        return _advance_canary(
-            state, facts, policy
-        )  # whatever becomes of the stable engines meanwhile
+        # The trial goes on even if stable engines fail meanwhile.
+        return _advance_canary(state, facts, policy)
     return _begin(state, facts, policy)
 
 
 def _promoting(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Arrives when the stable engines have been ready for as long as the canary is to stay."""
+    """End a promotion once the stable engines have been ready for the time the canary stays."""
     if not facts.is_settled:
         return replace(state, settled_since=None)
+
     since = state.settled_since or facts.now
     if state.canary and facts.now - since < facts.linger:
         return replace(state, settled_since=since)
     if state.replaces and not facts.may_yield:
         message = (
-            f"revision {state.stable} waits with the places that its canary has, which engines of "
-            "other services that find no room could take"
+            f"revision {state.stable} keeps its canary, because engines of other services wait for "
+            "room and could take its place"
         )
         return replace(state, settled_since=since, message=message)
+
     message = f"revision {state.stable} serves everything"
     return RolloutProgress(state.stable, facts.now, reason=PROMOTED, message=message)
 
 
 def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> bool:
-    """Whether the newest revision has its turn when the engines are of one: they serve, and the
-    promotion takes no longer than it may."""
+    """Return whether a newer revision should wait until the promotion ends.
+
+    It waits while engines serve and the promotion has not exceeded its deadline.
+    """
     is_late = _elapsed_s(state.since, facts) >= policy.start_deadline
     is_served = facts.is_serving or facts.is_bridged
     return is_served and (state.settled_since is not None or not is_late)
@@ -222,7 +235,7 @@ def _has_hope(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
 def _keep_stable(
     state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec
 ) -> RolloutProgress:
-    """The spec asks for the stable revision."""
+    """Return the progress of a service whose spec asks for the stable revision."""
     if state.stage is RolloutStage.STABLE and facts.is_outdated:
         return _renew(state, facts, policy)
     if state.stage is RolloutStage.STABLE:
@@ -231,13 +244,13 @@ def _keep_stable(
         if state.reason != _NEWER_WAITS:
             return state
         return _with_reason(state, "Promoting", f"revision {state.stable} is being rolled out")
+
     message = f"the spec asks for revision {state.stable} again"
     return RolloutProgress(state.stable, facts.now, reason="Reverted", message=message)
 
 
 def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
-    """Make the stable engines anew, where the operator makes other pods of them than another one
-    did."""
+    """Replace the stable engines, because this operator's pod template differs from theirs."""
     reason = _renewal_reason(facts, policy)
     if reason == ROLLING_OUT:
         state = RolloutProgress(state.stable, facts.now, RolloutStage.PROMOTING)
@@ -245,7 +258,10 @@ def _renew(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
 
 
 def _renewal(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> str:
-    """Do the same after a rollback, which stays what it is: it ends when all are ready."""
+    """Return the reason of such a replacement after a rollback; empty without one.
+
+    The rollback keeps its stage, and the replacement ends when all stable engines are ready.
+    """
     if state.stage is not RolloutStage.ROLLED_BACK:
         return ""
     if state.renewal == ROLLING_OUT and not facts.is_settled:
@@ -291,7 +307,7 @@ def _begin(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> 
     if policy.strategy == "rolling":
         return _direct(facts, "the strategy is rolling")
     if not facts.can_canary:
-        return _direct(facts, "it cannot be tried beside the stable engines")
+        return _direct(facts, "it cannot be tried next to the stable engines")
     if not facts.needs_canary:
         return _direct(facts, "it changes nothing that answers depend on")
 
@@ -336,10 +352,12 @@ def _advance_canary(
             return _promoted(state, facts, "as it was asked to be")
         case RolloutCommand.ABORT:
             return _rolled_back(state, facts, "Aborted", "it was aborted")
+
     if state.is_held:
         return state
     if not facts.can_canary:
         return _wait_for_pods(state, facts)
+
     if state.is_asleep:
         state = _start(state, facts)
     state = _with_places(state, facts)
@@ -349,7 +367,7 @@ def _advance_canary(
 
 
 def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Give the canary the places of stable engines where its pods found no additional room."""
+    """Give the canary the place of stable engines in pools without additional room."""
     pools = tuple(sorted({*state.replaces, *facts.crowded}))
     if pools == state.replaces:
         return state
@@ -359,7 +377,7 @@ def _with_places(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress
 
 
 def _wait_for_pods(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgress:
-    """Its pools have no pods left: it is tried from the start when a request has woken them."""
+    """Wait with a canary whose pools sleep; its trial begins again when a request wakes them."""
     message = f"the canary of {state.canary} waits until its pools have pods again"
     if not state.is_asleep:
         state = replace(_start(state, facts), is_asleep=True)
@@ -369,6 +387,7 @@ def _wait_for_pods(state: RolloutProgress, facts: RolloutFacts) -> RolloutProgre
 def _starting(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -> RolloutProgress:
     if facts.is_canary_ready:
         return _at_step(state, facts, policy, 0)
+
     why = facts.problem or "it is starting"
     if facts.restarts > policy.thresholds.restarts:
         message = f"its canary's pods restarted {facts.restarts} times while they started: {why}"
@@ -379,6 +398,7 @@ def _starting(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) 
     if _elapsed_s(state.since, facts) >= policy.start_deadline:
         message = f"its canary was not ready within {policy.start_deadline:g} s: {why}"
         return _failed(state, facts, policy, "CanaryNotReady", message)
+
     until = _clock(state.since, policy.start_deadline)
     message = f"waiting for the canary of {state.canary} until {until} at the latest: {why}"
     if state.replaces:
@@ -394,6 +414,7 @@ def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -
         return _failed(state, facts, policy, analysis.reason, analysis.message)
     if not facts.is_canary_ready:
         return _unready(state, facts, policy)
+
     state = replace(state, unready_since=None)
     name = f"canary of {state.canary}, step {state.step + 1} of {len(policy.weight_steps)}"
     if _is_paused(facts, policy):
@@ -402,12 +423,13 @@ def _analyze(state: RolloutProgress, facts: RolloutFacts, policy: RolloutSpec) -
         if state.step + 1 < len(policy.weight_steps) and analysis.reason != NO_TRAFFIC:
             return _at_step(state, facts, policy, state.step + 1)
         return _promoted(state, facts, analysis.message)
+
     message = f"{name}: {_waiting(state, policy, analysis)}; {analysis.message}"
     return _with_reason(state, f"CanaryStep{state.step + 1}", message)
 
 
 def _waiting(state: RolloutProgress, policy: RolloutSpec, analysis: Analysis) -> str:
-    """Say what a step waits for and until when."""
+    """Return the text for the wait of a step, with its end."""
     if analysis.outcome is Outcome.PASS:
         until = _clock(state.since, policy.step_duration)
         return f"good so far, waits for its least time until {until}"
@@ -499,16 +521,18 @@ def _elapsed_s(since: datetime, facts: RolloutFacts) -> float:
 
 
 def _clock(since: datetime, wait_s: float) -> str:
-    """Words the end of a wait, today or tomorrow in UTC."""
+    """Return the time of day at which a wait ends."""
     return f"{since + timedelta(seconds=wait_s):%H:%M:%S} UTC"
 
 
 def weight_of(state: RolloutProgress, steps: tuple[int, ...], share: float) -> int:
-    """Requests of a hundred that the canary gets.
+    """Return the percentage of requests that the canary gets.
 
     Args:
-        share: the canary's part of all engine pods. It never gets more than that of the requests,
-            lest it be judged by a load that stable engines do not have.
+        state: the progress of the rollout.
+        steps: the percentages of the steps.
+        share: the canary's share of all engine pods. It is an upper bound, so that the canary is
+            not judged under a higher load than the stable engines have.
     """
     if (
         state.is_held

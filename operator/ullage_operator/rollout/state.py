@@ -1,34 +1,33 @@
-"""State of a rollout that is kept between reconciliations: releases, and the progress. Pure.
+"""The state of a rollout that is kept between reconciliations: its progress and its releases. Pure.
 
-A release is what engines run, as plain data: the image that is really used, and every section of
-the spec that engine pods are made of. The release of the stable engines is laid over the present
-spec, so that all else in the spec (replicas, routing, tenants) holds for them at once, and a field
-that a newer operator knows takes its default instead of looking like a change.
-
-The state is kept as text in a ConfigMap. Without it the operator cannot tell a stable revision from
-one that was rolled back: it then leaves engines as they are and says so, rather than rolling out
-what nobody has analysed.
+The state is kept as text in a ConfigMap. Without it, the operator cannot distinguish a stable
+revision from one that was rolled back. It then leaves engines as they are and reports that, rather
+than roll out a revision that nobody has analysed.
 """
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from ullage_common.config.engine import ProfilingSection
 from ullage_operator.api import naming
 from ullage_operator.api.renames import upgraded
-from ullage_operator.api.sections import USER, SecurityContext, to_api
-from ullage_operator.api.spec import Service, Settings, to_spec, with_pod_template
-from ullage_operator.conditions.pod_problems import is_follower
-from ullage_operator.manifests.engine_choice import engine_image
-from ullage_operator.manifests.pod_templates import ENGINE_TLS_VOLUME
+from ullage_operator.conditions.pods import is_follower
+from ullage_operator.manifests.volumes import ENGINE_TLS_VOLUME
+from ullage_operator.rollout.release import (
+    ENGINE_TLS,
+    SECRET_NAME,
+    Release,
+    changed_pools,
+    is_same,
+    overlaid,
+    revision_of,
+)
+from ullage_operator.rollout.sealing import hashed_values, sealed, sealed_widely, unsealed
 from ullage_operator.rollout.stages import (
     TRYING,
     RolloutCommand,
@@ -36,176 +35,6 @@ from ullage_operator.rollout.stages import (
     RolloutStage,
     initial_progress,
 )
-
-Release = dict[str, Any]
-
-ENGINE_TLS = "engineTLS"
-"""Name of `tls.engines` in a release: engines of both kinds serve while it changes, since routers
-speak both then."""
-SECTIONS = (
-    "image",
-    "engine",
-    "vllm",
-    "adapterClaims",
-    "model",
-    "modelPullPolicy",
-    "s3",
-    "device",
-    "memory",
-    "batching",
-    "limits",
-    "degrade",
-    "allowFaultInjection",
-    ENGINE_TLS,
-)
-"""Not adapters, which engines load and unload while they serve.
-
-Not tickets, service accounts and pull secrets: both sides must have the same of these."""
-SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
-"""Sections that say how fast, how much and by which way engines answer, and not what."""
-_SECRET = "secretName"
-_SIZES = ("engine", "model", "device", "memory")
-"""Sections by which engines ask for CPU and memory where their pool does not say how much."""
-_MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
-_MERGED_BELOW = ("tiers", "host", "remote", "file")
-"""Sections with fields of the API, and those in them; other maps are filled by people."""
-NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
-
-
-def release_of(service: Service, settings: Settings) -> Release:
-    """Return the release that a service's spec asks for."""
-    spec = to_api(service.spec)
-    spec[ENGINE_TLS] = spec["tls"]["engines"]
-    chosen = {name: spec[name] for name in SECTIONS}
-    chosen["image"] = engine_image(service.spec, settings)
-    pools = {name: _of_release(pool) for name, pool in spec["pools"].items()}
-    return chosen | {"pools": pools}
-
-
-def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pool that engines depend on; the warming of their cache is left
-    out."""
-    cache = _without(pool["modelCache"], ("warm",))
-    return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
-
-
-def shared_hash(service: Service) -> str:
-    """Return a hash of the engine pods' fields outside their release: it changes with an edit of
-    them.
-
-    Unset fields are left out, so that a field that a newer operator adds is no edit.
-    """
-    spec = service.spec
-    tracing = spec.observability.tracing
-    profiling = spec.observability.profiling
-    fields = {
-        "imagePullSecrets": [secret.name for secret in spec.image_pull_secrets],
-        "logLevel": spec.observability.log_level,
-        "securityContext": _security(spec.security_context),
-        "serviceAccount": spec.service_account.name,
-        "profiling": [profiling.enabled, profiling.nvtx] if profiling != ProfilingSection() else [],
-        "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_percent / 100],
-        "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
-    }
-    return _hash({name: value for name, value in fields.items() if value})
-
-
-def _security(context: SecurityContext) -> list[int | None]:
-    """Return the user and groups of pods; empty where they are the default."""
-    chosen = [context.run_as_user, context.run_as_group, context.fs_group]
-    return [] if chosen == [USER] * len(chosen) else chosen
-
-
-def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
-    """`release`, in the form of `target`: what only one of them has does not count.
-
-    Pools that `release` lacks are new and have nothing that could be kept.
-    """
-    sections = {
-        name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
-    }
-    pools = {name: with_pod_template(pool) for name, pool in release.get("pools", {}).items()}
-    kept = {
-        name: {
-            key: _merged(key, value, pools.get(name, {}).get(key, value))
-            for key, value in own.items()
-        }
-        for name, own in target["pools"].items()
-    }
-    return sections | {"pools": kept}
-
-
-def _merged(name: str, target: Any, value_before: Any) -> Any:
-    """Return a section of a release with the fields of the present spec."""
-    if name == ENGINE_TLS and target and value_before:  # the rest of it is the routers'
-        return {**target, _SECRET: value_before[_SECRET]}
-    if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:
-        return {
-            field: _merged(field, value, value_before.get(field, value))
-            if field in _MERGED_BELOW
-            else value_before.get(field, value)
-            for field, value in target.items()
-        }
-    return value_before
-
-
-def is_same(target: Release, release: Mapping[str, Any]) -> bool:
-    """Whether nothing was edited: the pools are the same, and no field that both have differs."""
-    return target["pools"].keys() == release["pools"].keys() and overlaid(target, release) == target
-
-
-def changed_pools(target: Release, release: Release) -> list[str]:
-    """Pools whose engines differ; all where a section that they share does."""
-    if any(target[name] != release[name] for name in SECTIONS):
-        return list(target["pools"])
-    return [name for name, own in target["pools"].items() if own != release["pools"][name]]
-
-
-def alike_pools(target: Release, release: Release) -> tuple[str, ...]:
-    """Return the pools whose engines request the same of a node in both releases."""
-    if any(target[name] != release[name] for name in _SIZES):
-        return ()
-    pools = release["pools"]
-    return tuple(name for name, own in target["pools"].items() if own == pools[name])
-
-
-def changes_answers(target: Release, release: Release) -> bool:
-    """Whether engines of the two may answer one request differently."""
-    sections = [name for name in SECTIONS if name not in SAME_ANSWERS]
-    pools = release["pools"]
-    return any(target[name] != release[name] for name in sections) or any(
-        own != pools[name] for name, own in target["pools"].items()
-    )
-
-
-def has_other_image_only(target: Release, release: Release) -> bool:
-    """Whether two releases differ in their image and in nothing else."""
-    is_other = bool(target["image"] != release["image"])
-    return is_other and not changed_pools(target | {"image": release["image"]}, release)
-
-
-def with_release(service: Service, release: Release) -> Service:
-    """Return the service with the engines of a release."""
-    spec = to_api(service.spec)
-    pools = {name: pool | release["pools"][name] for name, pool in spec["pools"].items()}
-    chosen = {name: release[name] for name in SECTIONS if name != ENGINE_TLS}
-    chosen["tls"] = spec["tls"] | {"engines": release[ENGINE_TLS]}
-    return msgspec.structs.replace(service, spec=to_spec(spec | chosen | {"pools": pools}))
-
-
-def revision_of(release: Mapping[str, Any]) -> str:
-    """A short name that changes with the release."""
-    return _hash(release)
-
-
-def _hash(fields: Mapping[str, Any]) -> str:
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def _without(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in section.items() if name not in names}
-
 
 _TIMES = ("since", "unready_since", "unserved_since", "settled_since")
 
@@ -218,13 +47,13 @@ class RolloutState:
     release: Release
     """Release of the stable engines."""
     tried: Release | None = None
-    """Release of the other revision that the state names; None when it names none."""
+    """Release of the tried or failed revision; None without one."""
 
     def revision(self, target: Release) -> str:
-        """What `state` calls the release that the spec asks for.
+        """Return the revision of the release that the spec asks for, as this state names it.
 
-        A revision's name is of all its fields, and an operator that knows one more would call the
-        same release otherwise: what failed would be tried again.
+        A revision is a hash of all fields. An operator that knows one more field would give the
+        same release another revision, and try a failed release again.
         """
         if not changed_pools(target, self.release):
             return self.progress.stable
@@ -241,7 +70,7 @@ class RolloutState:
 
 
 def _other(progress: RolloutProgress) -> str:
-    """The revision beside the stable one that a state is about; no state is about two."""
+    """Return the tried or failed revision; empty without one."""
     other = progress.canary or progress.failed
     return "" if other == progress.stable else other
 
@@ -254,8 +83,10 @@ def load(
     The releases take the form of the target's spec.
 
     Args:
-        live: the service's StatefulSets, whose pods have the environment that the text only has
-            hashes of.
+        text: the kept text; None without one.
+        target: the release that the spec asks for.
+        live: the service's StatefulSets, whose pods have the environment variables that the text
+            contains as hashes.
     """
     try:
         kept = json.loads(text or "")
@@ -264,11 +95,11 @@ def load(
         progress = msgspec.convert(kept["state"], RolloutProgress)
         tried = kept.get("tried")
         tried = tried and upgraded(tried)
-        if tried is not None and is_same(_sealed_widely(target), _sealed_widely(tried)):
+        if tried is not None and is_same(sealed_widely(target), sealed_widely(tried)):
             tried = target
-        values = dict(_hashed_values([target, *live]))
+        values = dict(hashed_values([target, *live]))
         return RolloutState(
-            progress, overlaid(target, _unsealed(upgraded(kept["release"]), values)), tried
+            progress, overlaid(target, unsealed(upgraded(kept["release"]), values)), tried
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -277,9 +108,9 @@ def load(
 def _live_engine_tls(target: Release, live: Iterable[Mapping[str, Any]]) -> Any:
     """Return the live `tls.engines`, which older operators did not keep."""
     secrets = [engine_tls_secret(item) for item in serving_sets(live) if not _is_of_canary(item)]
-    if not secrets or (target[ENGINE_TLS] or {}).get(_SECRET) in secrets:
+    if not secrets or (target[ENGINE_TLS] or {}).get(SECRET_NAME) in secrets:
         return target[ENGINE_TLS]
-    return {_SECRET: secrets[0]} if secrets[0] else None
+    return {SECRET_NAME: secrets[0]} if secrets[0] else None
 
 
 def serving_sets(stateful_sets: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -301,12 +132,12 @@ def _is_of_canary(item: Mapping[str, Any]) -> bool:
 
 
 def initial(target: Release, now: datetime) -> RolloutState:
-    """The state of a service that has none yet: what it asks for is stable."""
+    """Return the state of a new service, whose release is stable."""
     return RolloutState(initial_progress(revision_of(target), now), target)
 
 
 def is_canary_running(text: str | None) -> bool:
-    """Whether a canary gets requests now, going by what was kept."""
+    """Return whether a canary gets requests now, by the kept text."""
     try:
         return bool(json.loads(text or "")["state"]["stage"] == RolloutStage.CANARY)
     except (ValueError, KeyError, TypeError):
@@ -314,7 +145,7 @@ def is_canary_running(text: str | None) -> bool:
 
 
 def dump(state: RolloutState) -> str:
-    """Return the text of the state that must outlive the operator: decisions, and no measures.
+    """Return the text of a state, with its decisions and without measures.
 
     More people may read ConfigMaps than services, so the text has hashes for the values of
     environment variables, which may be secrets.
@@ -326,129 +157,14 @@ def dump(state: RolloutState) -> str:
     if not progress.falls:
         del fields["falls"]
     fields |= {name: fields[name].isoformat() for name in _TIMES if fields[name]}
-    document = {"state": fields, "release": _sealed(state.release)}
+    document = {"state": fields, "release": sealed(state.release)}
     if state.tried is not None:
-        document["tried"] = _sealed(state.tried)
+        document["tried"] = sealed(state.tried)
     return json.dumps(document, sort_keys=True, indent=1)
 
 
-_VALUE = "value"
-_VALUE_HASH = "valueHash"
-_HAS_ENV = "pools"
-"""Section of a release in which lists called `env` have environment variables: elsewhere maps are
-people's own, such as arguments of vLLM."""
-
-
-def _sealed(release: Mapping[str, Any]) -> Release:
-    """Return a release with hashes for the values of environment variables."""
-    return _with_pools(release, lambda pools: _with_lists(pools, _sealed_variable))
-
-
-def sealed_section(section: Any) -> Any:
-    """Return a section of a spec with hashes for the values of environment variables."""
-    return _with_lists(section, _sealed_variable)
-
-
-def unsealed_section(section: Any, sources: Iterable[Any]) -> Any:
-    """Return a sealed section with the original values of its environment variables.
-
-    Args:
-        sources: where the values of its environment variables may still be.
-
-    Raises:
-        KeyError: no source has a value any more.
-    """
-    values = dict(_hashed_values(list(sources)))
-    return _with_maps(section, partial(_unsealed_variable, values))
-
-
-def _sealed_widely(release: Mapping[str, Any]) -> Release:
-    """Return a release with hashes for all values of pools that look like variables: as operators
-    kept it that did not ask what a list is called, so that both forms are equal."""
-    return _with_pools(release, lambda pools: _with_maps(pools, _sealed_variable))
-
-
-def _unsealed(release: Mapping[str, Any], values: Mapping[str, str]) -> Release:
-    """Return what was sealed, in either form.
-
-    Raises:
-        KeyError: nobody has the value any more.
-    """
-    change = partial(_unsealed_variable, values)
-    return _with_pools(release, lambda pools: _with_maps(pools, change))
-
-
-def _with_pools(release: Mapping[str, Any], change: Callable[[Any], Any]) -> Release:
-    return {
-        name: change(section) if name == _HAS_ENV else section for name, section in release.items()
-    }
-
-
-def _with_lists(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a section with every environment variable changed."""
-    match section:
-        case Mapping():
-            return {
-                name: [change(variable) for variable in item]
-                if name == "env" and isinstance(item, list)
-                else _with_lists(item, change)
-                for name, item in section.items()
-            }
-        case list():
-            return [_with_lists(item, change) for item in section]
-    return section
-
-
-def _with_maps(section: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a section with every map changed."""
-    match section:
-        case Mapping():
-            return change({name: _with_maps(item, change) for name, item in section.items()})
-        case list():
-            return [_with_maps(item, change) for item in section]
-    return section
-
-
-def _sealed_variable(variable: Any) -> Any:
-    match variable:
-        case {"name": name, "value": value}:
-            kept = {key: item for key, item in variable.items() if key != _VALUE}
-            return kept | {_VALUE_HASH: _value_hash(name, value)}
-    return variable
-
-
-def _unsealed_variable(values: Mapping[str, str], variable: Any) -> Any:
-    match variable:
-        case {"name": _, "valueHash": str(value_hash)}:
-            kept = {key: item for key, item in variable.items() if key != _VALUE_HASH}
-            return kept | {_VALUE: values[value_hash]}
-    return variable
-
-
-def _hashed_values(section: Any) -> Iterator[tuple[str, str]]:
-    """Yield the values of all environment variables of anything, by their hashes.
-
-    Where it is empty, the API server keeps the name alone.
-    """
-    match section:
-        case {"name": name, "value": value}:
-            yield _value_hash(name, value), value
-        case {"name": name} if len(section) == 1:
-            yield _value_hash(name, ""), ""
-        case Mapping():
-            for item in section.values():
-                yield from _hashed_values(item)
-        case list() | tuple():
-            for item in section:
-                yield from _hashed_values(item)
-
-
-def _value_hash(name: Any, value: Any) -> str:
-    return hashlib.sha256(f"{name}={value}".encode()).hexdigest()[:16]
-
-
 def unreadable(target: str, now: datetime) -> RolloutProgress:
-    """The progress of a service whose ConfigMaps cannot be read: nothing is decided."""
+    """Return the progress of a service whose ConfigMaps cannot be read, which changes nothing."""
     message = (
         "what was decided cannot be read: engines stay as they are until the operator may list and "
         "watch ConfigMaps"
@@ -461,12 +177,16 @@ def unreadable(target: str, now: datetime) -> RolloutProgress:
 def missing(
     name: str, live: Mapping[str, Mapping[str, Any]], target: str, annotation: str, now: datetime
 ) -> RolloutProgress | None:
-    """A progress that holds everything, where the state is gone and engines run what is not
-    asked for; None where there is nothing to lose.
+    """Return a progress that changes nothing, for a service whose state is lost.
+
+    It is None if engines run the revision that the spec asks for, so that nothing is lost.
 
     Args:
-        name: of the service.
-        live: its pools' StatefulSets, by name.
+        name: the name of the service.
+        live: the StatefulSets of its pools, by name.
+        target: the revision that the spec asks for.
+        annotation: the annotation by which people steer the rollout.
+        now: the current time, in UTC.
     """
     running = {_revision(item) for item in live.values()} - {"", target}
     if not running or annotation == f"{RolloutCommand.PROMOTE}:{target}":

@@ -23,7 +23,7 @@ from ullage_common.process.logs import serve_metrics
 from ullage_common.process.memory import usable_bytes
 from ullage_common.wire.channels import bind, new_server
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.api.spec import parse
+from ullage_operator.api.parsing import parse
 from ullage_router.rollout.canary import RolloutFile
 
 Make = Callable[..., dict[str, Any]]

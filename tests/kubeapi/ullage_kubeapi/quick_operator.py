@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ullage_operator.controller.controller import Options
-from ullage_operator.controller.healer import StreamTimes
+from ullage_operator.controller.headroom_streams import StreamTimes
 from ullage_operator.controller.reconciler import ReconcileTimes
 from ullage_operator.main import main
 

@@ -21,7 +21,7 @@ from ullage_testing.ports import hold, port_of
 
 from ullage_operator.api.naming import OWNED
 from ullage_operator.kube.cache import Cache, Scope, version_of
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 
 ROOT = Path(__file__).parents[3]
 CRD = ROOT / "crds" / "llmservices.serving.ullage.dev.yaml"
@@ -54,7 +54,7 @@ def login() -> dict[str, Any]:
     """How an HTTP client logs in where KUBECONFIG says: keywords of httpx.Client."""
 
     async def read() -> dict[str, Any]:
-        connection = Connection()
+        connection = ApiConnection()
         try:
             api = await connection.api()
             headers = await connection.headers()

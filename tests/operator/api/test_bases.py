@@ -15,8 +15,9 @@ from ullage_cli.main import main
 from ullage_operator.api import schema
 from ullage_operator.api.bases import Bases, base_problems, is_default, merged
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.sections import to_api
-from ullage_operator.api.spec import Service, parse, parse_filled
+from ullage_operator.api.parsing import parse, parse_filled
+from ullage_operator.api.section_reader import to_api
+from ullage_operator.api.spec import Service
 
 Make = Callable[..., dict[str, Any]]
 DEFINITION = schema.load_schema()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ullage_common.process.config_file import Strict
 from ullage_operator.api import schema, spec
-from ullage_operator.api.sections import camel
+from ullage_operator.api.section_reader import camel
 
 CRD = yaml.safe_load(schema.crd_path().read_text(encoding="utf-8"))
 VERSION = CRD["spec"]["versions"][0]

@@ -12,8 +12,8 @@ import yaml
 
 from ullage_operator.api.bases import Bases, base_problems
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.parsing import parse
 from ullage_operator.api.schema import load_schema
-from ullage_operator.api.spec import parse
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_operator.api import schema
-from ullage_operator.api.sections import canonical, parse_bytes, parse_decimal, parse_seconds
+from ullage_operator.api.quantities import canonical, parse_bytes, parse_decimal, parse_seconds
 
 FIELDS = schema.load_schema()["properties"]["spec"]["properties"]
 QUANTITY = FIELDS["memory"]["properties"]["maxKV"]["pattern"]

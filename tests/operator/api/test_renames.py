@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ullage_cli.main import main
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.parsing import parse, parse_filled
 from ullage_operator.api.renames import (
     RENAMES,
     Rename,
@@ -23,7 +24,6 @@ from ullage_operator.api.renames import (
     upgraded,
 )
 from ullage_operator.api.schema import complete, load_schema
-from ullage_operator.api.spec import parse, parse_filled
 
 IN_PERCENT = tuple(
     each.old

@@ -6,8 +6,10 @@ import pytest
 
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.naming import operator_selector
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import plan
 
 
 def test_what_the_environment_leaves_out_stays_as_it_is():

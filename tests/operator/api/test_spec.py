@@ -12,17 +12,13 @@ import pytest
 
 from ullage_operator.api import naming, schema
 from ullage_operator.api.errors import InvalidManifest
+from ullage_operator.api.parsing import in_api_names, parse, parse_filled, parse_stored
 from ullage_operator.api.renames import upgraded
-from ullage_operator.api.sections import camel
-from ullage_operator.api.spec import (
-    Settings,
-    in_api_names,
-    parse,
-    parse_filled,
-    parse_stored,
-)
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of, plan
-from ullage_operator.rollout.state import release_of, revision_of
+from ullage_operator.api.section_reader import camel
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import ServicePlan, plan
+from ullage_operator.rollout.release import release_of, revision_of
 
 Make = Callable[..., dict[str, Any]]
 
@@ -398,7 +394,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
                 }
             },
         },
-        "spec.memory.tiers.host.size: 256Mi beside deviceBytes 1Gi for each of 2 workers is more",
+        "spec.memory.tiers.host.size: 256Mi and deviceBytes 1Gi for each of 2 workers together are",
     ),
     (
         {"memory": {"tiers": {"host": {"size": "1k"}}}},

@@ -23,7 +23,7 @@ from ullage_kubeapi.trial import CRD, CRDS, MERGE, login, read_crd, until
 
 from ullage_cli.main import main
 from ullage_operator.api import schema
-from ullage_operator.api.spec import parse_stored
+from ullage_operator.api.parsing import parse_stored
 
 STRICT = {"dryRun": "All", "fieldValidation": "Strict"}
 

@@ -11,8 +11,9 @@ from ullage.headroom.v1.headroom_pb2 import AdapterState, Headroom
 from ullage_operator.api.naming import POOL_LABEL
 from ullage_operator.conditions.adapters import adapters_condition, adapters_status
 from ullage_operator.conditions.conditions import Condition
-from ullage_operator.controller.plan import Observed, ServicePlan
-from ullage_operator.healing import EngineHealth
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan
+from ullage_operator.policy.engine_health import EngineHealth
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 SQL = {"name": "sql", "source": "file:///sql", "rank": 8}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_operator.conditions.conditions import Condition, Workload, render, service_conditions
-from ullage_operator.conditions.pod_problems import PodProblem
+from ullage_operator.conditions.pod_problem import PodProblem
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 ROUTER = Workload("router", 2, 2, 2, settled=True)

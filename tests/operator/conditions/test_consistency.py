@@ -13,8 +13,9 @@ from ullage_operator.api.naming import POOL_LABEL
 from ullage_operator.conditions.conditions import Condition
 from ullage_operator.conditions.consistency import EngineNumerics, consistency_condition
 from ullage_operator.conditions.events import transitions
-from ullage_operator.controller.plan import Observed, ServicePlan
-from ullage_operator.healing import EngineHealth
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan
+from ullage_operator.policy.engine_health import EngineHealth
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 

@@ -5,8 +5,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ullage.headroom.v1.headroom_pb2 import Headroom
-from ullage_operator.controller.plan import Observed, ServicePlan
-from ullage_operator.healing import (
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan
+from ullage_operator.policy.engine_health import (
     EngineHealth,
     boost_notes,
     boost_off_engines,

@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 
 from ullage_operator.conditions.conditions import degraded_condition, render
-from ullage_operator.conditions.events import clipped, transitions
-from ullage_operator.conditions.pod_problems import (
-    ObjectWarning,
-    PodProblem,
+from ullage_operator.conditions.diagnosis import (
     diagnose,
     diagnose_pod,
-    restart_count,
     stable_in_s,
     unmounted_recheck_s,
 )
+from ullage_operator.conditions.events import clipped, transitions
+from ullage_operator.conditions.pod_problem import ObjectWarning, PodProblem
+from ullage_operator.conditions.pods import restart_count
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -83,7 +82,7 @@ def found(given: dict[str, Any]) -> PodProblem:
             "didn't match Pod's node affinity/selector",
             "spec.pools.large.podTemplate.spec.nodeSelector",
         ),
-        ('persistentvolumeclaim "models" not found', "make the claim"),
+        ('persistentvolumeclaim "models" not found', "create the claim"),
         ("something new", "spec.pools.large's placement"),
     ],
 )
@@ -123,7 +122,7 @@ def test_an_image_that_cannot_be_pulled_is_named(reason: str) -> None:
 def test_other_reasons_of_the_kubelet_come_with_a_remedy() -> None:
     assert "correct spec.image" in found(waiting("InvalidImageName")).message
     missing = found(waiting("CreateContainerConfigError", 'secret "keys" not found'))
-    assert missing.message.startswith('secret "keys" not found; make the Secret')
+    assert missing.message.startswith('secret "keys" not found; create the Secret')
     slow = found(waiting("CreateContainerError", "context deadline exceeded"))
     assert slow.message.startswith("context deadline exceeded; the node is overloaded")
 
@@ -253,7 +252,7 @@ def test_a_missing_secret_is_named_before_a_minute_is_over() -> None:
     warnings = {"uid-7": ObjectWarning("FailedMount", note)}
     [trouble] = diagnose([unmounted(20)], NOW, warnings=warnings)
     assert trouble.reason == "FailedMount"
-    assert trouble.message.startswith(f"{note}; make what it names")
+    assert trouble.message.startswith(f"{note}; create the missing object")
     [unread] = diagnose([unmounted(20)], NOW)
     assert "it mounts Secret team-keys" in unread.message
 

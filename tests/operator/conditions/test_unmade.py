@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.conditions.pod_problems import ObjectWarning
-from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan, key_of
+from ullage_operator.conditions.pod_problem import ObjectWarning
+from ullage_operator.planning.observed import ObjectKey, Observed, key_of
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_operator.controller.apply import AppliedChanges, has_drifted, with_applied_hash
+from ullage_operator.controller.apply import AppliedChanges
+from ullage_operator.controller.drift import has_drifted, with_applied_hash
 
 DESIRED = {
     "metadata": {"name": "x", "labels": {"a": "b"}},

@@ -285,7 +285,7 @@ def test_a_service_that_declares_fields_of_0_1_0_is_held_until_it_is_applied_ane
     until(lambda: world.condition("Degraded").get("reason") == "InvalidSpec", "InvalidSpec")
     message = world.condition("Degraded")["message"]
     assert message.startswith("spec.slo.errorRate: was dropped by the API server; write error")
-    assert "errorPercent: 2 instead, and apply the manifest anew" in message
+    assert "errorPercent: 2 instead, and apply the manifest again" in message
     assert template() == before
     apply({"errorPercent": 2})
     until(lambda: world.condition("Degraded").get("reason") != "InvalidSpec", "it is carried out")

@@ -5,8 +5,8 @@ import asyncio
 from ullage_testing.fake_engine import FakeEngine
 
 from ullage.headroom.v1.headroom_pb2 import AdapterState
-from ullage_operator.controller.healer import HeadroomStreams, StreamTimes
-from ullage_operator.healing import EngineTarget
+from ullage_operator.controller.headroom_streams import HeadroomStreams, StreamTimes
+from ullage_operator.policy.engine_health import EngineTarget
 
 NOWHERE = EngineTarget("single", "127.0.0.1:9", 0.2)
 

@@ -12,11 +12,12 @@ from ullage_kubeapi.trial import converged, relist, until
 
 from ullage_operator.api.errors import ClusterDenied, ClusterPostponed, ClusterRefused
 from ullage_operator.api.naming import CONFIG_MAP, SERVICE, WATCHED
-from ullage_operator.api.spec import Settings
-from ullage_operator.conditions.pod_problems import MOUNTING_S
+from ullage_operator.api.settings import Settings
+from ullage_operator.conditions.diagnosis import MOUNTING_S
 from ullage_operator.controller.apply import Applier, ApplyResult
 from ullage_operator.controller.autoscaler import Autoscaler
-from ullage_operator.controller.healer import Healer, StreamTimes
+from ullage_operator.controller.headroom_streams import StreamTimes
+from ullage_operator.controller.healer import Healer
 from ullage_operator.controller.reconciler import Reconciler, ReconcileTimes
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import Cache, Denied, Scope, ServiceKey

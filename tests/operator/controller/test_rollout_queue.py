@@ -10,10 +10,12 @@ import pytest
 
 from ullage_operator.api import naming
 from ullage_operator.api.bases import Bases
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import ObjectKey, Observed, key_of, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import ServiceKey
+from ullage_operator.planning.observed import ObjectKey, Observed, key_of
+from ullage_operator.planning.plan import plan
 from ullage_operator.rollout.stages import QUEUED, RolloutProgress, RolloutStage
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -343,7 +345,7 @@ def test_services_that_were_rolled_back_are_renewed_in_turn(
     assert reasons == [("True", "RollingOut"), ("True", "RolloutQueued")]
     stages = [services.status[name]["rollout"] for name in "ac"]
     assert [each["stage"] for each in stages] == ["Promoting", "RolledBack"]
-    assert stages[0]["message"] == "what the operator makes engine pods of has changed"
+    assert stages[0]["message"] == "the operator's template of engine pods has changed"
     assert "it was aborted" in stages[1]["message"]
     services.restart()
     services.step("d")

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from ullage_operator.api import naming
-from ullage_operator.api.sections import camel
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, ServicePlan, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.section_reader import camel
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan, plan
 
 POOL = {"gpus": 1, "parallelism": {"tensor": 1, "pipeline": 1}}
 BASE: dict[str, Any] = {
@@ -259,6 +261,6 @@ def test_a_setting_of_the_operator_rolls_what_reads_it(manifest, settings, rolle
 
 def test_another_operator_rolls_nothing_but_by_its_images(make_plan, monkeypatch):
     before = templates(make_plan, BASE)
-    monkeypatch.setattr("ullage_operator.manifests.manifests.VERSION", "99.0.0")
+    monkeypatch.setattr("ullage_operator.manifests.builder.VERSION", "99.0.0")
     assert templates(make_plan, BASE) == before
     assert Settings().engine_image not in str(before["router"])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.controller.apply import is_of_workload
+from ullage_operator.controller.observe import is_of_workload
 
 ENGINES = {"kind": "StatefulSet", "metadata": {"name": "demo-single", "uid": "uid-set"}}
 ROUTERS = {"kind": "Deployment", "metadata": {"name": "demo-router", "uid": "uid-deployment"}}

@@ -16,7 +16,7 @@ from ullage_operator.api.errors import (
 )
 from ullage_operator.api.naming import OWNED, SERVICE, Kind, kind_of
 from ullage_operator.kube.client import Cluster
-from ullage_operator.kube.connection import Connection, load_configuration
+from ullage_operator.kube.connection import ApiConnection, load_configuration
 
 CONFIG_MAP = kind_of("v1", "ConfigMap")._replace(selector="app=x")
 
@@ -238,7 +238,7 @@ def test_many_refused_together_read_the_token_once(api):
         return await load_configuration()
 
     async def scenario():
-        connection = Connection(load)
+        connection = ApiConnection(load)
         used = (await connection.api()).configuration
         await asyncio.gather(*(connection.renew(used) for _ in range(8)))
         cluster = Cluster(connection=connection)

@@ -17,7 +17,7 @@ from ullage_operator.api.errors import ClusterUnavailable
 from ullage_operator.api.naming import CONFIG_MAP
 from ullage_operator.kube import connection as connection_module
 from ullage_operator.kube.client import Cluster
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 
 PATH = CONFIG_MAP.path("default")
 
@@ -25,7 +25,7 @@ PATH = CONFIG_MAP.path("default")
 @contextlib.asynccontextmanager
 async def clients():
     """The client, and the session with which kopf sends its requests."""
-    connection = Connection()
+    connection = ApiConnection()
     cluster = Cluster(connection=connection)
     kopf = await connection.kopf_session()
     try:
@@ -185,7 +185,7 @@ def test_what_is_refused_again_is_answered_so_and_not_at_once(tmp_path, monkeypa
         api.tokens = {"another"}
 
         async def scenario():
-            connection = Connection()
+            connection = ApiConnection()
             kopf = await connection.kopf_session()
             async with kopf.aiohttp_session as session:
                 assert isinstance(session, aiohttp.ClientSession)

@@ -14,7 +14,7 @@ from ullage_kubeapi.trial import CRDS, read_crd
 from ullage_operator.api.naming import SERVICE, kind_of
 from ullage_operator.kube.cache import Cache, Scope, ServiceKey
 from ullage_operator.kube.client import Cluster
-from ullage_operator.kube.connection import Connection
+from ullage_operator.kube.connection import ApiConnection
 from ullage_operator.kube.informer import Backoff, Informers, WatchMetrics, WatchTimes
 
 CONFIG_MAPS = Scope(kind_of("v1", "ConfigMap"), "default")
@@ -50,7 +50,7 @@ class Watching:
 
     def __init__(self, scopes, times):
         self.woken = []
-        connection = Connection()
+        connection = ApiConnection()
         self.stop = asyncio.Event()
         self.cluster = Cluster(connection=connection)
         self.cache = Cache(scopes, self.woken.append)

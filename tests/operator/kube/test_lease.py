@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ullage_operator.kube.leader_election import Candidacy, Times, claim, release
+from ullage_operator.kube.lease import Candidacy, Times, claim, release
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678_900, tzinfo=UTC)
 WHERE = ("system", "ullage-operator")

@@ -11,8 +11,8 @@ import yaml
 from ullage_cli.local.plan import plan_local
 from ullage_common.config.router import FallbackSection, RouterConfig
 from ullage_operator.api.errors import InvalidManifest, LocalFailure
-from ullage_operator.api.spec import parse
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.api.parsing import parse
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 Manifest = Callable[..., dict[str, Any]]

@@ -9,8 +9,10 @@ import kubernetes_validate
 import pytest
 
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.conditions.pod_problems import diagnose_pod, fits_place_of, roomless_s
-from ullage_operator.controller.plan import Observed, ServicePlan, key_of
+from ullage_operator.conditions.diagnosis import diagnose_pod
+from ullage_operator.conditions.placement import fits_place_of, roomless_s
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -83,7 +85,7 @@ def test_an_api_server_that_keeps_no_claims_is_told_of(make_plan: MakePlan) -> N
         if item["kind"] == "StatefulSet":
             del pod_of(item)["resourceClaims"]
     message = degraded(make_plan(Observed(now=NOW, objects=live), **spec))
-    assert message.startswith("spec.pools.single.resourceClaims: the API server keeps no claims")
+    assert message.startswith("spec.pools.single.resourceClaims: the API server drops the claims")
     assert "use Kubernetes 1.34" in message
 
 
@@ -115,7 +117,7 @@ def test_a_canary_without_devices_takes_the_place_of_a_pod_that_has_as_many() ->
     ("said", "remedy"),
     [
         (UNALLOCATED, "add a node with free devices, free some, or correct spec.pools.single.res"),
-        ("pod: ResourceClaim not created yet", "make the ResourceClaimTemplate that spec.pools."),
+        ("pod: ResourceClaim not created yet", "create the ResourceClaimTemplate that spec.pools."),
     ],
 )
 def test_a_pod_without_its_devices_names_them_and_the_remedy(said: str, remedy: str) -> None:

@@ -9,11 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ullage_operator.api import naming
-from ullage_operator.api.sections import parse_bytes
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.conditions.pod_problems import diagnose_pod, fits_place_of
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.quantities import parse_bytes
+from ullage_operator.api.settings import Settings
+from ullage_operator.conditions.diagnosis import diagnose_pod
+from ullage_operator.conditions.placement import fits_place_of
 from ullage_operator.manifests.manifests import pool_objects
+from ullage_operator.planning.plan import ServicePlan
 
 Make = Callable[..., dict[str, Any]]
 MakePlan = Callable[..., ServicePlan]

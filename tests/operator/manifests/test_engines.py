@@ -20,9 +20,11 @@ from ullage_common.config.engine import (
 from ullage_engine.model_loader.source import IMAGE_ROOT
 from ullage_operator.api import naming
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.spec import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings, parse, parse_stored
-from ullage_operator.controller.plan import Observed, ServicePlan, plan
+from ullage_operator.api.parsing import parse, parse_stored
+from ullage_operator.api.settings import CUDA_ENGINE_IMAGE, ENGINE_IMAGE, Settings
 from ullage_operator.manifests.engine_choice import expected_engine
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan, plan
 
 Make = Callable[..., dict[str, Any]]
 MakePlan = Callable[..., ServicePlan]

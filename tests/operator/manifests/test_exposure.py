@@ -11,7 +11,8 @@ import yaml
 
 from ullage_cli.main import main
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan
+from ullage_operator.planning.observed import ObjectKey, Observed
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

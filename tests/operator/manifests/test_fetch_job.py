@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, ServicePlan, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan, plan
 
 MakePlan = Callable[..., ServicePlan]
 

@@ -18,9 +18,10 @@ from ullage_cli.local.plan import plan_local
 from ullage_common.config.engine import EngineConfig, follower_place
 from ullage_operator.api import naming
 from ullage_operator.api.errors import LocalFailure
-from ullage_operator.api.spec import parse
-from ullage_operator.controller.plan import ObjectKey, Observed, ServicePlan, key_of
-from ullage_operator.healing import stream_targets
+from ullage_operator.api.parsing import parse
+from ullage_operator.planning.observed import ObjectKey, Observed, key_of
+from ullage_operator.planning.plan import ServicePlan
+from ullage_operator.policy.engine_health import stream_targets
 
 Make = Callable[..., dict[str, Any]]
 MakePlan = Callable[..., ServicePlan]

@@ -18,7 +18,7 @@ from ullage_common.config.router import AffinitySection, RetrySection, RouterCon
 from ullage_engine.memory.pressure import ordered_levels
 from ullage_engine.server.worker_process import worker_env
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 FOUR = {"gpus": 4, "parallelism": {"tensor": 2, "pipeline": 2}}

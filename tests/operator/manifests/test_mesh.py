@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import plan
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 NAMES = {

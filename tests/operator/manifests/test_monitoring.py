@@ -5,10 +5,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.conditions.conditions import MONITORING, cluster_conditions
-from ullage_operator.controller.plan import Observed, plan
 from ullage_operator.manifests.manifests import from_operator
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import plan
 
 ALL = frozenset(MONITORING)
 OFF = {"podMonitor": {"enabled": False}, "prometheusRule": {"enabled": False}}

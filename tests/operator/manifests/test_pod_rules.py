@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.pod_rules import template_problems
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 TOKEN = {"serviceAccountToken": {"path": "token"}}

@@ -12,8 +12,9 @@ import kubernetes_validate
 import pytest
 
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.controller.plan import Observed, ServicePlan
-from ullage_operator.healing import HUNG_GRACE_S
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import ServicePlan
+from ullage_operator.policy.restarts import HUNG_GRACE_S
 
 MakePlan = Callable[..., ServicePlan]
 Pod = dict[str, Any]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from ullage_common.config.engine import ModelSection
-from ullage_operator.controller.plan import ServicePlan
 from ullage_operator.manifests.resources import model_bytes
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 Resources = dict[str, dict[str, str]]

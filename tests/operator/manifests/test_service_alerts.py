@@ -12,9 +12,11 @@ import yaml
 
 from ullage_common.process.metrics import metric_names
 from ullage_engine import metric_names as engine_names
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.conditions.conditions import MONITORING
-from ullage_operator.controller.plan import Observed, plan
+from ullage_operator.planning.observed import Observed
+from ullage_operator.planning.plan import plan
 from ullage_router import metric_names as router_names
 
 RUNBOOK = Path(__file__).parents[3] / "docs" / "runbooks" / "service.md"

@@ -14,7 +14,7 @@ from ullage_common.config.router import (
     StreamingSection,
 )
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 

@@ -14,8 +14,8 @@ from ullage_cli.local.plan import LocalPlan, plan_local
 from ullage_cli.main import main
 from ullage_common.config.router import RouterConfig, TenantRules
 from ullage_operator.api.errors import InvalidManifest, LocalFailure
-from ullage_operator.api.spec import parse
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.api.parsing import parse
+from ullage_operator.planning.plan import ServicePlan
 from ullage_router.tenants.keys import KeyRing, load_keys
 
 MakePlan = Callable[..., ServicePlan]

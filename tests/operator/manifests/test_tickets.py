@@ -12,8 +12,8 @@ from ullage_cli.local.plan import plan_local
 from ullage_common.config.engine import EngineConfig
 from ullage_common.config.router import RouterConfig
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.spec import parse
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.api.parsing import parse
+from ullage_operator.planning.plan import ServicePlan
 
 MakePlan = Callable[..., ServicePlan]
 SECRET = {"secretName": "demo-tickets"}

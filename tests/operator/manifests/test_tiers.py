@@ -28,11 +28,13 @@ from ullage_common.wire.channels import Health, bind, new_server, open_channel
 from ullage_common.wire.tls import Certificates
 from ullage_operator.api.errors import InvalidManifest
 from ullage_operator.api.overlay import lies_in
+from ullage_operator.api.parsing import parse_stored
+from ullage_operator.api.quantities import parse_bytes
 from ullage_operator.api.schema import complete, load_schema
-from ullage_operator.api.sections import parse_bytes
-from ullage_operator.api.spec import Service, Settings, parse_stored
-from ullage_operator.controller.plan import ServicePlan
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.manifests.resources import tiers_line
+from ullage_operator.planning.plan import ServicePlan
 
 if TYPE_CHECKING:
     Authority = Any
@@ -272,7 +274,7 @@ def test_a_host_tier_that_nobody_asked_for_is_in_nobodys_way(
     assert tiers_line(service, service.spec.pools["single"], Settings()) == line
     if device == "CPU" and limit == "1700Mi":
         for tiers in ({"host": {"size": "256Mi"}}, {"remote": {}}, {"file": {}}):
-            with pytest.raises(InvalidManifest, match="256Mi beside deviceBytes 1500Mi is more"):
+            with pytest.raises(InvalidManifest, match="256Mi and deviceBytes 1500Mi together"):
                 read(tiers=tiers)
 
 

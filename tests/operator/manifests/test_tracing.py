@@ -10,9 +10,10 @@ import yaml
 from ullage_cli.local.plan import plan_local
 from ullage_common.process.tracing import TracingSection
 from ullage_operator.api.errors import InvalidManifest
-from ullage_operator.api.spec import Settings, parse
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.manifests.config_files import engine_config, router_config
-from ullage_operator.rollout.state import shared_hash
+from ullage_operator.rollout.release import shared_hash
 
 Make = Callable[..., dict[str, Any]]
 ENDPOINT = "http://collector.monitoring:4318"

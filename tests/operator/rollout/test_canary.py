@@ -7,8 +7,10 @@ import pytest
 import yaml
 
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, key_of, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import plan
 from ullage_operator.rollout.analysis import (
     CanarySample,
     Variant,
@@ -431,7 +433,7 @@ def test_a_rollout_says_what_it_waits_for_and_until_when(manifest):
     for minutes, text in (
         (0.5, "waits for routers to take up its weight until 03:22:35 UTC"),
         (0.5, "waits for routers to take up its weight until 03:22:35 UTC, when it is judged"),
-        (3.0, "waits for 20 answers of the canary, of which there are 1 until 03:22:35 UTC"),
+        (3.0, "waits for 20 answers of the canary (1 so far) until 03:22:35 UTC"),
     ):
         cluster.step(minutes)
         assert text in cluster.condition("Progressing")["message"]

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from ullage.headroom.v1 import headroom_pb2
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, key_of, plan
-from ullage_operator.healing import EngineHealth
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import plan
+from ullage_operator.policy.engine_health import EngineHealth
 from ullage_operator.rollout.analysis import CanarySample, Variant
 from ullage_operator.rollout.falls import EngineReport, FallCount, counted, total
 from ullage_router.engines.engine import ReportSequence

@@ -14,12 +14,15 @@ import pytest
 import yaml
 
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Service, Settings, parse
-from ullage_operator.autoscaling import live_replicas
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
 from ullage_operator.conditions.conditions import timestamp
-from ullage_operator.controller.plan import Observed, key_of, plan
 from ullage_operator.controller.rollout_queue import RolloutQueue
 from ullage_operator.kube.cache import ServiceKey
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import plan
+from ullage_operator.policy.pool_sizes import live_replicas
 from ullage_operator.rollout.analysis import CanarySample, Variant, sample_name
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.rollout.canary import RolloutObservation, plan_rollout
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
 from ullage_operator.rollout.falls import FallCount
+from ullage_operator.rollout.observation import RolloutObservation
+from ullage_operator.rollout.plan import plan_rollout
+from ullage_operator.rollout.release import release_of, revision_of
 from ullage_operator.rollout.stages import TRYING, RolloutProgress, RolloutStage
 from ullage_operator.rollout.state import (
     RolloutState,
@@ -21,8 +24,6 @@ from ullage_operator.rollout.state import (
     is_canary_running,
     load,
     missing,
-    release_of,
-    revision_of,
     unreadable,
 )
 

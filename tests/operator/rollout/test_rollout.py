@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ullage_operator.api.sections import RolloutSpec, Thresholds
 from ullage_operator.rollout.analysis import Analysis, Outcome
-from ullage_operator.rollout.canary import command_of
+from ullage_operator.rollout.facts import command_of
 from ullage_operator.rollout.stages import (
     TRYING,
     WAITING,

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage_operator.api import naming
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.plan import Observed, key_of, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import plan
 from ullage_operator.rollout.analysis import CanarySample, Variant, sample_name
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

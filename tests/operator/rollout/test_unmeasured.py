@@ -11,13 +11,15 @@ from datetime import UTC, datetime, timedelta
 from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
-from ullage_operator.api.spec import Settings, parse
-from ullage_operator.controller.healer import HeadroomStreams, StreamTimes
-from ullage_operator.controller.plan import Observed, key_of, plan
+from ullage_operator.api.parsing import parse
+from ullage_operator.api.settings import Settings
+from ullage_operator.controller.headroom_streams import HeadroomStreams, StreamTimes
 from ullage_operator.controller.router_client import RouterClient
-from ullage_operator.healing import EngineTarget
 from ullage_operator.kube.cache import ServiceKey
-from ullage_operator.rollout.canary import unheard
+from ullage_operator.planning.observed import Observed, key_of
+from ullage_operator.planning.plan import plan
+from ullage_operator.policy.engine_health import EngineTarget
+from ullage_operator.rollout.facts import unheard
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 KEY = ServiceKey("models", "demo")

@@ -1,0 +1,69 @@
+"""Defaults of pools that the CRD cannot express, because they depend on other fields."""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from ullage_common.config.router import PoolRole
+
+_ROLES: tuple[PoolRole, ...] = get_args(PoolRole)
+"""Roles in order of preference."""
+
+
+def with_pool_defaults(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spec with the size, memory and GPUs of every pool, in order of preference."""
+    memory = spec.get("memory", {})
+    names = ordered_pools(spec)
+    complete = {}
+    for name in names:
+        pool = spec["pools"][name]
+        takes_gpus = role_of(pool) == "large" and device_of(spec) != "cpu"
+        complete[name] = (
+            {"replicas": spec["replicas"] if name == names[0] else 1}
+            | with_pod_template(pool)
+            | _rank_grid(pool, 4 if takes_gpus else 1)
+            | {"memory": memory | pool.get("memory", {})}
+        )
+    router = with_pod_template(spec.get("router", {}))
+    return {**spec, "router": router, "pools": complete}
+
+
+def ordered_pools(spec: Mapping[str, Any]) -> list[str]:
+    """Return the names of a spec's pools in order of preference; the first is the default pool."""
+    pools = spec.get("pools", {})
+    return sorted(pools, key=lambda name: (_ROLES.index(role_of(pools[name])), name))
+
+
+def role_of(pool: Mapping[str, Any]) -> PoolRole:
+    """Return the role of a pool, as configuration files spell it."""
+    role = str(pool.get("role", _ROLES[0])).lower()
+    return next((each for each in _ROLES if each == role), _ROLES[0])
+
+
+def with_pod_template(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a pool or router without the empty parts of its pod template.
+
+    So all spellings of a template yield the same release.
+    """
+    given = section.get("podTemplate")
+    if not given:
+        return dict(section)
+    metadata = {name: each for name, each in given.get("metadata", {}).items() if each}
+    parts = (given | {"metadata": metadata}).items()
+    return {**section, "podTemplate": {name: each for name, each in parts if each}}
+
+
+def device_of(spec: Mapping[str, Any]) -> str:
+    return str(spec.get("device", "")).lower()
+
+
+def _rank_grid(pool: Mapping[str, Any], default_gpus: int) -> dict[str, Any]:
+    """Return the GPUs of a pool and its parallelism; each follows from the other.
+
+    The definition has no default for them, because it has one schema for pools of every name.
+    """
+    parallelism = pool.get("parallelism")
+    if parallelism is None:
+        gpus = pool.get("gpus", default_gpus)
+        side = 2 if gpus == 4 else 1
+        return {"gpus": gpus, "parallelism": {"tensor": side, "pipeline": side}}
+    return {"gpus": pool.get("gpus", parallelism["tensor"] * parallelism["pipeline"])}

@@ -1,0 +1,168 @@
+"""Reads sections of the API into frozen values, and writes them back in the API's names."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from ullage_common.config.engine import MemoryLimits
+from ullage_common.config.router import TenantRules
+from ullage_common.process.config_file import Strict
+from ullage_operator.api.quantities import parse_bytes, parse_decimal, parse_seconds
+
+_WORDS = {"kv": "KV", "e2e": "E2E", "ca": "CA", "url": "URL", "cpu": "CPU"}
+_COMPLETED = {MemoryLimits.__module__, TenantRules.__module__}
+"""Modules whose sections the definition completes."""
+_UNITS: Mapping[str, Callable[[Any], Any]] = {"bytes": parse_bytes, "seconds": parse_seconds}
+_API_WORDS = {
+    "bfloat16": "BFloat16",
+    "cpu": "CPU",
+    "cuda": "CUDA",
+    "fp8": "FP8",
+    "grpc": "grpc",
+    "http": "http",
+    "keda": "KEDA",
+    "off": "None",
+    "vllm": "VLLM",
+    "w8a8": "W8A8",
+}
+Reader = Callable[[Any, str], Any]
+"""Converts a value of the API at a path into a value that msgspec can convert."""
+
+
+def camel(name: str) -> str:
+    """Return a field's name in the API, for example `sessionKVLimit` for `session_kv_limit`."""
+    first, *rest = name.split("_")
+    return first + "".join(_WORDS.get(word, word.capitalize()) for word in rest)
+
+
+def api_word(word: str) -> str:
+    """Return the API's spelling of a word of a configuration file, in CamelCase."""
+    return _API_WORDS.get(word, word[:1].upper() + word[1:])
+
+
+def section_reader(section: type[Strict]) -> Reader:
+    """Return a reader of a section of the API.
+
+    The reader renames fields to snake case, and converts quantities to bytes and seconds. It raises
+    msgspec.ValidationError for a quantity that cannot be read, and for a missing field that the
+    definition would have filled in.
+    """
+    kind = inspect.type_info(section)
+    assert isinstance(kind, inspect.StructType)
+    return _section_reader(kind)
+
+
+def _reader(kind: inspect.Type) -> Reader | None:
+    """Return the converter of API values to `kind`; None where they need no conversion."""
+    match kind:
+        case inspect.Metadata(extra={"unit": unit}):
+            return partial(_read_quantity, _UNITS[unit])
+        case inspect.FloatType():
+            return partial(_read_quantity, parse_decimal)
+        case inspect.Metadata(type=inner) | inspect.UnionType(types=(inner, *_)):
+            return _reader(inner)
+        case inspect.StructType():
+            return _section_reader(kind)
+        case inspect.LiteralType(values=values):
+            return partial(_read_word, {api_word(str(value)): value for value in values})
+        case inspect.VarTupleType(item_type=inner) if read := _reader(inner):
+            return partial(_read_list, read)
+        case inspect.DictType(value_type=inner) if read := _reader(inner):
+            return partial(_read_map, read)
+        case _:
+            return None
+
+
+def _read_quantity(parse: Callable[[Any], Any], value: Any, path: str) -> Any:
+    if value is None or isinstance(value, float):  # of `to_api`
+        return value
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise msgspec.ValidationError(f"{error} - at `${path}`") from error
+
+
+def _read_word(words: Mapping[str, Any], value: Any, path: str) -> Any:
+    """Return the word of configuration files for an API word.
+
+    Words of configuration files pass unchanged, since releases and kept specs contain them.
+    """
+    return words.get(value, value) if isinstance(value, str) else value
+
+
+def _read_list(read: Reader, values: Any, path: str) -> Any:
+    return [read(value, f"{path}[{i}]") for i, value in enumerate(values)]
+
+
+def _read_map(read: Reader, values: Any, path: str) -> Any:
+    return {name: read(value, f"{path}.{name}") for name, value in values.items()}
+
+
+def _section_reader(kind: inspect.StructType) -> Reader:
+    # The readers' own defaults are for files that people write: the API's are the definition's.
+    is_complete = _is_complete(kind.cls)
+    fields = [
+        (
+            each.name,
+            camel(each.name),
+            _reader(each.type),
+            each.required or (is_complete and each.default is not None),
+        )
+        for each in kind.fields
+    ]
+
+    def read_section(section: Any, path: str) -> Any:
+        if not isinstance(section, dict):
+            return section
+        values = {}
+        for field_name, name, read, is_required in fields:
+            if name in section:
+                value = section[name]
+                values[field_name] = read(value, f"{path}.{name}") if read else value
+            elif is_required:
+                raise msgspec.ValidationError(f"missing required field `{name}` - at `${path}`")
+        return values
+
+    return read_section
+
+
+def field_names(section: type[Strict]) -> set[str]:
+    """Return the names of a section's fields, and of the fields of the sections in it."""
+    return set(_field_names(inspect.type_info(section)))
+
+
+def _field_names(kind: inspect.Type) -> Iterator[str]:
+    match kind:
+        case inspect.Metadata(type=inner) | inspect.VarTupleType(item_type=inner):
+            yield from _field_names(inner)
+        case inspect.DictType(value_type=inner):
+            yield from _field_names(inner)
+        case inspect.UnionType(types=types):
+            for member in types:
+                yield from _field_names(member)
+        case inspect.StructType(fields=fields):
+            for each in fields:
+                yield each.name
+                yield from _field_names(each.type)
+
+
+def _is_complete(kind: type) -> bool:
+    """Return whether the definition has defaults for all fields that must be set."""
+    modules = {base.__module__ for base in kind.__mro__}
+    return not modules.isdisjoint(_COMPLETED) and not issubclass(kind, TenantRules)
+
+
+def to_api(value: Any) -> Any:
+    """Return a section with the API's names, as plain JSON; bytes and seconds are numbers."""
+    match value:
+        case msgspec.Struct():
+            return {camel(n): to_api(getattr(value, n)) for n in value.__struct_fields__}
+        case dict():
+            return {name: to_api(each) for name, each in value.items()}
+        case tuple() | list():
+            return [to_api(each) for each in value]
+        case _:
+            return value

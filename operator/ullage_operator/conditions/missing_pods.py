@@ -1,0 +1,116 @@
+"""Diagnoses of workloads whose pods were never created, for example because of a quota. Pure."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ullage_operator.conditions.pod_problem import PodProblem, Warnings
+from ullage_operator.conditions.pods import parse_time
+
+PROGRESSING = "Progressing"
+"""The type of the condition that says whether a change is being rolled out."""
+WAIT_S = 30.0
+"""Seconds until missing pods become a problem, in which a restarting webhook is back."""
+
+
+class WorkloadPods(NamedTuple):
+    """A live Deployment or StatefulSet and how many pods it has."""
+
+    live: Mapping[str, Any]
+    pods: int
+    """Pods that exist, terminating ones included."""
+    reported: int | None
+    """Pods that the service's status last reported; None before the first report."""
+
+
+def missing_pods(
+    workloads: Iterable[WorkloadPods],
+    status: Mapping[str, Any],
+    now: datetime,
+    warnings: Warnings = MappingProxyType({}),
+) -> list[PodProblem]:
+    """Return a problem for each workload that has lacked pods for too long.
+
+    Args:
+        workloads: the workloads of the service, with their pods.
+        status: the current status of the service.
+        now: the current time, in UTC.
+        warnings: Events about these workloads.
+    """
+    return [
+        PodProblem("", "PodsNotMade", _message(each, warnings), False)
+        for each in lacking_workloads(workloads, status, now)
+    ]
+
+
+def lacking_workloads(
+    workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
+) -> list[WorkloadPods]:
+    """Return the workloads that have lacked pods for too long."""
+    return [*filter(_lacks, workloads)] if _progressing_s(status, now) >= WAIT_S else []
+
+
+def missing_pods_due_s(
+    workloads: Iterable[WorkloadPods], status: Mapping[str, Any], now: datetime
+) -> float | None:
+    """Return the seconds until missing pods become a problem.
+
+    The result is None if none are missing, or if they are a problem already.
+    """
+    left_s = WAIT_S - _progressing_s(status, now)
+    return left_s if left_s > 0 and any(map(_lacks, workloads)) else None
+
+
+def _lacks(workload: WorkloadPods) -> bool:
+    """Return whether a workload lacks pods now and lacked them in the last status.
+
+    A pod that is being replaced is missing for a moment only. For a Deployment, its controller must
+    also report a failure, since it may observe a spec before it creates the pods.
+    """
+    live = workload.live
+    desired = _desired(workload.live)
+    if live["kind"] == "Deployment" and not _failure(live):
+        return False
+
+    reported = desired if workload.reported is None else workload.reported
+    seen = live.get("status", {}).get("observedGeneration", 0)
+    is_newest = seen >= live["metadata"].get("generation", 0)
+    return is_newest and max(_exist(live), workload.pods, reported) < desired
+
+
+def _desired(live: Mapping[str, Any]) -> int:
+    return int(live["spec"].get("replicas", 1))
+
+
+def _exist(live: Mapping[str, Any]) -> int:
+    return int(live.get("status", {}).get("replicas", 0))
+
+
+def _message(workload: WorkloadPods, warnings: Warnings) -> str:
+    """Return the problem with the API server's message.
+
+    A Deployment has the message in a condition, a StatefulSet in an Event.
+    """
+    kind = workload.live["kind"]
+    name = workload.live["metadata"]["name"]
+    look = f"kubectl describe {kind.lower()} {name}"
+    warning = warnings.get(str(workload.live["metadata"].get("uid", "")))
+    why = _failure(workload.live) or (warning.message if warning else "")
+    why = why or f"a quota or an admission policy may refuse them; {look}"
+    return f"{kind} {name} has {workload.pods} of {_desired(workload.live)} pods: {why}"
+
+
+def _failure(live: Mapping[str, Any]) -> str:
+    """Return why a Deployment's controller could not create a pod; empty where it could."""
+    listed = live.get("status", {}).get("conditions", ())
+    failed = (each for each in listed if each["type"] == "ReplicaFailure")
+    return next((each.get("message", "") for each in failed if each["status"] == "True"), "")
+
+
+def _progressing_s(status: Mapping[str, Any], now: datetime) -> float:
+    """Return the seconds since the service began to progress; 0 if it does not."""
+    progressing = (each for each in status.get("conditions", ()) if each["type"] == PROGRESSING)
+    condition = next(progressing, {"status": "False"})
+    since = parse_time(condition.get("lastTransitionTime"))
+    return (now - since).total_seconds() if since and condition["status"] == "True" else 0.0

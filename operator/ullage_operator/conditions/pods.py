@@ -1,0 +1,90 @@
+"""Facts about a pod, read from its object. Pure."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from ullage_operator.api import naming
+
+Pod = Mapping[str, Any]
+
+
+def is_counted(pod: Pod) -> bool:
+    """Return whether a pod counts as one of its workload.
+
+    Only router pods that ended for good do not: a ReplicaSet replaces them but keeps the objects.
+    """
+    has_ended = pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
+    return not (is_router(pod) and has_ended)
+
+
+def is_router(pod: Pod) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get("app.kubernetes.io/component") == naming.ROUTER)
+
+
+def is_follower(pod: Pod) -> bool:
+    """Return whether a pod is a follower: a part of an engine that spans several pods."""
+    labels = pod["metadata"].get("labels") or {}
+    return bool(labels.get("app.kubernetes.io/component") == naming.FOLLOWER)
+
+
+def node_of(pod: Pod) -> str:
+    return str(pod.get("spec", {}).get("nodeName", ""))
+
+
+def is_ready(pod: Pod) -> bool:
+    return pod_condition(pod, "Ready").get("status") == "True"
+
+
+def ready_since(pod: Pod) -> datetime | None:
+    """Return when the pod's readiness last changed, in UTC."""
+    return parse_time(pod_condition(pod, "Ready").get("lastTransitionTime"))
+
+
+def has_started(pod: Pod) -> bool:
+    """Return whether all containers of a pod run and have passed their startup probes."""
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return bool(statuses) and all(each.get("started") for each in statuses)
+
+
+def restart_count(pod: Pod) -> int:
+    """Return how often the pod's containers were restarted."""
+    return sum(each.get("restartCount", 0) for each in container_statuses(pod))
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """Parse a time of a Kubernetes object; the result is in UTC."""
+    return datetime.fromisoformat(text).astimezone(UTC) if text else None
+
+
+def age_s(pod: Pod, now: datetime) -> float:
+    """Return the seconds since a pod was created; 0 if its creation time is unknown."""
+    created = parse_time(pod["metadata"].get("creationTimestamp"))
+    return max(0.0, (now - created).total_seconds()) if created else 0.0
+
+
+def pod_condition(pod: Pod, kind: str) -> Mapping[str, Any]:
+    listed = pod.get("status", {}).get("conditions", ())
+    return next((each for each in listed if each["type"] == kind), {})
+
+
+def container_statuses(pod: Pod) -> list[Mapping[str, Any]]:
+    status = pod.get("status", {})
+    return [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+
+
+def is_placed(pod: Pod) -> bool:
+    """Return whether a pod is on a node."""
+    return bool(pod.get("spec", {}).get("nodeName"))
+
+
+def spec_section(pod: Pod) -> str:
+    """Return the part of the spec that describes a pod."""
+    pool = naming.stable_pool(pool_of(pod))
+    return f"spec.pools.{pool}" if pool else "spec.router"
+
+
+def pool_of(pod: Pod) -> str:
+    """Return the pool of an engine's pod; empty for a router's pod."""
+    return str(pod["metadata"].get("labels", {}).get(naming.POOL_LABEL, ""))

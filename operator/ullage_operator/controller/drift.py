@@ -1,0 +1,64 @@
+"""Compares planned objects with live ones, and tells updates from edits by others. Pure."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.overlay import merge_key
+
+Object = dict[str, Any]
+
+APPLIED_HASH = f"{naming.GROUP}/applied-hash"
+"""Annotation with a hash of the manifest with which an object was last applied.
+
+The hash also changes when a field leaves the manifest, which the live object cannot show.
+"""
+_FLAGS = frozenset({"hostIPC", "hostNetwork", "hostPID", "readOnly", "stdin", "stdinOnce", "tty"})
+"""Fields of pods that the API server drops if they are false; other fields may default to true."""
+
+
+def with_applied_hash(desired: Mapping[str, Any]) -> Object:
+    """Return a manifest with its hash as an annotation."""
+    meta = desired["metadata"]
+    text = json.dumps(desired, sort_keys=True, separators=(",", ":"))
+    applied_hash = hashlib.sha256(text.encode()).hexdigest()[:16]
+    annotations = meta.get("annotations", {}) | {APPLIED_HASH: applied_hash}
+    return {**desired, "metadata": {**meta, "annotations": annotations}}
+
+
+def has_drifted(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    """Return whether a manifest with its applied hash must be applied again.
+
+    Fields that the manifest does not set belong to others, and an empty field that the live object
+    lacks is no drift. A quantity that the API server has rewritten looks like drift, but applying
+    the manifest again changes nothing.
+    """
+    return not _is_within(desired, live)
+
+
+def was_edited(desired: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    """Return whether others edited an object since it was applied with this same manifest."""
+    applied_hash = desired["metadata"]["annotations"][APPLIED_HASH]
+    return bool((live["metadata"].get("annotations") or {}).get(APPLIED_HASH) == applied_hash)
+
+
+def _is_dropped(name: str, value: Any) -> bool:
+    """Return whether the API server may drop this value of a field."""
+    return value in ("", [], None) or (value is False and name in _FLAGS)
+
+
+def _is_within(desired: Any, live: Any) -> bool:
+    if isinstance(desired, Mapping) and isinstance(live, Mapping):
+        return all(
+            _is_within(value, live[name]) if name in live else _is_dropped(name, value)
+            for name, value in desired.items()
+        )
+    if isinstance(desired, list) and isinstance(live, list):
+        key = merge_key(desired, live)
+        if key is not None:
+            items = {item[key]: item for item in live}
+            return all(_is_within(item, items.get(item[key])) for item in desired)
+        return len(desired) == len(live) and all(map(_is_within, desired, live))
+    return bool(desired == live)

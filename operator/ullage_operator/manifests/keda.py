@@ -1,0 +1,116 @@
+"""The ScaledObject by which KEDA scales a pool. Pure.
+
+KEDA scales the pool's StatefulSet by the used share of each engine's KV memory. Engines report this
+share as the metric ullage_kv_used_ratio, and KEDA asks Prometheus for it.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.section_reader import to_api
+from ullage_operator.api.sections import AutoscalingSpec, PoolSpec, ScalingPace
+from ullage_operator.api.spec import Service
+from ullage_operator.manifests.builder import Builder, as_asked
+from ullage_operator.policy.pool_sizes import KEDA, autoscaling_of
+from ullage_operator.policy.scaling_status import SCALED_OBJECT
+
+Manifest = dict[str, Any]
+
+KEDA_API = "keda.sh/v1alpha1"
+KEDA_PAUSED = "autoscaling.keda.sh/paused-replicas"
+"""Annotation that makes KEDA scale to its value and then pause until it is removed."""
+METRIC = "ullage_kv_used_ratio"
+POLL_S = 10
+_NEVER = "1000000"
+"""A threshold that no value reaches, for triggers that must not scale by their value."""
+
+
+def scaler_objects(
+    service: Service, pool_name: str, pool: PoolSpec, serves: Collection[str]
+) -> list[Manifest]:
+    """Return the ScaledObject of a pool; none unless KEDA scales it."""
+    scaling = autoscaling_of(pool)
+    if scaling is None:
+        return []
+    if scaling.provider != KEDA or SCALED_OBJECT not in serves:
+        return []
+
+    name = naming.pool_name(service.name, pool_name)
+    spec = scaled_object(service, pool_name, scaling)
+    build = Builder(service, naming.ENGINE, pool_name)
+    scaler = build.object(KEDA_API, SCALED_OBJECT, name, spec)
+    if service.spec.stop:
+        scaler["metadata"] |= {"annotations": {KEDA_PAUSED: "0"}}
+    return [scaler]
+
+
+def with_pause(live: Manifest, is_stopped: bool) -> Manifest:
+    """Return a live ScaledObject in which only the pause changes."""
+    kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
+    meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
+    annotations = dict(meta.get("annotations") or {})
+    annotations.pop(KEDA_PAUSED, None)
+    if is_stopped:
+        annotations[KEDA_PAUSED] = "0"
+    return {**live, "metadata": meta | {"annotations": annotations}}
+
+
+def rules(pace: ScalingPace) -> Manifest:
+    """Return the scaling rules of one direction.
+
+    The policy that allows the larger change holds, as in the operator's own autoscaling.
+    """
+    period = max(1, round(pace.period))
+    policies = [{"type": "Pods", "value": pace.pods, "periodSeconds": period}]
+    if pace.percent:
+        policies.append({"type": "Percent", "value": pace.percent, "periodSeconds": period})
+    window = round(pace.window)
+    return {"stabilizationWindowSeconds": window, "selectPolicy": "Max", "policies": policies}
+
+
+def scaled_object(service: Service, pool_name: str, scaling: AutoscalingSpec) -> Manifest:
+    name = naming.pool_name(service.name, pool_name)
+    pods = f'namespace="{service.namespace}",pod=~"{name}-[0-9]+"'
+    routers = f'namespace="{service.namespace}",pod=~"{naming.router_name(service.name)}-.+"'
+    cold_starts = f'ullage_router_wanted_requests{{{routers},pool="{pool_name}"}}'
+
+    running = f"ullage_requests_running{{{pods}}} + ullage_requests_waiting{{{pods}}}"
+    activity = f"(sum({running}) or vector(0)) + (sum({cold_starts}) or vector(0))"
+    threshold = f"{scaling.targets.kv_utilization:g}"
+    behavior = {"scaleUp": rules(scaling.scale_up), "scaleDown": rules(scaling.scale_down)}
+    return {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name},
+        "pollingInterval": POLL_S,
+        "cooldownPeriod": round(scaling.idle_after),
+        "minReplicaCount": scaling.min_replicas,
+        "maxReplicaCount": scaling.max_replicas,
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}},
+        "triggers": [
+            # Memory decides how many engines there are, and requests whether there are any: cached
+            # prefixes take memory even without requests.
+            trigger(scaling, f"sum({METRIC}{{{pods}}}) or vector(0)", threshold, _NEVER),
+            trigger(scaling, activity, _NEVER, "0"),
+            *own_triggers(scaling),
+        ],
+    }
+
+
+def own_triggers(scaling: AutoscalingSpec) -> list[Manifest]:
+    """Return the additional triggers of a spec, in KEDA's form."""
+    return [as_asked(each) for each in scaling.keda.triggers] if scaling.keda else []
+
+
+def trigger(scaling: AutoscalingSpec, query: str, threshold: str, activation: str) -> Manifest:
+    login = scaling.keda.authentication_ref if scaling.keda else None
+    return {
+        "type": "prometheus",
+        "metricType": "AverageValue",
+        "metadata": {
+            "serverAddress": scaling.prometheus_url,
+            "query": query,
+            "threshold": threshold,
+            "activationThreshold": activation,
+        },
+        **({"authenticationRef": to_api(login)} if login else {}),
+    }

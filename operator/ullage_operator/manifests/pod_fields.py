@@ -1,0 +1,149 @@
+"""Fields that the pods of engines and routers share. Pure.
+
+Both run as an ordinary user without privileges on a read-only root file system, and write to
+emptyDir volumes.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.overlay import over_template
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
+from ullage_operator.manifests.config_files import digest
+from ullage_operator.policy.restarts import HUNG_GRACE_S
+
+Manifest = dict[str, Any]
+
+PRE_STOP_S = 15
+"""Seconds for which a terminating pod still gets new requests after its address is withdrawn."""
+LAST_MARGIN_S = 15
+"""Seconds after the drain for the last messages and the exit of the process."""
+DEFAULT_SPREAD = {
+    "maxSkew": 1,
+    "topologyKey": "kubernetes.io/hostname",
+    "whenUnsatisfiable": "ScheduleAnyway",
+}
+_PORTS_PAST_MESH = {
+    "istio": "traffic.sidecar.istio.io/excludeInboundPorts",
+    "linkerd": "config.linkerd.io/skip-inbound-ports",
+}
+"""Annotation, by mesh, that excludes ports of a pod from the sidecar."""
+
+
+def completed(given: Manifest, own: Manifest, settings: Settings) -> Manifest:
+    """Return a spec's pod template with the operator's fields merged over it.
+
+    Unless the template says otherwise, the pods are spread over nodes, and the ports that the
+    operator calls are excluded from the cluster's mesh.
+
+    Args:
+        given: the pod template of the spec.
+        own: the operator's fields.
+        settings: the operator's own settings.
+    """
+    meta = own["metadata"]
+    given_annotations = given.get("metadata", {}).get("annotations") or {}
+    added = {
+        name: value for name, value in mesh_annotations(settings) if name not in given_annotations
+    }
+    merged = {**meta, "annotations": meta["annotations"] | added}
+
+    spread = given.get("spec", {}).get("topologySpreadConstraints", [DEFAULT_SPREAD])
+    # A constraint without a selector would count no pods.
+    selector = {"labelSelector": {"matchLabels": meta["labels"]}}
+    constraints = {"topologySpreadConstraints": [selector | each for each in spread]}
+    spec = own["spec"] | (constraints if spread else {})
+
+    return over_template(given, {**own, "metadata": merged, "spec": spec})
+
+
+def mesh_annotations(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield the annotations that let the operator, outside the mesh, reach pods inside it.
+
+    The operator connects to pods in plaintext, and only to ports that are read-only.
+    """
+    if settings.mesh:
+        yield _PORTS_PAST_MESH[settings.mesh], f"{naming.PROBE_PORT},{naming.METRICS_PORT}"
+
+
+def metadata(match: dict[str, str], config: str) -> Manifest:
+    # The labels have no version, so that an update of the operator does not restart every engine.
+    return {"labels": match, "annotations": {naming.CONFIG_HASH: digest(config)}}
+
+
+def pod_defaults(service: Service, settings: Settings, pre_stop_s: int) -> Manifest:
+    """Return the fields that all pods share, by the restricted profile of Pod Security."""
+    secrets = [secret.name for secret in service.spec.image_pull_secrets]
+    pulled = [{"name": name} for name in dict.fromkeys([*secrets, *settings.image_pull_secrets])]
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s(service, pre_stop_s),
+        "securityContext": pod_security(service),
+        **({"imagePullSecrets": pulled} if pulled else {}),
+    }
+
+
+def account_name(service: Service, own: str) -> str:
+    """Return the ServiceAccount of pods: the spec's, or the one that the operator creates."""
+    return service.spec.service_account.name or own
+
+
+def pod_security(service: Service) -> Manifest:
+    context = service.spec.security_context
+    ids = {
+        "runAsUser": context.run_as_user,
+        "runAsGroup": context.run_as_group,
+        "fsGroup": context.fs_group,
+    }
+    return {
+        "runAsNonRoot": True,
+        **{name: number for name, number in ids.items() if number is not None},
+        # Otherwise each start of a pod would change the owner of every file in a model cache.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def grace_s(service: Service, pre_stop_s: int) -> int:
+    """Return the termination grace period, in which a pod can drain one whole request."""
+    return pre_stop_s + math.ceil(service.spec.limits.total_timeout) + LAST_MARGIN_S
+
+
+def container_security() -> Manifest:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def port(name: str, number: int) -> Manifest:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def killing(probe: Manifest) -> Manifest:
+    """Return a probe whose failure restarts a container, with a short termination grace period."""
+    return {**probe, "terminationGracePeriodSeconds": HUNG_GRACE_S}
+
+
+def grpc_probe(service: str, period_s: int, failures: int, is_secure: bool) -> Manifest:
+    number = naming.PROBE_PORT if is_secure else naming.GRPC_PORT
+    return {
+        "grpc": {"port": number, "service": service},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def http_probe(path: str, period_s: int, failures: int, port_name: str = "http") -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": port_name},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

@@ -1,0 +1,80 @@
+"""Decides which of several operators serves a service that more than one of them watches. Pure.
+
+Each release of the chart elects its leader by its own lease, so two releases with the same
+namespaces would both act. The service's status names the operator that serves it. Another operator
+writes a question to the status, and the serving operator removes the question. If it does, the
+other one leaves the service alone; without an answer the other one takes over.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+ANSWER_S = 60.0
+"""Seconds within which an operator that lives answers, a change of its leader included."""
+ASK_AGAIN_S = 300.0
+"""Seconds after which an operator that answered is asked once more."""
+
+Status = Mapping[str, Any]
+
+
+class ServingTurn(StrEnum):
+    """The decision of an operator about a service."""
+
+    SERVE = "serve"
+    ASK = "ask"
+    """Ask the serving operator whether it lives."""
+    WAIT = "wait"
+    """Wait for the answer."""
+    YIELD = "yield"
+    """Leave the service to the operator that answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The question that an operator put to the holder of a service."""
+
+    holder: str
+    """Name of the operator that was asked."""
+    asked_s: float
+    """Time of the question, on this process's clock."""
+    is_answered: bool = False
+    """Whether its answer was logged."""
+
+
+def turn_of(own: str, status: Status, question: Question | None, now_s: float) -> ServingTurn:
+    """Return the decision of the operator with the name `own` about a service.
+
+    Args:
+        question: the operator's last question; None before the first one.
+    """
+    holder = holder_of(status)
+    if holder in ("", own):
+        return ServingTurn.SERVE
+    if question is None or question.holder != holder:
+        return ServingTurn.ASK
+    waited_s = now_s - question.asked_s
+    if challenger_of(status) == own:
+        return ServingTurn.WAIT if waited_s < ANSWER_S else ServingTurn.SERVE
+    return ServingTurn.YIELD if waited_s < ASK_AGAIN_S else ServingTurn.ASK
+
+
+def holder_of(status: Status) -> str:
+    """Return the name of the operator that serves a service; empty where none does yet."""
+    return str((status.get("operator") or {}).get("name", ""))
+
+
+def challenger_of(status: Status) -> str:
+    """Return the name of the operator whose question is still open; empty without one."""
+    return str((status.get("operator") or {}).get("challenger", ""))
+
+
+def asked(own: str, status: Status) -> dict[str, Any]:
+    """Return a status that contains an operator's question."""
+    return {**status, "operator": {"name": holder_of(status), "challenger": own}}
+
+
+def held(own: str, status: Status) -> dict[str, Any]:
+    """Return a status that names `own` as the serving operator and answers an open question."""
+    return {**status, "operator": {"name": own}}

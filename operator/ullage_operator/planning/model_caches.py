@@ -1,0 +1,292 @@
+"""Tracks the warming of a service's shared model caches, and the pools that wait for it. Pure.
+
+A Job fetches the model into a claim. New engines and canaries wait for the Job; if the Job fails or
+cannot be created, they start without it and fetch the model themselves. The status records a filled
+claim, because Kubernetes removes the Job later.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.spec import Service
+from ullage_operator.conditions.conditions import Condition
+from ullage_operator.conditions.diagnosis import diagnose
+from ullage_operator.manifests.fetch_job import SharedCache, shared_caches
+
+LiveObject = dict[str, Any]
+
+MODEL_CACHE_WARM = "ModelCacheWarm"
+"""The type of the condition that says whether every claim has its model."""
+PENDING = "Pending"
+FETCHING = "Fetching"
+FETCHED = "Fetched"
+FAILED = "Failed"
+RECHECK_S = 10.0
+"""Time after which the operator asks a running Job for its progress again."""
+_LONGEST = 512
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class FetchObservation:
+    """Observations of fetching pods that the Jobs themselves do not contain."""
+
+    sees_jobs: bool = False
+    """Whether the operator can list Jobs; without that, engines wait for none."""
+    pods: Sequence[LiveObject] = ()
+    """Pods of these Jobs."""
+    progress: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Progress that running pods report, by the name of their Job."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """The warming of one claim."""
+
+    cache: SharedCache
+    phase: str
+    job: str = ""
+    """Name of the existing Job; empty without one."""
+    bytes: int = 0
+    total_bytes: int = 0
+    message: str = ""
+    """Reason why the Job failed, or why its pod does not start."""
+    is_awaited: bool = False
+    """Whether engines that have not begun wait for the Job."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.phase in (PENDING, FETCHING)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether there should be a Job; a filled claim needs none."""
+        return self.phase != FETCHED
+
+    def __str__(self) -> str:
+        cache = self.cache
+        text = f"claim {cache.claim}, {cache.source}"
+        if self.total_bytes:
+            unit, name = (_GIB, "GiB") if self.total_bytes >= _GIB else (_MIB, "MiB")
+            sizes = f"{self.bytes / unit:.1f} of {self.total_bytes / unit:.1f} {name}"
+            text = f"{text}: {sizes}"
+        return f"{text}: {self.message}" if self.message else text
+
+
+def cache_states(
+    service: Service,
+    objects: Iterable[LiveObject],
+    fetches: FetchObservation,
+    status: Mapping[str, Any],
+    now: datetime,
+) -> list[CacheState]:
+    """Return the state of each claim that the spec asks to warm.
+
+    Args:
+        objects: the live objects of the service.
+        status: the service's present status.
+    """
+    states = []
+    for cache in shared_caches(service):
+        before = _before(cache, status)
+        job = _job_of(cache, objects)
+        if before.get("phase") == FETCHED:
+            states.append(_remembered(cache, before, job))
+        elif job is None:
+            states.append(_without_job(cache, before, fetches))
+        else:
+            states.append(_state_of_job(cache, job, before, fetches, now))
+    return states
+
+
+def waiting_pools(states: Iterable[CacheState]) -> dict[str, str]:
+    """Return the pools whose first engines wait for a Job, with the reasons."""
+    return {
+        pool: f"waits until its model is fetched: {state}"
+        for state in states
+        if state.is_awaited
+        for pool in state.cache.pools
+    }
+
+
+def caches_condition(states: Sequence[CacheState]) -> list[Condition]:
+    """Return the condition ModelCacheWarm; none for a service without claims to warm."""
+    if not states:
+        return []
+    failed = [state for state in states if state.phase == FAILED]
+    if failed:
+        message = (
+            f"{failed[0]}; correct that, and delete Job {failed[0].job} to try again now; engines "
+            "start without it and fetch for themselves"
+        )
+        return [Condition(MODEL_CACHE_WARM, False, "FetchFailed", message)]
+
+    unfinished = [state for state in states if state.is_unfinished]
+    if unfinished:
+        message = "; ".join(map(str, unfinished))
+        return [Condition(MODEL_CACHE_WARM, False, unfinished[0].phase, message)]
+    message = "; ".join(map(str, states))
+    return [Condition(MODEL_CACHE_WARM, True, FETCHED, message)]
+
+
+def cache_status(pool: str, states: Iterable[CacheState]) -> dict[str, Any]:
+    """Return the section with a pool's `modelCache` status; empty for a pool without one."""
+    for state in states:
+        if pool in state.cache.pools:
+            return {
+                "modelCache": {
+                    "phase": state.phase,
+                    "claimName": state.cache.claim,
+                    "source": state.cache.source,
+                    **({"store": state.cache.store} if state.cache.store else {}),
+                    "bytes": state.bytes,
+                    "totalBytes": state.total_bytes,
+                    **({"message": state.message} if state.message else {}),
+                }
+            }
+    return {}
+
+
+def _without_job(
+    cache: SharedCache, before: Mapping[str, Any], fetches: FetchObservation
+) -> CacheState:
+    """Return the state of a claim that has no Job.
+
+    If the status already reported a missing Job, the Job cannot be created and engines do not wait.
+    They do not wait either while a failed Job that was removed is created again.
+    """
+    phase = before.get("phase")
+    message = "its Job is not there; Degraded or MissingPermission says why"
+    is_awaited = fetches.sees_jobs and phase not in (PENDING, FAILED)
+    return CacheState(
+        cache, PENDING, message=message if phase == PENDING else "", is_awaited=is_awaited
+    )
+
+
+def _remembered(
+    cache: SharedCache, before: Mapping[str, Any], job: LiveObject | None
+) -> CacheState:
+    name = job["metadata"]["name"] if job else ""
+    total = before.get("totalBytes", 0)
+    return CacheState(cache, FETCHED, name, before.get("bytes", 0), total)
+
+
+def _state_of_job(
+    cache: SharedCache,
+    job: LiveObject,
+    before: Mapping[str, Any],
+    fetches: FetchObservation,
+    now: datetime,
+) -> CacheState:
+    name = job["metadata"]["name"]
+    pods = [pod for pod in fetches.pods if _is_of(pod, job)]
+    pods.sort(key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+    report = _report(pods) or fetches.progress.get(name, {})
+    done = _count(report, "bytes", before)
+    total = _count(report, "total_bytes", before, "totalBytes")
+
+    if _has(job, "Complete"):
+        return CacheState(cache, FETCHED, name, done, total)
+    if _has(job, "Failed"):
+        message = str(report.get("error", "")) or _ended_with(pods) or _reason(job)
+        message = message or str(before.get("message", ""))
+        return CacheState(cache, FAILED, name, done, total, message[:_LONGEST])
+
+    starting = [pod for pod in pods if pod.get("status", {}).get("phase") == "Pending"]
+    problems = diagnose(starting, now)
+    message = str(problems[0])[:_LONGEST] if problems else ""
+    is_running = any(pod.get("status", {}).get("phase") == "Running" for pod in pods)
+    phase = FETCHING if is_running else PENDING
+    return CacheState(cache, phase, name, done, total, message, is_awaited=True)
+
+
+def _before(cache: SharedCache, status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the recorded status of a claim; empty if it is about another claim, model or
+    store."""
+    pools = status.get("pools", {})
+    for pool in cache.pools:
+        said: Mapping[str, Any] = pools.get(pool, {}).get("modelCache", {})
+        filled = (said.get("claimName"), said.get("source"), said.get("store", ""))
+        if filled == (cache.claim, cache.source, cache.store):
+            return said
+    return {}
+
+
+def _job_of(cache: SharedCache, objects: Iterable[LiveObject]) -> LiveObject | None:
+    """Return the newest Job for a claim and its model."""
+    jobs = [item for item in objects if item["kind"] == "Job" and _is_for(item, cache)]
+    jobs.sort(key=lambda item: str(item["metadata"].get("creationTimestamp", "")))
+    return jobs[-1] if jobs else None
+
+
+def _is_for(job: LiveObject, cache: SharedCache) -> bool:
+    said = job["metadata"].get("annotations") or {}
+    wanted = {
+        naming.FETCH_CLAIM: cache.claim,
+        naming.FETCH_SOURCE: cache.source,
+        naming.FETCH_STORE: cache.store,
+    }
+    return all(said.get(name, "") == value for name, value in wanted.items())
+
+
+def _is_of(pod: LiveObject, job: LiveObject) -> bool:
+    owners = pod["metadata"].get("ownerReferences") or ()
+    return any(owner.get("uid") == job["metadata"].get("uid") for owner in owners)
+
+
+def _conditions(job: LiveObject) -> dict[str, Mapping[str, Any]]:
+    listed = job.get("status", {}).get("conditions") or ()
+    return {each["type"]: each for each in listed if each.get("status") == "True"}
+
+
+def _has(job: LiveObject, condition: str) -> bool:
+    return condition in _conditions(job)
+
+
+def _reason(job: LiveObject) -> str:
+    condition = _conditions(job)["Failed"]
+    return f"{condition.get('reason', '')}: {condition.get('message', '')}"
+
+
+def _terminated(pods: Iterable[LiveObject]) -> list[str]:
+    """Return the termination messages of the containers of pods, the newest pod's last."""
+    return [
+        str(status["state"]["terminated"].get("message", ""))
+        for pod in pods
+        for status in pod.get("status", {}).get("containerStatuses") or ()
+        if "terminated" in status.get("state", {})
+    ]
+
+
+def _report(pods: Iterable[LiveObject]) -> dict[str, Any]:
+    """Return the download report of the newest pod that ended."""
+    for text in reversed(_terminated(pods)):
+        if report := parse_progress(text):
+            return report
+    return {}
+
+
+def _ended_with(pods: Iterable[LiveObject]) -> str:
+    texts = [text.strip().splitlines()[-1] for text in _terminated(pods) if text.strip()]
+    return texts[-1] if texts else ""
+
+
+def parse_progress(text: str | bytes) -> dict[str, Any]:
+    """Return the progress of a download from JSON text; empty for any other text."""
+    try:
+        report = json.loads(text)
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _count(report: Mapping[str, Any], name: str, before: Mapping[str, Any], said: str = "") -> int:
+    """Return the number of bytes that was reported now; otherwise the number from before."""
+    value = report.get(name, before.get(said or name, 0))
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number and value >= 0 else 0

@@ -1,0 +1,107 @@
+"""The objects and measures of a service that its plan depends on. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from ullage_operator.api import naming
+from ullage_operator.api.errors import Problem
+from ullage_operator.conditions.pod_problem import PodProblem, Warnings
+from ullage_operator.planning.model_caches import FetchObservation
+from ullage_operator.policy.engine_health import EngineHealth, PressureLevels
+from ullage_operator.policy.pool_sizes import NO_DECISIONS, ScalingDecisions
+from ullage_operator.policy.restarts import RestartEvent
+from ullage_operator.rollout.analysis import CanarySample
+
+Manifest = dict[str, Any]
+LiveObject = dict[str, Any]
+
+
+class ObjectKey(NamedTuple):
+    """The kind and name of an object of a service.
+
+    The API group is left out, because no two kinds of these objects share a name.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """The existing objects and measures that one service's plan depends on."""
+
+    now: datetime
+    """The time of the observation, in UTC."""
+    objects: Mapping[ObjectKey, LiveObject] = field(default_factory=dict)
+    """Live objects that the service owns, by kind and name."""
+    pods: Sequence[LiveObject] = ()
+    """Pods of the service."""
+    lost_nodes: frozenset[str] = frozenset()
+    """Nodes of these pods that do not answer; empty if the operator may not read nodes."""
+    warnings: Warnings = field(default_factory=dict)
+    """Newest warnings about pods that do not start and workloads without pods, by uid."""
+    pressure_levels: PressureLevels = field(default_factory=dict)
+    """Memory pressure of the engines that report to the operator, by pool."""
+    engine_health: Mapping[str, EngineHealth] = field(default_factory=dict)
+    """Health of the engines that report to the operator, by the pods' uid."""
+    unreachable_pools: frozenset[str] = frozenset()
+    """Pools with engines that are silent to the operator and that no router reaches either."""
+    restarts: Sequence[RestartEvent] = ()
+    """Restarts of engine pods in the last hour."""
+    serves: frozenset[str] = frozenset()
+    """Optional kinds that the cluster serves, for example PodMonitor."""
+    unlisted: tuple[str, ...] = ()
+    """Kinds that the cluster serves but the operator cannot list, with the reason."""
+    missing_rights: tuple[str, ...] = ()
+    """Rights that the operator lacks, each as `verb resource in namespace`."""
+    unapplied: tuple[PodProblem, ...] = ()
+    """Problems with objects that could not be written."""
+    refused: tuple[Problem, ...] = ()
+    """Problems of the declared spec, for which the operator still carries out an earlier one."""
+    undefined: tuple[str, ...] = ()
+    """Fields without a default in the cluster's definition of LLMService."""
+    challenger: str = ""
+    """Name of another operator that also watches the service, and leaves it to this one."""
+    fetches: FetchObservation = field(default_factory=FetchObservation)
+    """Observations of the Jobs that fetch models into shared claims."""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    """The current status of the service."""
+    is_rollout_readable: bool = True
+    """Whether the operator can read the ConfigMap with the state of the rollout."""
+    may_begin_rollout: bool = True
+    """Whether the rollout queue admits a rollout that no edit of the service asks for."""
+    may_yield: bool = True
+    """Whether the service's next pod would get the room that another of its pods frees."""
+    rollout_annotation: str = ""
+    """The annotation by which people steer the rollout."""
+    canary_samples: Sequence[CanarySample] = ()
+    """Request counts of a canary, from the routers that answered."""
+    unanswered: tuple[str, ...] = ()
+    """Addresses of routers that did not answer a request for samples, with the reason."""
+    scaling: ScalingDecisions = NO_DECISIONS
+    """Decided numbers of engines, for pools that the operator scales."""
+
+
+def is_owned_by(item: LiveObject, uid: str) -> bool:
+    owners = item["metadata"].get("ownerReferences") or ()
+    return any(owner["uid"] == uid for owner in owners)
+
+
+def is_canary(pod: LiveObject) -> bool:
+    labels = pod["metadata"].get("labels") or {}
+    return naming.is_canary_pool(labels.get(naming.POOL_LABEL, ""))
+
+
+def canary_pods(observed: Observed) -> list[LiveObject]:
+    return [pod for pod in observed.pods if is_canary(pod)]
+
+
+def stable_pods(observed: Observed) -> list[LiveObject]:
+    """Return all pods except a canary's, whose problems do not make the service unready."""
+    return [pod for pod in observed.pods if not is_canary(pod)]
+
+
+def key_of(item: LiveObject) -> ObjectKey:
+    return ObjectKey(item["kind"], item["metadata"]["name"])

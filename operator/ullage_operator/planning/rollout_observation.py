@@ -1,0 +1,141 @@
+"""Sums up the observations that a rollout depends on. Pure."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.spec import Service
+from ullage_operator.conditions.diagnosis import diagnose
+from ullage_operator.conditions.placement import fits_place_of, roomless_s
+from ullage_operator.conditions.pods import (
+    is_follower,
+    is_placed,
+    is_router,
+    pool_of,
+    restart_count,
+)
+from ullage_operator.planning.observed import (
+    ObjectKey,
+    Observed,
+    canary_pods,
+    is_canary,
+    stable_pods,
+)
+from ullage_operator.policy.engine_health import FRESH_S, SILENT_S
+from ullage_operator.rollout.falls import EngineReport
+from ullage_operator.rollout.observation import RolloutObservation
+from ullage_operator.rollout.stages import PROMOTED, RolloutProgress, RolloutStage
+
+LiveObject = dict[str, Any]
+
+SEEK = timedelta(minutes=10)
+"""Time for which rollouts of other services wait for a service whose pods find no room."""
+
+
+def observe_rollout(observed: Observed) -> RolloutObservation:
+    """Return the observations that the plan of a rollout depends on."""
+    kept = next((obj for key, obj in observed.objects.items() if _is_rollout_state(key)), {})
+    pods = canary_pods(observed)
+    wrong = diagnose(pods, observed.now, observed.lost_nodes, observed.warnings)
+    return RolloutObservation(
+        now=observed.now,
+        stateful_sets={
+            key.name: obj for key, obj in observed.objects.items() if key.kind == "StatefulSet"
+        },
+        stored_state=kept.get("data", {}).get(naming.ROLLOUT_STATE),
+        is_state_readable=observed.is_rollout_readable,
+        may_begin=observed.may_begin_rollout,
+        may_yield=observed.may_yield,
+        routers=next(
+            (obj for key, obj in observed.objects.items() if key.kind == "Deployment"), None
+        ),
+        has_ending_routers=any(
+            is_router(pod) and "deletionTimestamp" in pod["metadata"] for pod in observed.pods
+        ),
+        annotation=observed.rollout_annotation,
+        samples=observed.canary_samples,
+        unanswered=observed.unanswered,
+        problem=str(wrong[0]) if wrong else "",
+        is_stuck=any(problem.is_stuck for problem in wrong),
+        roomless_s=roomless_pools(observed),
+        engines=engine_reports(observed),
+    )
+
+
+def roomless_pools(observed: Observed) -> dict[str, float]:
+    """Return, by pool, the seconds for which a canary's pods have found no room.
+
+    Only pools with an engine that would free enough room for such a pod are included.
+    """
+    waits: dict[str, float] = {}
+    for pod in canary_pods(observed):
+        wait_s = roomless_s(pod, observed.now)
+        if wait_s is None:
+            continue
+
+        pool = naming.stable_pool(pool_of(pod))
+        peer_pool = naming.group_pool(pool) if is_follower(pod) else pool
+        peers = [each for each in observed.pods if pool_of(each) == peer_pool]
+        if any(fits_place_of(pod, peer) for peer in peers):
+            waits[pool] = max(wait_s, waits.get(pool, 0.0))
+    return waits
+
+
+def seeks_room(service: Service, progress: RolloutProgress, observed: Observed) -> bool:
+    """Return whether a canary, or the engines after its promotion, still wait for nodes.
+
+    After `SEEK`, the service is not waited for any longer.
+    """
+    if observed.now - progress.since > SEEK:
+        return False
+    if progress.stage is RolloutStage.STARTING:
+        pods = canary_pods(observed)
+        return not pods or not all(is_placed(pod) for pod in pods)
+    if progress.reason != PROMOTED:
+        return False
+
+    leaders = [pod for pod in stable_pods(observed) if pool_of(pod) and not is_follower(pod)]
+    placed = sum(is_placed(pod) for pod in leaders)
+    return placed < sum(pool.replicas for pool in service.spec.pools.values())
+
+
+def lacks_room(observed: Observed) -> bool:
+    """Return whether an engine has found no room, for less than `SEEK`."""
+    waits = [roomless_s(pod, observed.now) for pod in observed.pods if pool_of(pod)]
+    return any(wait_s is not None and wait_s < SEEK.total_seconds() for wait_s in waits)
+
+
+def engine_reports(observed: Observed) -> list[EngineReport]:
+    """Return the restarts and worker losses of engine pods."""
+    engines = [pod for pod in observed.pods if pool_of(pod)]
+    present = [pod for pod in engines if "deletionTimestamp" not in pod["metadata"]]
+    return [_engine_report(pod, observed) for pod in present]
+
+
+def _engine_report(pod: LiveObject, observed: Observed) -> EngineReport:
+    meta = pod["metadata"]
+    uid = str(meta.get("uid", meta["name"]))
+    counts = EngineReport(
+        uid=uid,
+        pool=pool_of(pod),
+        pod_revision=str(meta["labels"].get(naming.STATEFUL_SET_REVISION, "")),
+        restarts=restart_count(pod),
+    )
+    if is_follower(pod):  # its leader's server counts worker losses
+        return counts
+
+    health = observed.engine_health.get(uid)
+    if health is None or health.report is None:
+        return replace(counts, is_fresh=False, trouble=health.trouble if health else "")
+    return replace(
+        counts,
+        epoch=health.report.epoch,
+        workers_lost=health.report.worker_restarts,
+        trouble=health.trouble,
+        is_fresh=health.silent_s <= (FRESH_S if is_canary(pod) else SILENT_S),
+    )
+
+
+def _is_rollout_state(key: ObjectKey) -> bool:
+    return key.kind == "ConfigMap" and key.name.endswith(naming.rollout_name(""))

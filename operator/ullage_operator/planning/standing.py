@@ -1,0 +1,284 @@
+"""Chooses the spec that a service stands by: the declared one, or the last that could be carried
+out. Pure.
+
+An edit that cannot be carried out changes nothing: the operator keeps scaling, waking and healing
+by the spec before it, and reports the invalid fields. The ConfigMap of the service's rollout keeps
+that spec, with hashes for the values of environment variables.
+
+Without a kept spec, as for services of an operator before this feature, only the live objects are
+known. They stay unchanged; only the number of pods changes, by the readable fields of each pool's
+autoscaling.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import starmap
+from typing import Any
+
+from ullage_operator.api import naming, schema
+from ullage_operator.api.bases import NO_BASES, Bases
+from ullage_operator.api.errors import InvalidManifest, Problem
+from ullage_operator.api.parsing import parse_filled, parse_stored, service_of, to_spec
+from ullage_operator.api.renames import dropped_fields, remedy, upgraded
+from ullage_operator.api.section_reader import to_api
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service, Spec
+from ullage_operator.planning.observed import LiveObject, Manifest, ObjectKey, Observed, key_of
+from ullage_operator.planning.plan import ServicePlan, plan, plan_sizes
+from ullage_operator.policy.pool_sizes import live_replicas
+from ullage_operator.rollout.sealing import sealed_section, unsealed_section
+
+_logger = logging.getLogger(__name__)
+
+_SEALED = ("pools", "router")
+"""Sections of a spec that have environment variables."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The reading of a declared service."""
+
+    service: Service | None
+    """The parsed service; None where it cannot be carried out."""
+    problems: tuple[Problem, ...] = ()
+    """Problems for which the service cannot be carried out."""
+    filled: tuple[str, ...] = ()
+    """Fields without a default in the cluster's definition of LLMService."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The spec of a service that the operator carries out."""
+
+    service: Service
+    is_partial: bool = False
+    """Whether only sizes are known, so that objects stay as they are."""
+
+
+def read(manifest: Mapping[str, Any], settings: Settings, bases: Bases = NO_BASES) -> Declared:
+    """Read a declared service, and try whether it can be planned.
+
+    Args:
+        bases: the bases of the service's namespace that the service names.
+    """
+    if dropped := dropped_fields(manifest):
+        return Declared(None, tuple(starmap(_dropped, dropped.items())))
+    try:
+        service, filled = parse_filled(manifest, bases)
+        plan(service, Observed(now=_EPOCH), settings)
+    except InvalidManifest as error:
+        return Declared(None, error.problems)
+    except Exception as error:
+        # An unforeseen error must not stop the operator from carrying out the kept spec.
+        _logger.exception("a spec that no check refuses cannot be planned")
+        text = f"cannot be carried out: {error!r}; correct what was edited last"
+        return Declared(None, (Problem("spec", text),))
+    return Declared(service, filled=tuple(filled))
+
+
+def _dropped(path: str, value: Any) -> Problem:
+    advice = remedy(path, value)
+    return Problem(path, f"was dropped by the API server; {advice}, and apply the manifest again")
+
+
+def standing(
+    manifest: Mapping[str, Any], declared: Declared, observed: Observed, settings: Settings
+) -> Standing | None:
+    """Return the spec to carry out; None if the declared one is invalid and nothing serves."""
+    if declared.service:
+        return Standing(declared.service)
+    kept = _kept(manifest, observed)
+
+    # A newer operator may refuse a kept spec, and the value of a variable may be gone with the pods
+    # that had it.
+    with contextlib.suppress(InvalidManifest, KeyError):
+        spec = to_spec(_unsealed(kept, manifest, observed))
+        service = service_of(manifest["metadata"], spec)
+        plan(service, Observed(now=_EPOCH), settings)
+        return Standing(service)
+
+    pools = _live_pools(manifest, observed)
+    if not pools:
+        return None
+    with contextlib.suppress(InvalidManifest, KeyError):
+        spec = to_spec(_without_templates(kept))
+        return Standing(service_of(manifest["metadata"], spec), is_partial=True)
+    return Standing(_salvaged(manifest, pools, observed), is_partial=True)
+
+
+def plan_standing(stands: Standing, observed: Observed, settings: Settings) -> ServicePlan:
+    """Return the plan for the spec that a service stands by."""
+    if stands.is_partial:
+        return plan_sizes(stands.service, observed, settings)
+    return _with_kept_spec(plan(stands.service, observed, settings), stands.service)
+
+
+def _with_kept_spec(planned: ServicePlan, service: Service) -> ServicePlan:
+    """Return a plan that keeps the service's spec with the state of its rollout."""
+    key = ObjectKey("ConfigMap", naming.rollout_name(service.name))
+    kept = {naming.KEPT_SPEC: dump(service.spec)}
+    objects = (
+        {**item, "data": item["data"] | kept} if key_of(item) == key else item
+        for item in planned.apply
+    )
+    return replace(planned, apply=tuple(objects))
+
+
+def dump(spec: Spec) -> str:
+    """Return the text in which a spec is kept.
+
+    More people may read ConfigMaps than services, so the text has hashes for the values of
+    environment variables, which may be secrets.
+    """
+    document = to_api(spec)
+    document |= {name: sealed_section(document[name]) for name in _SEALED}
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def _kept(manifest: Mapping[str, Any], observed: Observed) -> dict[str, Any]:
+    """Return the kept spec with the fields that a newer definition adds; empty without one."""
+    name = naming.rollout_name(manifest["metadata"]["name"])
+    data = observed.objects.get(ObjectKey("ConfigMap", name), {}).get("data") or {}
+    definition = schema.load_schema()["properties"]["spec"]
+    try:
+        kept = json.loads(data.get(naming.KEPT_SPEC, ""))
+    except ValueError:
+        return {}
+    if not isinstance(kept, dict):
+        return {}
+    kept = upgraded(kept)
+    schema.fill(definition, kept)
+    return kept
+
+
+def _unsealed(
+    kept: Mapping[str, Any], manifest: Mapping[str, Any], observed: Observed
+) -> dict[str, Any]:
+    """Return a kept spec with the values of its environment variables, taken from live pods.
+
+    Raises:
+        KeyError: no live pod has a value any more.
+    """
+    workloads = (
+        item for key, item in observed.objects.items() if key.kind in ("Deployment", "StatefulSet")
+    )
+    sources = [manifest.get("spec"), *workloads]
+    return {**kept, **{name: unsealed_section(kept[name], sources) for name in _SEALED}}
+
+
+def _live_pools(manifest: Mapping[str, Any], observed: Observed) -> dict[str, LiveObject]:
+    """Return the StatefulSets of stable engines, by pool."""
+    service = manifest["metadata"]["name"]
+    pools = {}
+    for key, item in observed.objects.items():
+        pool = str((item["metadata"].get("labels") or {}).get(naming.POOL_LABEL, ""))
+        if key.kind == "StatefulSet" and key.name == naming.pool_name(service, pool):
+            pools[pool] = item
+    return {pool: item for pool, item in pools.items() if naming.stable_pool(pool) == pool}
+
+
+def _without_templates(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kept spec without pod templates, on which no size depends.
+
+    Raises:
+        KeyError: no spec was kept.
+    """
+    bare: dict[str, Any] = {"podTemplate": {}}
+    pools = {name: pool | bare for name, pool in kept["pools"].items()}
+    return {**kept, "pools": pools, "router": kept["router"] | bare}
+
+
+_READ_ANYHOW = (("stop",), ("tls",), ("healing",), ("router", "replicas"))
+"""Parts of a spec by which live pods are treated and reached."""
+
+
+def _salvaged(
+    manifest: Mapping[str, Any], pools: Mapping[str, LiveObject], observed: Observed
+) -> Service:
+    """Return a service for the live objects, which leaves them unchanged.
+
+    Its pools are the live ones with their live sizes. Autoscaling and healing come from the
+    readable fields of the declared spec.
+    """
+    metadata = manifest["metadata"]
+    paths: list[Sequence[str]] = [*_READ_ANYHOW]
+    paths += [("pools", pool, "autoscaling") for pool in pools]
+    spec: Manifest = {
+        "model": {"source": "file:///unread", "name": metadata["name"]},
+        "pools": {
+            pool: {"role": role} | _size_of(metadata["name"], pool, observed)
+            for pool, role in _roles_of(manifest, pools).items()
+        },
+    }
+    for path in paths:
+        spec = _with_readable(metadata, spec, path, _at(manifest.get("spec"), path))
+    return parse_stored({"metadata": metadata, "spec": spec})
+
+
+def _roles_of(manifest: Mapping[str, Any], pools: Iterable[str]) -> dict[str, str]:
+    """Return a role for each live pool: the declared one if it is readable and no other pool has
+    it."""
+    roles: dict[str, str] = {}
+    for pool in pools:
+        role = _at(manifest.get("spec"), ("pools", pool, "role"))
+        is_free = role in ("Standard", "Large") and role not in roles.values()
+        roles[pool] = role if is_free else "Overflow"
+    if set(roles.values()) == {"Overflow"}:
+        roles[next(iter(roles))] = "Standard"
+    return roles
+
+
+def _size_of(service: str, pool: str, observed: Observed) -> Manifest:
+    """Return a pool's replicas and the size of its engines from its StatefulSets."""
+    names = (naming.pool_name(service, each) for each in (pool, naming.group_pool(pool)))
+    keys = (ObjectKey("StatefulSet", name) for name in names)
+    leaders, followers = (live_replicas(observed.objects.get(key)) or 0 for key in keys)
+    nodes = followers // leaders + 1 if leaders else 1
+    return {"replicas": leaders, "nodes": nodes, "gpus": nodes}
+
+
+def _with_readable(
+    metadata: Mapping[str, Any], spec: Manifest, path: Sequence[str], value: Any
+) -> Manifest:
+    """Return a spec with a section, or with as many of its fields as can be read."""
+    if value is None:
+        return spec
+    candidate = _replaced(spec, path, value)
+    try:
+        parse_stored({"metadata": metadata, "spec": candidate})
+        return candidate
+    except (InvalidManifest, ValueError):
+        pass
+
+    fields = _fields_at(path)
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        if name in fields:
+            spec = _with_readable(metadata, spec, (*path, name), item)
+    return spec
+
+
+def _fields_at(path: Iterable[str]) -> Mapping[str, Any]:
+    """Return the fields of the definition at a path of a spec."""
+    section: Mapping[str, Any] = schema.load_schema()["properties"]["spec"]
+    for name in path:
+        section = schema.fields(section, {name: None}).get(name, {})
+    properties: Mapping[str, Any] = section.get("properties", {})
+    return properties
+
+
+def _replaced(section: Any, path: Sequence[str], value: Any) -> Manifest:
+    """Return a section with another value at a path."""
+    inner = section if isinstance(section, Mapping) else {}
+    first, *rest = path
+    return {**inner, first: _replaced(inner.get(first), rest, value) if rest else value}
+
+
+def _at(section: Any, path: Iterable[str]) -> Any:
+    for name in path:
+        section = section.get(name) if isinstance(section, Mapping) else None
+    return section

@@ -1,0 +1,94 @@
+"""Sums up the load of a pool from the reports of its routers. Pure.
+
+`ullage_common.wire.load_report` describes each number.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from ullage_common.wire.load_report import PoolReport
+
+LATE_WINDOW_S = 60.0
+"""Seconds over which routers count first tokens."""
+RouterReport = Mapping[str, PoolReport]
+"""Reports of one router process, by pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLoad:
+    """The load of one pool, summed over all its routers."""
+
+    ready: int = 0
+    """Engines that accept requests."""
+    capacity: int = 0
+    """KV memory of these engines, in bytes."""
+    claimed: int = 0
+    """Bytes of the capacity that are in use or reserved by prediction."""
+    waiting: int = 0
+    """Bytes that requests wait for."""
+    queue_s: float = 0.0
+    """Longest time that a request has waited, in seconds."""
+    answered: int = 0
+    """First tokens within the last `LATE_WINDOW_S`."""
+    late: int = 0
+    """Number of answers that were later than the objective."""
+    active: int = 0
+    """Requests running or waiting."""
+    wanted: int = 0
+    """Requests that found the pool asleep and were held or sent elsewhere."""
+    idle_s: float = 0.0
+    """Seconds since the last request."""
+    is_partial: bool = False
+    """Whether some router did not answer."""
+
+
+def parse_reports(body: bytes) -> list[RouterReport]:
+    """Return the reports of all processes of a router.
+
+    Raises:
+        ValueError: the body is not a list of reports.
+    """
+    reports: list[RouterReport] = msgspec.json.decode(body, type=list[dict[str, PoolReport]])
+    return reports
+
+
+def is_wanted(reports: Iterable[RouterReport]) -> bool:
+    """Return whether a sleeping pool should wake."""
+    return any(pool.wanted for report in reports for pool in report.values())
+
+
+def pool_load(name: str, reports: Iterable[RouterReport], is_partial: bool) -> PoolLoad:
+    """Return the load of one pool.
+
+    Engines report the same to every router, so their numbers come from the router that sees most
+    engines. Numbers that each router counts itself are added up.
+
+    Args:
+        name: the name of the pool.
+        reports: the reports of all router processes.
+        is_partial: whether some router did not answer.
+    """
+    pools = [report[name] for report in reports if name in report]
+    if not pools:
+        return PoolLoad(is_partial=True)
+
+    best = max(pools, key=lambda each: (each.ready, -each.headroom_bytes))
+    credit = sum(each.credit_bytes for each in pools)
+    claimed = best.capacity_bytes - best.headroom_bytes + credit
+
+    return PoolLoad(
+        ready=best.ready,
+        capacity=best.capacity_bytes,
+        claimed=max(0, min(best.capacity_bytes, claimed)),
+        waiting=sum(each.queue_bytes for each in pools),
+        queue_s=max(each.queue_s for each in pools),
+        answered=sum(each.answered for each in pools),
+        late=sum(each.late for each in pools),
+        active=max(each.engine_requests for each in pools)
+        + sum(each.queued + each.held for each in pools),
+        wanted=sum(each.wanted for each in pools),
+        idle_s=min(each.idle_s for each in pools),
+        is_partial=is_partial,
+    )

@@ -1,0 +1,183 @@
+"""Sizes of pools, and the objects and annotations that record them. Pure.
+
+The number of engines of a pool comes from its spec, from the operator's scaling decisions, or from
+KEDA.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from ullage_operator.api import naming
+from ullage_operator.api.sections import AutoscalingSpec, PoolSpec, RouterSpec
+from ullage_operator.api.spec import Service
+from ullage_operator.policy.scaling import ScalingDecision
+
+Object = Mapping[str, Any]
+
+OWN = "ullage"
+KEDA = "keda"
+"""The providers of `spec.pools.NAME.autoscaling.provider`, which decide the number of engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecisions:
+    """Decisions that the operator made from measures."""
+
+    pools: Mapping[str, ScalingDecision]
+    """Decisions by pool; a pool that was not measured yet is absent."""
+    problem: str = ""
+    """Why there are no measurements; empty while there are."""
+    changes: Mapping[str, "ScalingChange"] = field(default_factory=dict)
+    """The last decision that changed a pool's number of engines, by pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingChange:
+    """A decision that changed the number of engines."""
+
+    at: datetime
+    """Time of the change, in UTC."""
+    decision: ScalingDecision
+
+
+NO_DECISIONS = ScalingDecisions({})
+
+
+def autoscaling_of(pool: PoolSpec) -> AutoscalingSpec | None:
+    """Return the autoscaling of a pool; None if it is off."""
+    return pool.autoscaling if pool.autoscaling and pool.autoscaling.enabled else None
+
+
+def provider_of(pool: PoolSpec) -> str:
+    """Return the provider that decides a pool's number of engines; empty if the spec does."""
+    scaling = autoscaling_of(pool)
+    return scaling.provider if scaling else ""
+
+
+def may_sleep(pool: PoolSpec) -> bool:
+    """Return whether a pool may sleep: it has no engine until a request wakes it."""
+    scaling = autoscaling_of(pool)
+    return scaling is not None and scaling.min_replicas == 0
+
+
+def live_replicas(live: Object | None) -> int | None:
+    """Return a pool's number of engines, including those that a canary replaces.
+
+    It is None without a StatefulSet.
+    """
+    return None if live is None else int(live["spec"].get("replicas", 1)) + canary_places(live)
+
+
+def canary_places(live: Object) -> int:
+    """Return the number of a pool's engines that a canary replaces."""
+    annotations = live.get("metadata", {}).get("annotations") or {}
+    return int(annotations.get(naming.CANARY_PLACES, 0))
+
+
+def replicas(pool: PoolSpec, decision: ScalingDecision | None, live: int | None) -> int:
+    """Return the number of engines that a pool should have now.
+
+    A new operator without decisions continues with the number of the StatefulSet.
+    """
+    scaling = autoscaling_of(pool)
+    if scaling is None:
+        return pool.replicas
+    if scaling.provider != OWN and live is not None:
+        return live
+    desired = decision.replicas if decision else pool.replicas if live is None else live
+    return min(scaling.max_replicas, max(scaling.min_replicas, desired))
+
+
+def with_replicas(
+    service: Service, objects: Mapping[Any, Object], decided: ScalingDecisions
+) -> Service:
+    """Return the service with the current numbers of engines and routers.
+
+    Args:
+        service: the declared service.
+        objects: live objects by (kind, name).
+        decided: the operator's scaling decisions.
+    """
+    pools = {}
+    for name, pool in service.spec.pools.items():
+        present = objects.get(("StatefulSet", naming.pool_name(service.name, name)))
+        # A pool that starts again after a stop is sized like a new one.
+        live = None if was_stopped(present) else live_replicas(present)
+        number = 0 if service.spec.stop else replicas(pool, decided.pools.get(name), live)
+        pools[name] = msgspec.structs.replace(pool, replicas=number)
+
+    deployment = objects.get(("Deployment", naming.router_name(service.name)))
+    routers = msgspec.structs.replace(
+        service.spec.router, replicas=router_replicas(service.spec.router, deployment)
+    )
+    spec = msgspec.structs.replace(service.spec, pools=pools, router=routers)
+    return msgspec.structs.replace(service, spec=spec)
+
+
+def router_replicas(router: RouterSpec, live: Object | None) -> int:
+    """Return the desired number of routers.
+
+    Under a HorizontalPodAutoscaler it is the live number, within the bounds.
+    """
+    scaling = router.autoscaling
+    if scaling is None:
+        return router.replicas
+    number = router.replicas if live is None else int(live["spec"].get("replicas", 1))
+    return min(scaling.max_replicas, max(scaling.min_replicas, number))
+
+
+def resized(live: Object, number: int, places: int = 0, is_stopped: bool = False) -> dict[str, Any]:
+    """Return the manifest that changes only the number of pods of a live workload.
+
+    Args:
+        live: the live workload.
+        number: its new number of pods.
+        places: the number of these pods that a canary replaces.
+        is_stopped: whether the number is 0 because the service is stopped.
+    """
+    kept = ("name", "namespace", "labels", "annotations", "ownerReferences")
+    meta = {name: live["metadata"][name] for name in kept if name in live["metadata"]}
+    spec = {**live["spec"], "replicas": number - places}
+
+    annotations = dict(meta.get("annotations") or {})
+    for name in (naming.CANARY_PLACES, naming.STOPPED):
+        annotations.pop(name, None)
+    meta["annotations"] = annotations | places_annotation(places) | stop_annotation(is_stopped)
+    return {"apiVersion": live["apiVersion"], "kind": live["kind"], "metadata": meta, "spec": spec}
+
+
+def places_annotation(places: int) -> dict[str, str]:
+    """Return the annotation from which `live_replicas` reads how many engines a canary replaces."""
+    return {naming.CANARY_PLACES: str(places)} if places else {}
+
+
+def stop_annotation(is_stopped: bool) -> dict[str, str]:
+    """Return the annotation by which `was_stopped` recognises a StatefulSet."""
+    return {naming.STOPPED: "true"} if is_stopped else {}
+
+
+def was_stopped(live: Object | None) -> bool:
+    """Return whether a StatefulSet was scaled to zero because its service was stopped."""
+    annotations = (live or {}).get("metadata", {}).get("annotations") or {}
+    return naming.STOPPED in annotations
+
+
+def left_to_others(pool: PoolSpec, live: Object | None, is_stopped: bool = False) -> bool:
+    """Return whether another controller sets the StatefulSet's replicas.
+
+    KEDA does once the StatefulSet exists, unless the service is stopped or was until now.
+    """
+    is_held = is_stopped or was_stopped(live)
+    return provider_of(pool) == KEDA and live is not None and not is_held
+
+
+def own_policies(service: Service) -> dict[str, AutoscalingSpec]:
+    """Return the policies of pools that the operator itself scales; none of a stopped service."""
+    if service.spec.stop:
+        return {}
+    scaling = {name: autoscaling_of(pool) for name, pool in service.spec.pools.items()}
+    return {name: each for name, each in scaling.items() if each and each.provider == OWN}

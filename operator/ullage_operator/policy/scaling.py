@@ -1,0 +1,275 @@
+"""Decides the number of engines of each pool. Pure.
+
+    decide_replicas(policy, history, load, current, now) -> ScalingDecision, ScalingHistory
+
+The demand is the KV memory that predictions claim or requests wait for, divided by the KV memory
+that an engine offers at the target utilisation. If requests wait too long or first tokens come too
+late at a lower utilisation, that utilisation becomes the target for a while. Warm spares are added
+to the demand, and the bounds are applied last.
+
+A pool is scaled up at once, and down after a window: the highest number that was suggested within
+the window holds, as in the HorizontalPodAutoscaler. A pool that may sleep is scaled to zero after
+`idleAfter` without requests. It wakes with the first request, regardless of windows and steps.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ullage_operator.api.sections import AutoscalingSpec
+from ullage_operator.policy.pool_load import LATE_WINDOW_S, PoolLoad
+
+TOLERANCE = 0.1
+"""Relative deviation of the load from the engines' target within which their number stays."""
+STRAIN_KEPT_S = 3600.0
+"""Seconds without lateness after which the utilisation may be higher by `EASING`."""
+EASING = 1.05
+"""Factor by which a lowered utilisation rises again, so that engines are removed step by step."""
+RELIEF = 0.95
+"""New target as a share of the utilisation at which requests were late."""
+MIN_SHARE = 0.25
+"""Minimum of the new target, as a share of the configured one.
+
+Below this utilisation, more engines do not make requests faster.
+"""
+LATE_SHARE = 0.05
+"""Share of late answers that the objective allows, since it is a 95th percentile."""
+MIN_ANSWERS = 20
+"""Minimum number of answers for a meaningful share of late ones."""
+QUEUE_SETTLE_S = 15.0
+"""Seconds for which the queue is not judged after engines became ready."""
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasAt:
+    """A number of engines at a time."""
+
+    at: float
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """The lowest utilisation at which requests were late."""
+
+    at: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingHistory:
+    """The memory of earlier decisions; all times are seconds of one monotonic clock.
+
+    It need not outlive the operator. Without a history, the present number counts as suggested now,
+    so that no engine is removed before a whole window has passed.
+    """
+
+    highs: tuple[ReplicasAt, ...] = ()
+    """Suggestions above all later ones, in falling order; the first is the window's maximum."""
+    lows: tuple[ReplicasAt, ...] = ()
+    """Suggestions below all later ones, in rising order; the first is the window's minimum."""
+    changes: tuple[ReplicasAt, ...] = ()
+    """Recent changes of the number of engines."""
+    strain: Strain | None = None
+    full_since: float | None = None
+    """Time since which all requested engines are ready; None while some are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """The decided number of engines and its reason."""
+
+    replicas: int
+    reason: str
+    """Idle, Wake, Memory, Late, Bounds, Stabilizing, NotReady or Steady."""
+    message: str
+
+
+def decide_replicas(
+    policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
+) -> tuple[ScalingDecision, ScalingHistory]:
+    """Decide the number of engines of a pool.
+
+    Args:
+        policy: the pool's autoscaling.
+        history: the history that the last decision returned.
+        load: the load of the pool.
+        current: the number of engines that is requested now.
+        now: the time in seconds, on a monotonic clock.
+
+    Returns:
+        The decision, and the history for the next one.
+    """
+    history = _with_strain(policy, history, load, current, now)
+    if decision := _asleep(policy, load, current) or _idle(policy, load, current):
+        return decision, _changed(policy, history, decision.replicas - current, now)
+
+    demand = _demand(policy, history, load, current)
+    history = _suggested(policy, history, demand.replicas, now)
+    steady = _stabilised(policy, history, demand.replicas, current, now)
+    limited = _limited(policy, history, steady, current, now)
+
+    decision = _explained(policy, demand, limited, current)
+    return decision, _changed(policy, history, decision.replicas - current, now)
+
+
+def _asleep(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
+    """Decide about a pool that has no engine."""
+    least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas))
+    if current or least or policy.max_replicas == 0:
+        return None
+    if load.wanted:
+        return ScalingDecision(1, "Wake", f"{load.wanted} requests want an engine")
+    return ScalingDecision(0, "Idle", "the pool sleeps until a request comes")
+
+
+def _idle(policy: AutoscalingSpec, load: PoolLoad, current: int) -> ScalingDecision | None:
+    """Decide to put a pool to sleep that nobody uses."""
+    may_sleep = not policy.min_replicas and not policy.warm_spares
+    is_used = load.active or load.waiting or load.wanted or load.is_partial
+    if not (current and may_sleep) or is_used or load.idle_s < policy.idle_after:
+        return None
+    return ScalingDecision(0, "Idle", f"no request for {load.idle_s:.0f} s")
+
+
+def _demand(
+    policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int
+) -> ScalingDecision:
+    """Return the number of engines for the load, without regard to earlier decisions."""
+    if not load.ready or not load.capacity:
+        least = max(current, 1 if load.wanted else 0)
+        return ScalingDecision(least, "NotReady", "no engine is ready that could be measured")
+
+    target = policy.targets.kv_utilization
+    why = "Memory"
+    if history.strain and history.strain.share < target:
+        target = history.strain.share
+        why = "Late"
+
+    engine = load.capacity / load.ready
+    ratio = (load.claimed + load.waiting) / (engine * target)
+    present = max(0, current - policy.warm_spares)
+    need = max(1, math.ceil(ratio - 1e-9))
+    # Under strain one engine less or more is tried; otherwise small differences are noise.
+    if present and why == "Memory" and abs(ratio / present - 1) <= TOLERANCE:
+        need = present
+    if load.is_partial:
+        need = max(need, present)
+
+    share = (load.claimed + load.waiting) / load.capacity
+    message = f"predictions claim {share:.0%} of {load.ready} engines, {target:.0%} is wanted"
+    return ScalingDecision(need + policy.warm_spares, why, message)
+
+
+def is_strained(
+    policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, now: float
+) -> bool:
+    """Return whether requests are late although all requested engines are ready."""
+    if history.full_since is None or not load.capacity:
+        return False
+
+    settled_s = now - history.full_since
+    waits = load.queue_s > policy.targets.queue_wait and settled_s >= QUEUE_SETTLE_S
+    # More engines do not help where each has one request at most.
+    is_shared = load.active > load.ready
+    is_late = load.answered >= MIN_ANSWERS and load.late > LATE_SHARE * load.answered
+    return waits or (policy.targets.ttft and is_late and is_shared and settled_s >= LATE_WINDOW_S)
+
+
+def _with_strain(
+    policy: AutoscalingSpec, history: ScalingHistory, load: PoolLoad, current: int, now: float
+) -> ScalingHistory:
+    """Return the history with the time of full readiness and the strain of the current load."""
+    if not history.highs:
+        history = replace(history, highs=(ReplicasAt(now, current),))
+    since = history.full_since if history.full_since is not None else now
+    history = replace(history, full_since=since if load.ready >= current else None)
+
+    strain = history.strain
+    if strain and now - strain.at > STRAIN_KEPT_S:
+        strain = Strain(now, EASING * strain.share)
+    if is_strained(policy, history, load, now):
+        share = RELIEF * (load.claimed + load.waiting) / load.capacity
+        last_share = strain.share if strain else policy.targets.kv_utilization
+        lowest = MIN_SHARE * policy.targets.kv_utilization
+        strain = Strain(now, max(lowest, min(last_share, share)))
+
+    return replace(history, strain=strain)
+
+
+def _suggested(
+    policy: AutoscalingSpec, history: ScalingHistory, replicas: int, now: float
+) -> ScalingHistory:
+    """Return the history with a new suggestion, and without those that no window needs any more."""
+    moment = ReplicasAt(now, replicas)
+    return replace(
+        history,
+        highs=_window(
+            history.highs, moment, now - policy.scale_down.window, lambda r: r <= replicas
+        ),
+        lows=_window(history.lows, moment, now - policy.scale_up.window, lambda r: r >= replicas),
+    )
+
+
+def _window(
+    kept: tuple[ReplicasAt, ...], new: ReplicasAt, since: float, is_beaten: Callable[[int], bool]
+) -> tuple[ReplicasAt, ...]:
+    return (*(m for m in kept if m.at >= since and not is_beaten(m.replicas)), new)
+
+
+def _stabilised(
+    policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
+) -> int:
+    """Return the desired number, limited to the change on which the whole window agrees."""
+    if desired > current:
+        return max(current, min(m.replicas for m in history.lows))
+    return min(current, max(m.replicas for m in history.highs))
+
+
+def _limited(
+    policy: AutoscalingSpec, history: ScalingHistory, desired: int, current: int, now: float
+) -> int:
+    """Return the desired number, limited to one step from that at the start of the period."""
+    pace = policy.scale_up if desired > current else policy.scale_down
+    sign = 1 if desired > current else -1
+    done = sum(m.replicas for m in history.changes if m.at > now - pace.period)
+    before = current - (done if done * sign > 0 else 0)
+    step = max(pace.pods, math.ceil(before * pace.percent / 100))
+    if desired > current:
+        return max(current, min(desired, before + step))
+    return min(current, max(desired, before - step))
+
+
+def _bounded(policy: AutoscalingSpec, replicas: int) -> int:
+    """Return the number within the bounds of the pool; only an idle pool has no engine."""
+    least = max(policy.min_replicas, min(policy.warm_spares, policy.max_replicas), 1)
+    return min(policy.max_replicas, max(least, replicas))
+
+
+def _changed(
+    policy: AutoscalingSpec, history: ScalingHistory, delta: int, now: float
+) -> ScalingHistory:
+    if not delta:
+        return history
+    kept = now - max(policy.scale_up.period, policy.scale_down.period)
+    changes = (*(m for m in history.changes if m.at > kept), ReplicasAt(now, delta))
+    return replace(history, changes=changes, full_since=None)
+
+
+def _explained(
+    policy: AutoscalingSpec, demand: ScalingDecision, limited: int, current: int
+) -> ScalingDecision:
+    """Return the number of engines within the bounds, with its reason."""
+    allowed = _bounded(policy, limited)
+    if allowed != limited:
+        limits = f"{policy.min_replicas} to {policy.max_replicas} engines are allowed"
+        return ScalingDecision(allowed, "Bounds", f"{demand.message}; {limits}")
+
+    if allowed != demand.replicas:
+        more = f"{demand.replicas} engines would do for that"
+        return ScalingDecision(allowed, "Stabilizing", f"{demand.message}; {more}")
+
+    is_steady = allowed == current and demand.reason != "NotReady"
+    return ScalingDecision(allowed, "Steady" if is_steady else demand.reason, demand.message)

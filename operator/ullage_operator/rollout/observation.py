@@ -1,0 +1,105 @@
+"""The live objects and counts that a rollout depends on. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from ullage_operator.api import naming
+from ullage_operator.api.spec import Service
+from ullage_operator.conditions.conditions import workload_of
+from ullage_operator.rollout.analysis import CanarySample
+from ullage_operator.rollout.falls import EngineReport
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutObservation:
+    """The existing objects and counts that a service's rollout depends on."""
+
+    now: datetime
+    stateful_sets: Mapping[str, Manifest]
+    """The service's live StatefulSets, by name."""
+    stored_state: str | None
+    """The kept text of the state; None without one."""
+    is_state_readable: bool = True
+    """Whether the operator can read the kept state."""
+    may_begin: bool = True
+    """Whether the rollout queue admits a rollout that no edit of the service asks for."""
+    may_yield: bool = True
+    """Whether the service's next pod would get the room that another of its pods frees."""
+    routers: Manifest | None = None
+    """The routers' live Deployment."""
+    has_ending_routers: bool = False
+    """Whether replaced routers still terminate."""
+    is_edited: bool = True
+    """Whether somebody has edited the service since its status was last written."""
+    annotation: str = ""
+    """The annotation by which people steer the rollout."""
+    samples: Sequence[CanarySample] = ()
+    """The routers' counts of both sides."""
+    unanswered: Sequence[str] = ()
+    """Addresses of routers that did not answer with their counts, and the reasons."""
+    problem: str = ""
+    """Problem of the canary's pods; empty without one."""
+    is_stuck: bool = False
+    """Whether waiting cannot solve this problem."""
+    roomless_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which a canary's pods have found no room that an engine of their pool would free.
+
+    The pool is the key.
+    """
+    fetching: Mapping[str, str] = field(default_factory=dict)
+    """Why first engines wait for their model, by pool."""
+    engines: Sequence[EngineReport] = ()
+    """Restarts and worker losses of the engines of both sides."""
+
+
+def canary_name(service: Service, pool: str) -> str:
+    return naming.pool_name(service.name, naming.canary_pool(pool))
+
+
+def has_ready_engine(observation: RolloutObservation, name: str) -> bool:
+    return workload_of(name, 0, observation.stateful_sets.get(name)).ready > 0
+
+
+def is_canary_ready(observation: RolloutObservation, name: str, revision: str) -> bool:
+    """Return whether a canary's engines are ready, and none of another revision is left."""
+    return is_made_of(observation, name, revision) and has_ready_engine(observation, name)
+
+
+def is_settled(observation: RolloutObservation, name: str, size: int, revision: str) -> bool:
+    workload = workload_of(name, size, observation.stateful_sets.get(name))
+    is_full = workload.settled and workload.ready >= size
+    return is_full and is_made_of(observation, name, revision)
+
+
+def is_made_of(observation: RolloutObservation, name: str, revision: str) -> bool:
+    """Return whether all pods of a StatefulSet, ready or not, have a revision."""
+    if (live := observation.stateful_sets.get(name)) is None:
+        return False
+    made_of = (live["metadata"].get("annotations") or {}).get(naming.REVISION)
+    return made_of == revision and workload_of(name, live["spec"].get("replicas", 1), live).settled
+
+
+def canary_engines(
+    service: Service, observation: RolloutObservation, revision: str
+) -> list[EngineReport]:
+    """Return a canary's engines that have the revision."""
+    engines = []
+    for engine in observation.engines:
+        name = naming.pool_name(service.name, engine.pool)
+        if not naming.is_canary_pool(engine.pool) or not is_made_of(observation, name, revision):
+            continue
+        # Pods and StatefulSets have separate watches, so a pod of an earlier canary may still be in
+        # the cache.
+        made_of = observation.stateful_sets[name].get("status", {}).get("updateRevision", "")
+        if not made_of or engine.pod_revision in ("", made_of):
+            engines.append(engine)
+    return engines
+
+
+def stable_engines(observation: RolloutObservation) -> list[EngineReport]:
+    """Return the engines that are not the canary's."""
+    return [each for each in observation.engines if not naming.is_canary_pool(each.pool)]

@@ -1,0 +1,195 @@
+"""The release of engines: the part of a spec that their pods are made of, as plain data. Pure.
+
+A release has the image that is really used, and every section of the spec that engine pods are made
+of. The release of the stable engines is laid over the present spec. So all other fields of the spec
+(replicas, routing, tenants) apply to them at once, and a field that a newer operator adds takes its
+default instead of looking like a change.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ullage_common.config.engine import ProfilingSection
+from ullage_operator.api.parsing import to_spec
+from ullage_operator.api.pool_defaults import with_pod_template
+from ullage_operator.api.section_reader import to_api
+from ullage_operator.api.sections import USER, SecurityContext
+from ullage_operator.api.settings import Settings
+from ullage_operator.api.spec import Service
+from ullage_operator.manifests.engine_choice import engine_image
+
+Release = dict[str, Any]
+ENGINE_TLS = "engineTLS"
+"""Name of `tls.engines` in a release.
+
+While it changes, engines with TLS and in plaintext both serve, and routers speak both.
+"""
+SECTIONS = (
+    "image",
+    "engine",
+    "vllm",
+    "adapterClaims",
+    "model",
+    "modelPullPolicy",
+    "s3",
+    "device",
+    "memory",
+    "batching",
+    "limits",
+    "degrade",
+    "allowFaultInjection",
+    ENGINE_TLS,
+)
+"""Sections of the spec in a release.
+
+Adapters are left out, because engines load and unload them while they serve. Tickets, service
+accounts and pull secrets are left out, because both sides must have the same.
+"""
+SAME_ANSWERS = ("batching", "limits", ENGINE_TLS)
+"""Sections that change the speed, amount and transport of answers, but not their content."""
+SECRET_NAME = "secretName"
+_SIZES = ("engine", "model", "device", "memory")
+"""Sections that determine the default CPU and memory requests of engines."""
+_MERGED = ("model", "vllm", "memory", "batching", "limits", "degrade", "parallelism", "modelCache")
+_MERGED_BELOW = ("tiers", "host", "remote", "file")
+"""Sections with fields of the API, and the sections below them; people fill all other maps."""
+NOT_OF_A_POOL = ("role", "replicas", "autoscaling", "persistentVolumeClaimRetentionPolicy")
+
+
+def release_of(service: Service, settings: Settings) -> Release:
+    """Return the release that a service's spec asks for."""
+    spec = to_api(service.spec)
+    spec[ENGINE_TLS] = spec["tls"]["engines"]
+    chosen = {name: spec[name] for name in SECTIONS}
+    chosen["image"] = engine_image(service.spec, settings)
+    pools = {name: _of_release(pool) for name, pool in spec["pools"].items()}
+    return chosen | {"pools": pools}
+
+
+def _of_release(pool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a pool that engines depend on; the warming of their cache is left
+    out."""
+    cache = _without(pool["modelCache"], ("warm",))
+    return _without(pool, NOT_OF_A_POOL) | {"modelCache": cache}
+
+
+def shared_hash(service: Service) -> str:
+    """Return a hash of the fields of engine pods outside their release, to detect edits.
+
+    Unset fields are left out, so that a field that a newer operator adds is no edit.
+    """
+    spec = service.spec
+    tracing = spec.observability.tracing
+    profiling = spec.observability.profiling
+    fields = {
+        "imagePullSecrets": [secret.name for secret in spec.image_pull_secrets],
+        "logLevel": spec.observability.log_level,
+        "securityContext": _security(spec.security_context),
+        "serviceAccount": spec.service_account.name,
+        "profiling": [profiling.enabled, profiling.nvtx] if profiling != ProfilingSection() else [],
+        "tracing": tracing and [tracing.endpoint, tracing.protocol, tracing.sample_percent / 100],
+        "tickets": spec.tickets and [spec.tickets.secret_name, spec.tickets.required],
+    }
+    return _hash({name: value for name, value in fields.items() if value})
+
+
+def _security(context: SecurityContext) -> list[int | None]:
+    """Return the user and groups of pods; empty where they are the default."""
+    chosen = [context.run_as_user, context.run_as_group, context.fs_group]
+    return [] if chosen == [USER] * len(chosen) else chosen
+
+
+def overlaid(target: Release, release: Mapping[str, Any]) -> Release:
+    """Return a release with exactly the fields of the target.
+
+    Fields that the release lacks take the target's values. Pools that the release lacks are new, so
+    they are the target's.
+    """
+    sections = {
+        name: _merged(name, target[name], release.get(name, target[name])) for name in SECTIONS
+    }
+    pools = {name: with_pod_template(pool) for name, pool in release.get("pools", {}).items()}
+    kept = {
+        name: {
+            key: _merged(key, value, pools.get(name, {}).get(key, value))
+            for key, value in own.items()
+        }
+        for name, own in target["pools"].items()
+    }
+    return sections | {"pools": kept}
+
+
+def _merged(name: str, target: Any, value_before: Any) -> Any:
+    """Return a section of a release with the fields of the present spec."""
+    if name == ENGINE_TLS and target and value_before:  # only routers read its other fields
+        return {**target, SECRET_NAME: value_before[SECRET_NAME]}
+    if name in (*_MERGED, *_MERGED_BELOW) and target and value_before:
+        return {
+            field: _merged(field, value, value_before.get(field, value))
+            if field in _MERGED_BELOW
+            else value_before.get(field, value)
+            for field, value in target.items()
+        }
+    return value_before
+
+
+def is_same(target: Release, release: Mapping[str, Any]) -> bool:
+    """Return whether two releases have the same pools and agree in all fields that both have."""
+    return target["pools"].keys() == release["pools"].keys() and overlaid(target, release) == target
+
+
+def changed_pools(target: Release, release: Release) -> list[str]:
+    """Return the pools whose engines differ; all pools if a section that they share differs."""
+    if any(target[name] != release[name] for name in SECTIONS):
+        return list(target["pools"])
+    return [name for name, own in target["pools"].items() if own != release["pools"][name]]
+
+
+def alike_pools(target: Release, release: Release) -> tuple[str, ...]:
+    """Return the pools whose engines request the same of a node in both releases."""
+    if any(target[name] != release[name] for name in _SIZES):
+        return ()
+    pools = release["pools"]
+    return tuple(name for name, own in target["pools"].items() if own == pools[name])
+
+
+def changes_answers(target: Release, release: Release) -> bool:
+    """Return whether engines of two releases may answer the same request differently."""
+    sections = [name for name in SECTIONS if name not in SAME_ANSWERS]
+    pools = release["pools"]
+    return any(target[name] != release[name] for name in sections) or any(
+        own != pools[name] for name, own in target["pools"].items()
+    )
+
+
+def has_other_image_only(target: Release, release: Release) -> bool:
+    """Return whether two releases differ in nothing but their image."""
+    is_other = bool(target["image"] != release["image"])
+    return is_other and not changed_pools(target | {"image": release["image"]}, release)
+
+
+def with_release(service: Service, release: Release) -> Service:
+    """Return the service with the engines of a release."""
+    spec = to_api(service.spec)
+    pools = {name: pool | release["pools"][name] for name, pool in spec["pools"].items()}
+    chosen = {name: release[name] for name in SECTIONS if name != ENGINE_TLS}
+    chosen["tls"] = spec["tls"] | {"engines": release[ENGINE_TLS]}
+    return msgspec.structs.replace(service, spec=to_spec(spec | chosen | {"pools": pools}))
+
+
+def revision_of(release: Mapping[str, Any]) -> str:
+    """Return the revision of a release: a short hash."""
+    return _hash(release)
+
+
+def _hash(fields: Mapping[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _without(section: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if name not in names}
