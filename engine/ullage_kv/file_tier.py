@@ -16,10 +16,11 @@ from pathlib import Path
 
 from ullage_kv.file_io import FULL_ERRORS, Calls, Entry, FileTierError, Leftovers, SlotFile
 from ullage_kv.file_queue import NAME, Batch, Deadlines, Job, Lane
+from ullage_kv.futures import done
 from ullage_kv.index import SlotIndex, SlotRef
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import Breaker, TierCounter, TierStats, Transfer, done
+from ullage_kv.tier import Breaker, TierCounter, TierStats, Transfer
 
 log = logging.getLogger(__name__)
 

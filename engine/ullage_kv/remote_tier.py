@@ -23,10 +23,11 @@ import xxhash
 from ullage.kv.v1 import kv_pb2 as pb
 from ullage_common.wire.channels import NO_RECORDS, addresses, is_address
 from ullage_common.wire.tls import Material
+from ullage_kv.futures import all_done, done
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.peer import MAX_KEYS, REMOTE, Identity, Peer
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import TierCounter, TierStats, Transfer, done
+from ullage_kv.tier import TierCounter, TierStats, Transfer
 
 MAX_HINTS = 1 << 16
 """Most blocks whose peers are remembered."""
@@ -197,31 +198,31 @@ class RemoteTier:
                 return done(None)
             self._num_looks += 1
         parts = [asked[start : start + MAX_KEYS] for start in range(0, len(asked), MAX_KEYS)]
-        finished = Future[None]()
-        countdown = itertools.count(1)
+        answered = all_done(
+            [self._ask(peer, part) for peer, part in itertools.product(peers, parts)]
+        )
+        answered.add_done_callback(self._end_look)
+        return answered
 
-        def count() -> None:
-            if next(countdown) == len(peers) * len(parts):
-                with self._lock:
-                    self._num_looks -= 1
-                finished.set_result(None)
+    def _end_look(self, _: object) -> None:
+        with self._lock:
+            self._num_looks -= 1
 
-        for peer, part in itertools.product(peers, parts):
-            self._ask(peer, part, count)
-        return finished
+    def _ask(self, peer: Peer, keys: Sequence[bytes]) -> "Future[None]":
+        """Ask a peer which blocks it has, unless its circuit breaker is open; return a future that
+        is done when the hints have the answer."""
+        if not peer.breaker.allows():
+            return done(None)
 
-    def _ask(self, peer: Peer, keys: Sequence[bytes], on_end: Callable[[], None]) -> None:
-        """Ask a peer for blocks, unless it is left alone."""
+        answered = Future[None]()
 
         def learn(held: list[bool]) -> None:
             if held:
                 self._hints.learn(peer.address, keys, held)
-            on_end()
+            answered.set_result(None)
 
-        if peer.breaker.allows():
-            peer.look(keys, self._look_s, learn)
-        else:
-            on_end()
+        peer.look(keys, self._look_s, learn)
+        return answered
 
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         return [bool(self._holders(key)) for key in keys]
@@ -444,7 +445,7 @@ class RemoteTier:
             for peer in list(self._peers.values()):
                 peer.close_retired(self._deadline_s)
                 if not peer.instance or peer.breaker.is_open:
-                    self._ask(peer, [], lambda: None)
+                    self._ask(peer, [])
             logged = self._log_peers(logged)
             self._closing.wait(self._resolve_s)
 

@@ -7,24 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from ullage_kv.results import Result, Status
-
-Value = TypeVar("Value")
 
 MAX_FAILURES = 3
 """Failures in a row after which a tier, or a peer, is left alone."""
 PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 """Seconds for which it is left alone at first, and at most."""
-
-
-def done(value: Value) -> "Future[Value]":
-    """Return a future that has its result."""
-    future = Future[Value]()
-    future.set_result(value)
-    return future
 
 
 class Transfer(NamedTuple):

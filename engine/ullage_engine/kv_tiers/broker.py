@@ -7,7 +7,6 @@ computing it (`loads`).
 """
 
 import logging
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -31,8 +30,10 @@ from ullage_engine.protocol.messages import (
     KvWritten,
 )
 from ullage_kv import Block, Result, Status, Store, block_keys, part_key
+from ullage_kv.futures import Steps, all_done, run
 from ullage_kv.index import SlotRef
-from ullage_kv.store import DEADLINE_S, HOST
+from ullage_kv.results import HOST
+from ullage_kv.store import DEADLINE_S
 
 log = logging.getLogger("ullage.engine.kv")
 
@@ -166,12 +167,16 @@ class KvBroker:
         if beginning.looking.done():
             return self._prefetch(name, beginning, keys, starts_at)
 
-        def begin() -> None:
-            if self._beginnings.get(name) is beginning and beginning.tiers is None:
-                self._prefetch(name, beginning, keys, starts_at)
-
-        beginning.looking.add_done_callback(lambda _: self._call_soon(begin))
+        run(self._prefetch_when_known(name, beginning, keys, starts_at), self._call_soon)
         return len(keys)
+
+    def _prefetch_when_known(
+        self, request_id: str, beginning: _Beginning, keys: list[bytes], starts_at: float
+    ) -> Steps:
+        """Prefetch a beginning once the tiers are looked up, unless the worker asks first."""
+        yield beginning.looking
+        if self._beginnings.get(request_id) is beginning and beginning.tiers is None:
+            self._prefetch(request_id, beginning, keys, starts_at)
 
     def _look(self, keys: list[bytes]) -> "Future[None]":
         """Find out what tiers have of a beginning. Which window blocks it takes depends on how
@@ -309,7 +314,7 @@ class KvBroker:
                     del self._reserved[slot]
                     self._lease.abort(SlotRef(slot.slot, slot.generation))
             case KvWanted() if message.is_rest or not self._computes_beside_loads:
-                self._answer_when_loaded(message)
+                run(self._answer_when_loaded(message), self._call_soon)
             case KvWanted():
                 self._answer_at_once(message)
             case KvRead(number=number, num_blocks=num_blocks):
@@ -368,41 +373,32 @@ class KvBroker:
                 more_from = beginning.first
         self._answer(wanted, beginning, refs, windows, more_from)
 
-    def _answer_when_loaded(self, wanted: KvWanted) -> None:
-        """Answer when all that is wanted is in shared memory, or does not come."""
+    def _answer_when_loaded(self, wanted: KvWanted) -> Steps:
+        """Answer when all wanted blocks are in shared memory, or do not come."""
         lease = self._lease
         beginning = self._ask(wanted)
 
-        def answer(first: int = 0, end: int = 0) -> None:
-            if lease is not self._lease:
-                return  # The worker that asked is gone.
+        yield beginning.looking
+        if lease is not self._lease:
+            return  # The worker that asked is gone.
+        tiers = self._lookup(wanted.keys)
+        if beginning.tiers is None or not wanted.is_rest:
+            here = wanted.first if wanted.is_rest else None
+            self._decide(wanted.request_id, beginning, wanted.keys, tiers, here)
+
+        if wanted.is_rest and beginning.first > wanted.first:
+            # The worker asked before the tiers were looked up. It computes the blocks before.
             refs, windows = self._pin_beginning(wanted)
-            first = max(first, wanted.first + len(refs))
-            more_from = first if first < end else None
+            first = max(beginning.first, wanted.first + len(refs))
+            more_from = first if first < len(tiers) else None
             self._answer(wanted, beginning, refs, windows, more_from)
+            return
 
-        def load() -> None:
-            if lease is not self._lease:
-                return
-            tiers = self._lookup(wanted.keys)
-            if beginning.tiers is None or not wanted.is_rest:
-                here = wanted.first if wanted.is_rest else None
-                self._decide(wanted.request_id, beginning, wanted.keys, tiers, here)
-            if wanted.is_rest and beginning.first > wanted.first:
-                # It was asked for before tiers were looked at; what is before that is computed.
-                answer(beginning.first, len(tiers))
-                return
-            loads = self._load_wanted(wanted, beginning.first, tiers)
-            pending = [each for each in loads if not each.done()]
-            if pending:
-                _when_done(pending, lambda: self._call_soon(answer))
-            else:
-                answer()
-
-        if beginning.looking.done():
-            load()
-        else:
-            beginning.looking.add_done_callback(lambda _: self._call_soon(load))
+        yield all_done(self._load_wanted(wanted, beginning.first, tiers))
+        if lease is not self._lease:
+            return
+        refs, windows = self._pin_beginning(wanted)
+        self._answer(wanted, beginning, refs, windows, None)
 
     def _load_wanted(self, wanted: KvWanted, first: int, tiers: list[str]) -> list[Future[Any]]:
         """Begin to load the blocks from `first` on that tiers have, for which a request waits."""
@@ -490,20 +486,3 @@ class KvBroker:
 def _num_in_host(tiers: list[str]) -> int:
     """Return how many of the first blocks are in shared memory."""
     return next((n for n, tier in enumerate(tiers) if tier != HOST), len(tiers))
-
-
-def _when_done(futures: list[Future[Any]], then: Callable[[], object]) -> None:
-    """Call a function once, when all futures are done, in the thread of the last one."""
-    lock = threading.Lock()
-    num_pending = len(futures)
-
-    def count(_: "Future[Any]") -> None:
-        nonlocal num_pending
-        with lock:
-            num_pending -= 1
-            is_last = not num_pending
-        if is_last:
-            then()
-
-    for future in futures:
-        future.add_done_callback(count)

@@ -11,7 +11,8 @@ from typing import Any
 
 from ullage_engine.kv_tiers.cost import ComputeSpeed, LoadSpeed, Needed, seconds_to_load, split
 from ullage_kv import Result, Status, Store
-from ullage_kv.store import HOST
+from ullage_kv.futures import Steps, run
+from ullage_kv.results import HOST
 
 _FIRST_PART = 8
 """Share of a load, one of so many, that is loaded before the rest of it to learn what loads of
@@ -156,20 +157,18 @@ class Loads:
 
     def _load_from(self, tier: str, keys: list[bytes], longest_s: float) -> "Future[Any]":
         """Begin a load, its first part before the others where all loads had one size."""
-        ends_at = self._clock() + longest_s
         self._due |= dict.fromkeys(keys, self._clock() + self._predict(tier)(len(keys)))
         num_first = len(keys) // _FIRST_PART if self.speed(tier).is_of_one_size else 0
         if not num_first:
             return self._fetch(tier, keys, longest_s)
-        everything = Future[None]()
+        return run(self._load_in_two(tier, keys, num_first, longest_s), self._call_soon)
 
-        def load_rest() -> None:
-            rest = self._fetch(tier, keys[num_first:], ends_at - self._clock(), keys[num_first - 1])
-            rest.add_done_callback(lambda _: everything.set_result(None))
-
-        first = self._fetch(tier, keys[:num_first], longest_s)
-        first.add_done_callback(lambda _: self._call_soon(load_rest))
-        return everything
+    def _load_in_two(self, tier: str, keys: list[bytes], num_first: int, longest_s: float) -> Steps:
+        """Load the first blocks, then the rest in the seconds that remain."""
+        ends_at = self._clock() + longest_s
+        yield self._fetch(tier, keys[:num_first], longest_s)
+        remaining_s = ends_at - self._clock()
+        yield self._fetch(tier, keys[num_first:], remaining_s, keys[num_first - 1])
 
     def _fetch(
         self, tier: str, keys: list[bytes], longest_s: float, before: bytes | None = None

@@ -21,7 +21,7 @@ from ullage_engine.protocol.messages import (
     SamplingParams,
 )
 from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer, block_keys, part_key
-from ullage_kv.tier import done
+from ullage_kv.futures import done
 
 SPACE = bytes(32)
 BLOCK = 16

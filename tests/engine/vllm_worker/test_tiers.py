@@ -21,7 +21,7 @@ from ullage_engine.protocol.messages import (
 )
 from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
 from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer
-from ullage_kv.tier import done
+from ullage_kv.futures import done
 
 BLOCK = 4
 NUM_BLOCKS = 12
