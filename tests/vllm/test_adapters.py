@@ -20,7 +20,7 @@ from ullage_engine.protocol.messages import (
     RequestFailed,
     SamplingParams,
 )
-from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.server.worker_env import vllm_env
 from ullage_engine.vllm_worker.adapters import slot_bytes
 
 from .conftest import vllm_config

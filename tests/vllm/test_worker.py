@@ -21,7 +21,7 @@ from ullage.inference.v1 import inference_pb2 as pb
 from ullage_engine.protocol.errors import WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Cancel, EngineRequest, Ready, SamplingParams
 from ullage_engine.server.grammar import grammar_text
-from ullage_engine.server.worker_process import vllm_env
+from ullage_engine.server.worker_env import vllm_env
 from ullage_engine.tokenizer.tokenizer import ModelTokenizer, load_tokenizer
 
 from .conftest import vllm_config

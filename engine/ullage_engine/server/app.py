@@ -46,14 +46,16 @@ from ullage_engine.model_loader.files import check_files
 from ullage_engine.model_loader.source import ModelFiles, resolve_source
 from ullage_engine.protocol.errors import WeightsError, one_line
 from ullage_engine.server.adapters import AdapterSet
-from ullage_engine.server.health import EngineStatus, HeadroomService, RestartPolicy
+from ullage_engine.server.headroom import HeadroomService
+from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import Journal, TierHit
 from ullage_engine.server.metrics import EngineMetrics
+from ullage_engine.server.restart_policy import RestartPolicy
+from ullage_engine.server.server_link import EndpointError
 from ullage_engine.server.service import AdminService, InferenceService, TokenizerBundle
 from ullage_engine.server.supervisor import GaveUpError, StartError, WorkerLaunch, WorkerSupervisor
 from ullage_engine.server.threads import in_daemon
 from ullage_engine.server.tickets import TicketVerifier
-from ullage_engine.server.worker_process import EndpointError
 from ullage_engine.tokenizer.detokenizer import TokenBytes
 from ullage_engine.tokenizer.tokenizer import TokenizerError, load_tokenizer
 from ullage_kv import ArenaError

@@ -58,7 +58,8 @@ from ullage_engine.protocol.messages import (
     ToServer,
 )
 from ullage_engine.server.adapters import WorkerEndedError
-from ullage_engine.server.health import EngineStatus, HangDetector, RestartPolicy
+from ullage_engine.server.hang_detector import HangDetector
+from ullage_engine.server.health import EngineStatus
 from ullage_engine.server.journal import (
     Journal,
     JournalEntry,
@@ -67,14 +68,9 @@ from ullage_engine.server.journal import (
     submissions,
 )
 from ullage_engine.server.metrics import EngineMetrics
-from ullage_engine.server.worker_process import (
-    ChildProcess,
-    ServerLink,
-    StandbyWorker,
-    WorkerHandle,
-    clear_endpoints,
-    endpoint,
-)
+from ullage_engine.server.restart_policy import RestartPolicy
+from ullage_engine.server.server_link import ServerLink, clear_endpoints, endpoint
+from ullage_engine.server.worker_process import ChildProcess, StandbyWorker, WorkerHandle
 from ullage_kv import FileTierError
 
 log = logging.getLogger("ullage.engine.supervisor")

@@ -33,7 +33,7 @@ from ullage_common.process.config_file import ConfigError, read_file
 from ullage_engine.model_loader.source import is_of_bucket, model_version, resolve_source
 from ullage_engine.protocol.errors import GROUP_LOST, WeightsError, WorkerStartError
 from ullage_engine.protocol.messages import Loading
-from ullage_engine.server.worker_process import launch_env, vllm_env
+from ullage_engine.server.worker_env import launch_env, vllm_env
 from ullage_engine.vllm_worker.arguments import Node
 from ullage_engine.vllm_worker.follower_health import FollowerHealth
 from ullage_engine.worker.loop import Report

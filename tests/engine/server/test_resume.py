@@ -23,11 +23,11 @@ from ullage_common.config.engine import EngineConfig
 from ullage_common.wire.errors import from_rpc_error
 from ullage_engine.protocol.errors import HOST_SHORT, MEMORY_SHORT, OUT_OF_MEMORY
 from ullage_engine.server.app import AppError
-from ullage_engine.server.health import RestartPolicy
 from ullage_engine.server.journal import JournalEntry
 from ullage_engine.server.metrics import EngineMetrics
+from ullage_engine.server.restart_policy import RestartPolicy
+from ullage_engine.server.server_link import EndpointError
 from ullage_engine.server.supervisor import GaveUpError
-from ullage_engine.server.worker_process import EndpointError
 
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
 

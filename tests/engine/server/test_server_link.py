@@ -20,7 +20,7 @@ from ullage_engine.protocol.messages import (
     Submit,
     ToWorker,
 )
-from ullage_engine.server.worker_process import ServerLink
+from ullage_engine.server.server_link import ServerLink
 
 
 class Client:

@@ -27,7 +27,7 @@ from ullage_common.process.addresses import listen
 from ullage_engine import main as engine_main
 from ullage_engine.protocol.errors import GROUP_LOST, WorkerStartError
 from ullage_engine.protocol.messages import Loading
-from ullage_engine.server.worker_process import launch_env, vllm_env
+from ullage_engine.server.worker_env import launch_env, vllm_env
 from ullage_engine.vllm_worker.__main__ import main
 from ullage_engine.vllm_worker.follower_health import HUNG_AFTER_S, FollowerHealth
 from ullage_engine.vllm_worker.group import Connection, Leader, Roster, Start, lead
