@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ullage_common.process.memory import OomKills
 from ullage_engine.protocol.messages import Loading, Ready, StateReport, StepDone, ToServer
@@ -109,6 +109,53 @@ class StandbyWorker:
         self._socket.close()
         self._process.kill()
         await self._process.wait()
+
+
+class Standby:
+    """Keeps a worker ready to be the next one, and replaces it when it is lost."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._worker: StandbyWorker | None = None
+        self._start_at = 0.0
+        """When the next one may be started."""
+
+    async def keep(self, command: Callable[[], Sequence[str]], env: Mapping[str, str]) -> None:
+        """Start a worker if none stands by, and end one that cannot take over. Call it
+        regularly.
+
+        Args:
+            command: returns the command line of the next worker.
+            env: its environment, on top of this process's.
+        """
+        now = time.monotonic()
+        if self._worker is None and now >= self._start_at:
+            self._start_at = now + self._policy.max_backoff_s
+            try:
+                self._worker = StandbyWorker(command(), env, self._policy.standby_import_s)
+            except OSError as error:
+                log.warning("no worker can be started to stand by: %s", error)
+        elif self._worker is not None and (reason := self._worker.failure()):
+            log.warning("the worker that stood by is lost", extra={"reason": reason})
+            await self.close()
+
+    async def take(self) -> ChildProcess | None:
+        """Let the worker that stands by go on as the worker; None: there is none."""
+        worker = self._worker
+        if worker is None:
+            return None
+        if worker.failure():
+            await self.close()
+            return None
+        self._worker = None
+        return worker.begin()
+
+    async def close(self) -> None:
+        """End the worker that stands by, if any."""
+        worker = self._worker
+        self._worker = None
+        if worker is not None:
+            await worker.close()
 
 
 class WorkerHandle:
