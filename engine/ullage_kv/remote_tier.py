@@ -1,8 +1,9 @@
 """The tier in the host memory of other engines: blocks are read from peers, and copied to one.
 
-Which peer has a block is a hint: `look` asks all peers, and `holds` answers from what they said.
-The truth is what a peer pins right before it is read. A peer that is dead, slow or wrong costs the
-deadline of a call a few times, and is then left alone until it answers a look-up again.
+The tier keeps hints about which peer has a block: `look` asks all peers, and `holds` answers from
+the hints. A read asks the peer to pin its blocks first, which decides. A peer that is dead, slow or
+wrong costs a few calls their deadline. Then its circuit breaker opens, until the peer answers a
+look-up again.
 """
 
 import itertools
@@ -32,25 +33,28 @@ from ullage_kv.tier import TierCounter, TierStats, Transfer
 MAX_HINTS = 1 << 16
 """Most blocks whose peers are remembered."""
 HINT_S = 30.0
-"""Seconds for which it counts that a peer has said to have a block."""
+"""Seconds for which a hint is valid."""
 LOOK_SHARE = 4
-"""A look-up, for which a request waits, may take the deadline divided by this."""
+"""A look-up, for which a request waits, takes at most the deadline divided by this."""
 RESOLVE_S = 5.0
-"""Seconds between two times that names are resolved and silent peers are tried."""
+"""Seconds between two times that names are resolved and silent peers are asked."""
 MAX_LOADS = 16
-"""Most loads at a time."""
+"""Most loads that run at a time."""
 MAX_LOOKS = 64
-"""Most look-ups at a time."""
+"""Most look-ups that run at a time."""
 MAX_QUEUED = 256
-"""Most blocks that wait to be copied to a peer; they are pinned meanwhile."""
+"""Most blocks that wait to be copied to a peer. They are pinned meanwhile."""
 BATCH_BYTES = 32 << 20
 """Bytes after which a batch of copies is sent."""
+
+_NOT_THERE = {Status.MISS, Status.CORRUPT}
+"""Results by which a hint was wrong."""
 
 log = logging.getLogger(__name__)
 
 
 class Hints:
-    """Which peer is said to have which block: bounded, and each for a while only."""
+    """Hints about which peers have which blocks, bounded in number and in time."""
 
     def __init__(
         self,
@@ -68,7 +72,7 @@ class Hints:
         return len(self._until)
 
     def learn(self, peer: str, keys: Iterable[bytes], held: Iterable[bool]) -> None:
-        """Take up what a peer said of blocks."""
+        """Record a peer's answer about blocks."""
         until = self._clock() + self._ttl_s
         with self._lock:
             for key, is_held in zip(keys, held, strict=True):
@@ -83,13 +87,13 @@ class Hints:
                 self._until.popitem(last=False)
 
     def peers(self, key: bytes) -> list[str]:
-        """Names the peers that have the block, as far as is known."""
+        """Return the addresses of the peers that are said to have the block."""
         now = self._clock()
         with self._lock:
             return [peer for peer, until in self._until.get(key, {}).items() if now < until]
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop all that is known of blocks."""
+        """Drop the hints about blocks."""
         with self._lock:
             for key in keys:
                 self._until.pop(key, None)
@@ -97,18 +101,18 @@ class Hints:
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """One peer, for people."""
+    """The state of one peer, for people."""
 
     address: str
     is_self: bool
     is_left_alone: bool
     free_blocks: int
     problem: str
-    """Why it was not reached last; empty: it was."""
+    """Why the last call to it failed; empty: it did not."""
 
 
 class _Copies(NamedTuple):
-    """Blocks to copy to a peer, all or some of what one caller saves."""
+    """The blocks of one call of `save`, which wait to be copied to a peer."""
 
     transfers: Sequence[Transfer]
     future: "Future[list[Result]]"
@@ -135,15 +139,16 @@ class RemoteTier:
     ) -> None:
         """
         Args:
-            targets: `host:port` of peers; a name may have several addresses, and be resolved to
-                others later.
-            namespace: that of the keys; peers with another one refuse.
+            targets: `host:port` of peers. A name may have several addresses, which may change.
+            namespace: that of the keys. Peers with another one refuse.
+            block_bytes: size of every block.
             instance: `KVStoreService.instance` of this process, to recognise itself by.
             deadline_s: most seconds of one load, and of one batch of copies.
-            look_s: most seconds of a look-up; None: a quarter of the deadline.
             copies: whether blocks are copied to a peer at all.
             server_name: name that the peers' certificates have; empty: the host of their target.
             material: returns the newest certificate to show; None: peers speak plaintext.
+            look_s: most seconds of a look-up; None: a quarter of the deadline.
+            resolve_s: seconds between two times that names are resolved.
         """
         self._targets = targets
         geometry = pb.Geometry(namespace=namespace, block_bytes=block_bytes)
@@ -160,10 +165,11 @@ class RemoteTier:
         self._removed: OrderedDict[bytes, None] = OrderedDict()
         self._removed_chains = set[bytes]()
         self._is_distrusted = False
-        """Whether nothing of peers is read for now."""
+        """Whether no block is read from peers for now."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._num_loads = self._num_looks = 0
+        self._num_loads = 0
+        self._num_looks = 0
         self._loads = ThreadPoolExecutor(MAX_LOADS, "kv-remote")
         self._queue: deque[_Copies] = deque()
         self._queued: set[bytes] = set()
@@ -228,14 +234,14 @@ class RemoteTier:
         return [bool(self._holders(key)) for key in keys]
 
     def _holders(self, key: bytes) -> list[Peer]:
-        """List the peers that are said to have a block, those that are left alone excepted."""
+        """Return the peers that are said to have a block and whose circuit breaker is closed."""
         if self._is_removed(key):
             return []
         peers = [self._peers.get(address) for address in self._hints.peers(key)]
         return [peer for peer in peers if peer is not None and not peer.breaker.is_open]
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Never reads these blocks again: a peer may have a copy of what was damaged here."""
+        """Never read these blocks again: a peer may have a copy of a block that is damaged here."""
         self._hints.forget(keys)
         with self._lock:
             self._removed.update(dict.fromkeys(keys))
@@ -243,8 +249,10 @@ class RemoteTier:
                 self._removed.popitem(last=False)
 
     def remove_chains(self, chains: Collection[bytes] | None) -> None:
-        """Never reads blocks of these chains again, of which peers may have copies; None: reads
-        nothing until `trust` is called."""
+        """Never read blocks of these chains again, since peers may have copies of damaged ones.
+
+        None: no block is read until `trust` is called.
+        """
         with self._lock:
             is_new = chains is None and not self._is_distrusted
             self._is_distrusted = self._is_distrusted or is_new
@@ -256,8 +264,8 @@ class RemoteTier:
             )
 
     def trust(self) -> None:
-        """Reads from peers again after all chains were removed, as when whoever damaged them is
-        gone. Chains and blocks that were removed by name are not read again."""
+        """Read from peers again after all chains were removed, as when the worker that damaged
+        blocks is gone. Chains and blocks that were removed by key are not read again."""
         with self._lock:
             was_distrusted = self._is_distrusted
             self._is_distrusted = False
@@ -289,7 +297,7 @@ class RemoteTier:
         try:
             with self._counter.reading:
                 self._read(transfers, results, ends_at)
-        except Exception as error:  # what waits for the results must get some
+        except Exception as error:  # the callers wait for results
             log.exception("load failed")
             failed = Result(Status.ERROR, self.name, error=repr(error))
             results = [each if each.status is Status.HIT else failed for each in results]
@@ -300,7 +308,7 @@ class RemoteTier:
         return results
 
     def _read(self, transfers: Sequence[Transfer], results: list[Result], ends_at: float) -> None:
-        """Reads from the peers that have most of what is missing, one after the other."""
+        """Read from one peer after the other, those with most of the missing blocks first."""
         tried = set[str]()
         missing = list(range(len(transfers)))
         while missing:
@@ -364,7 +372,7 @@ class RemoteTier:
             transfers = [transfer for copies in batch for transfer in copies.transfers]
             try:
                 results = self._copy(transfers)
-            except Exception as error:  # what is pinned must be let go
+            except Exception as error:  # blocks are pinned until they have results
                 log.exception("copies failed")
                 results = [Result(Status.ERROR, self.name, error=repr(error))] * len(transfers)
             self._counter.saved(results)
@@ -377,7 +385,7 @@ class RemoteTier:
                 start = end
 
     def _next_batch(self) -> list[_Copies]:
-        """Wait for blocks to copy; empty: the tier is closed, and nothing waits any more."""
+        """Wait for blocks to copy; return an empty list once the tier is closed and none wait."""
         batch = list[_Copies]()
         num_bytes = 0
         with self._has_copies:
@@ -410,8 +418,10 @@ class RemoteTier:
         return results
 
     def _peer_for(self, transfer: Transfer) -> Peer | None:
-        """Chooses the peer with the block before this one, else the one with the most room; where
-        no room is free, peers take chains in equal shares."""
+        """Return the peer with the block before this one, else the peer with the most free slots.
+
+        If no peer has free slots, chains are shared out equally by rendezvous hashing.
+        """
         usable = self._usable()
         if transfer.parent is not None:
             before = set(self._hints.peers(transfer.parent))
@@ -424,7 +434,7 @@ class RemoteTier:
         return max(usable, key=rank, default=None)
 
     def _usable(self) -> list[Peer]:
-        """List the peers that are known to be others, and are not left alone."""
+        """Return the peers that are other processes and whose circuit breaker is closed."""
         return [
             peer
             for peer in list(self._peers.values())
@@ -450,8 +460,7 @@ class RemoteTier:
             self._closing.wait(self._resolve_s)
 
     def _log_peers(self, before: Sequence[PeerState]) -> list[PeerState]:
-        """Says in one line which peers there are and which are left alone, if that is not as it
-        was; returns what it is."""
+        """Log the peers in one line if any came, went, or changed its state; return all states."""
         peers = [each for each in self.peers() if not each.is_self]
         if _standing(peers) != _standing(before):
             facts = {each.address: each.problem for each in peers if each.is_left_alone}
@@ -460,7 +469,7 @@ class RemoteTier:
         return peers
 
     def _use(self, resolved: dict[str, set[str]]) -> None:
-        """Take up new addresses and drop those that are gone."""
+        """Connect to new addresses and drop those that are gone."""
         peers = dict[str, Peer]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]
@@ -497,11 +506,8 @@ def _standing(peers: Sequence[PeerState]) -> dict[str, bool]:
     return {each.address: each.is_left_alone for each in peers}
 
 
-_NOT_THERE = {Status.MISS, Status.CORRUPT}
-
-
 def _resolve(target: str) -> set[str] | None:
-    """Return the addresses of a target; None: the name server does not answer. Waits for it."""
+    """Wait for the addresses of a target; return None if the name server does not answer."""
     host, _, port = target.rpartition(":")
     if is_address(host):
         return {target}
