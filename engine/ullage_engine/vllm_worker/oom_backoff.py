@@ -1,8 +1,8 @@
-"""After a worker ran out of memory the next one takes less: a smaller KV pool, and smaller steps.
+"""Less memory for the next worker after one ran out: a smaller KV pool, and smaller steps.
 
-vLLM cannot go on after a step that ran out of memory, so its worker ends, and a next one that took
-the same again would end the same way. What a worker took, and how often memory ran out, is in a
-file in the engine's run_dir, which the workers of one server share. A new server begins anew.
+vLLM cannot go on after a step that ran out of memory, so its worker ends. A next worker that took
+the same memory would end in the same way. A file in the engine's run_dir has the memory that a
+worker took and the shortages. The workers of one server share it, and a new server ignores it.
 """
 
 import contextlib
@@ -23,35 +23,35 @@ log = logging.getLogger("ullage.engine.vllm")
 FILE = "vllm-memory.json"
 
 _POOL_SHARE = 7 / 8
-"""Share of a KV pool that the next worker takes."""
+"""Share of the last KV pool that the next worker takes."""
 _LEAST_CHUNK_TOKENS = 64
 _FORGIVEN_S = 3600.0
-"""Seconds after which memory that ran out is of the past: the next worker takes all there is."""
+"""Seconds after a shortage from which on the next worker takes all memory again."""
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What a worker took of memory."""
+    """The memory that a worker took."""
 
     kv_bytes: int
     least_kv_bytes: int
-    """Bytes of a KV pool that holds the longest sequence, or this one, if it is smaller."""
+    """Bytes of a KV pool that holds the longest sequence, or of this pool if it is smaller."""
     chunk_tokens: int = 0
     """Most prompt tokens of a step; 0: prompts are not cut."""
     least_chunk_tokens: int = 0
-    """Tokens of the largest block: models with states compute whole blocks."""
+    """Tokens of the largest block. Models with states compute whole blocks."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the next worker takes at most."""
+    """The most memory that the next worker takes."""
 
     kv_bytes: int | None = None
     reserve_bytes: int = 0
-    """Bytes that stay empty beside `memory.safety_reserve`."""
+    """Bytes that stay empty in addition to `memory.safety_reserve`."""
     chunk_tokens: int | None = None
 
 
 def lowered(limits: Limits, taken: Taken) -> Limits:
-    """Return the limits of a worker after one that took so much ran out of memory."""
+    """Return the limits of the worker after one that took `taken` and ran out of memory."""
     kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
     chunk_tokens = limits.chunk_tokens
     if taken.chunk_tokens:
@@ -70,19 +70,19 @@ class _History(msgspec.Struct):
     server: str = ""
     limits: Limits = Limits()
     taken: Taken | None = None
-    """What the latest worker took; None: it did not come so far."""
+    """The memory of the latest worker; None: it ended before that was known."""
     ran_out_at: float = 0.0
     """Time of the latest shortage, in seconds since the epoch."""
     num_unreported: int = 0
     """Shortages that no worker's state has counted."""
     is_running: bool = False
-    """Whether a worker began and has not said why it ended."""
+    """Whether a worker began and has not recorded why it ended."""
     num_kills: int = 0
     """Processes that the kernel had killed for memory when that worker began."""
 
 
 class OomBackoff:
-    """What the workers of one server know about memory that ran out."""
+    """The shortages of memory that the workers of one server had."""
 
     def __init__(
         self,
@@ -180,6 +180,6 @@ class OomBackoff:
 
 
 def _parent() -> str:
-    """Return the name of the process that started this one, unlike that of any before it."""
+    """Return an id of the process that started this one, which no earlier process had."""
     parent = psutil.Process(os.getppid())
     return f"{parent.pid} {parent.create_time()}"
