@@ -27,25 +27,23 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class ProcStats:
-    """What the kernel says of one process, over all its threads, or of several together."""
+    """The kernel's figures of one process over all its threads, or of several processes."""
 
     is_stopped: bool
-    """Whether a signal has stopped it: it goes on only when another one says so."""
+    """Whether a signal has stopped it, so that it waits for SIGCONT."""
     is_waiting: bool
-    """Whether every thread sleeps until something happens; none runs, waits for a core or for a
-    disk."""
+    """Whether every thread waits for an event, and none runs or waits for a core or for a disk."""
     cpu_ticks: int
-    """Processor time so far, in ticks of the kernel (10 ms), that of its ended children
-    included."""
+    """Processor time so far, in ticks of the kernel (10 ms), including that of ended children."""
     thread_ticks: Mapping[int, int] = field(default_factory=dict)
     """Processor time so far of each thread, by its id."""
 
 
 def read_proc_stats(pid: int) -> ProcStats | None:
-    """Read the stats of a process and its children as one; None when it is gone.
+    """Return the stats of a process and its children together; None: it is gone.
 
-    A rank waits for the others most of the time, so one that sleeps means nothing by itself; and
-    one that is stopped stops them all.
+    A rank waits for the others most of the time, so a single waiting rank means nothing. A single
+    stopped rank stops them all.
     """
     own = _read(pid)
     if own is None:
@@ -88,17 +86,16 @@ def _children(pid: int) -> list[int]:
 
 
 def _fields(path: Path) -> list[str]:
-    """Return a stat file's fields from the third, the state, on; the second may hold blanks."""
+    """Return a stat file's fields from the third (the state) on. The second may contain blanks."""
     return path.read_text().rpartition(")")[2].split()
 
 
 class HangDetector:
-    """Measures how long a worker has been silent, asleep, busy and without progress, from tick to
-    tick.
+    """Measures how long a worker has been silent, idle, busy and without progress, tick by tick.
 
-    The longest step bounds the next one: what a worker measured at its start, or a longer one of
-    those remembered. A worker whose busiest thread has computed many times as long hangs, whether
-    neighbours took its cores meanwhile or not. A worker that measured nothing has the deadline.
+    The longest known step bounds the next one: the step that a worker measured at its start, or a
+    longer one since. A worker hangs if its busiest thread has computed many times as long, even if
+    neighbours took its cores meanwhile. For a worker without a measured step the deadline holds.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -112,30 +109,30 @@ class HangDetector:
         self._waiting_s = 0.0
         self._cpu_ticks: int | None = None
         self._thread_ticks: Mapping[int, int] | None = None
-        """Processor time of each thread when the worker was first looked at in its silence."""
+        """Processor time of each thread when the worker was first checked in its silence."""
         self._busy_s = 0.0
         """Processor time that the busiest thread has had since."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the worker is silent for longer than any healthy one, so that /proc is worth
+        """Whether the worker is silent for longer than healthy ones are, so that /proc is worth
         reading."""
         return self._silent_s > MAX_TICK_S
 
     @property
     def longest_step_s(self) -> float:
-        """The longest step that is known; 0 where the worker measured none at its start."""
+        """Seconds of the longest known step; 0: the worker measured none at its start."""
         if self._measured_step_s <= 0.0:
             return 0.0
         return max(self._measured_step_s, max(self._steps, default=0.0))
 
     def on_ready(self, longest_step_s: float) -> None:
-        """Record the longest step as a worker measured it at its start; 0: it did not."""
+        """Record the longest step that a worker measured at its start, in seconds; 0: none."""
         self._measured_step_s = longest_step_s
         self.on_progress()
 
     def on_message(self) -> None:
-        """Records that the worker sent a message."""
+        """Record that the worker sent a message."""
         self._silent_s = self._still_s = self._stopped_s = self._busy_s = 0.0
         self._cpu_ticks = None
         self._thread_ticks = None
@@ -154,11 +151,11 @@ class HangDetector:
         """Count the time since the last tick."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         self._silent_s += elapsed_s
-        # Without work a worker owes nothing: the time it takes counts from when it gets some.
+        # A worker without work owes no step. Its time counts from the next request on.
         self._waiting_s = self._waiting_s + elapsed_s if is_loading or has_work else 0.0
 
     def observe(self, stats: ProcStats, elapsed_s: float) -> None:
-        """Count the time since the last tick by what the kernel says of the worker."""
+        """Count the time since the last tick by the kernel's figures of the worker."""
         elapsed_s = min(elapsed_s, MAX_TICK_S)
         is_still = stats.is_waiting and stats.cpu_ticks == self._cpu_ticks
         self._cpu_ticks = stats.cpu_ticks

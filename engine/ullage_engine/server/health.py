@@ -36,19 +36,19 @@ class HealthScore:
 
 
 class StepLimits:
-    """The longest steps that requests bear, in seconds, of those that are open."""
+    """The longest steps, in seconds, that the open requests accept."""
 
     def __init__(self) -> None:
         self._ordered: list[float] = []
 
     @property
     def shortest_s(self) -> float:
-        """The shortest of them; 0 where there is none."""
+        """The shortest limit of an open request; 0: none has one."""
         return self._ordered[0] if self._ordered else 0.0
 
     @contextlib.contextmanager
     def held(self, limit_s: float) -> Iterator[None]:
-        """Keep a limit within the block; 0 is none."""
+        """Hold a limit during the body of a with statement; 0: there is none."""
         if limit_s <= 0.0:
             yield
             return
@@ -70,13 +70,13 @@ class AdapterState:
     digest: str
     """Digest of the files that are served; empty: none are."""
     error: str
-    """Why its files cannot be served as they are wanted now; empty: they are, or will be."""
+    """Why the wanted files cannot be served; empty: they are served, or being loaded."""
 
 
 class EngineStatus:
     """The worker's latest report and the engine's own condition.
 
-    Written by the supervisor and by draining; every write wakes all watchers.
+    The supervisor and draining write it. Every write wakes all watchers.
     """
 
     def __init__(self) -> None:
@@ -91,9 +91,9 @@ class EngineStatus:
         self.adapters: tuple[AdapterState, ...] = ()
         self.draining = False
         self.worker_restarts = 0
-        """Number of workers that ended unasked."""
+        """Number of workers that ended by themselves."""
         self.live = True
-        """Whether one more worker may help; False when only a new pod can."""
+        """Whether another worker may help. False: only a new pod can."""
         self.not_ready_reason = ""
         """Why no worker serves and none will be started; empty while one does or will."""
         self.created = int(time.time())
@@ -120,7 +120,7 @@ class EngineStatus:
 
     @property
     def headroom_bytes(self) -> int:
-        """Returns the KV bytes a new request may take; 0 while no worker serves."""
+        """KV bytes that a new request may take; 0 while no worker serves."""
         return self.state.headroom_bytes if self.state and self.serving else 0
 
     def worker_ready(self, ready: Ready) -> None:
@@ -145,7 +145,7 @@ class EngineStatus:
         self._wake()
 
     def worker_state(self, state: WorkerState) -> None:
-        """Take a worker's report; steps that ran out of memory since the last lower the health."""
+        """Take a worker's report. Out-of-memory steps since the last report lower the health."""
         num_survived = state.num_oom_events - (self.state.num_oom_events if self.state else 0)
         self.state = state
         for _ in range(num_survived):
@@ -162,18 +162,18 @@ class EngineStatus:
         self.fault()
 
     def fault(self, factor: float = 0.5) -> None:
-        """Lowers the health, which recovers with time."""
+        """Lower the health, which recovers with time."""
         self._health.fault(time.monotonic(), factor)
         self._wake()
 
     def stay_out(self, reason: str) -> None:
-        """Serve nothing from now on; there is no way back."""
+        """Serve no requests from now on. There is no way back."""
         self.serving = False
         self.not_ready_reason = reason
         self._wake()
 
     def drain(self) -> None:
-        """Refuse new requests from now on; there is no way back."""
+        """Refuse new requests from now on. There is no way back."""
         self.draining = True
         self._wake()
 

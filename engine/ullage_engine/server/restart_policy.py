@@ -8,8 +8,8 @@ class RestartPolicy:
     """Limits of the supervisor. All times are in seconds."""
 
     first_backoff_s: float = 0.5
-    """Seconds before the second restart in a row; the first is immediate, the later ones double
-    it."""
+    """Seconds before the second restart in a row. The first restart is immediate, and each later
+    one doubles the pause."""
     max_backoff_s: float = 10.0
     max_failures: int = 8
     """Workers in a row that may die without having served before the engine gives up."""
@@ -18,37 +18,37 @@ class RestartPolicy:
     max_unproven: int = 3
     """Starts in a row that fail their proof after which the engine stays out."""
     max_deaths: int = 3
-    """Workers that may have died of a request since its last decode before it is given up. In all
-    but one of these deaths nothing else can have been the cause."""
+    """Deaths of workers since a request's last decode after which the request is given up. In all
+    but one of them no other request can have been the cause."""
     trial_s: float = 5.0
-    """Seconds from a worker's start for which requests that the last one may have died of are tried
-    alone, one after the other. A request that two may have died of is tried as long as it takes."""
+    """Seconds from a worker's start in which suspects, of which the last worker may have died, are
+    tried alone. A suspect of two deaths is tried alone as long as it takes."""
     step_deadline_s: float = 30.0
-    """Seconds after which a worker that has work and finishes no step hangs, whatever it does."""
+    """Seconds without a finished step after which a worker with work hangs in any case."""
     load_silence_s: float = 600.0
-    """Seconds after which a worker that is loading and reports no progress hangs."""
+    """Seconds without progress after which a worker that is loading hangs."""
     standby_import_s: float = 120.0
-    """Seconds in which a worker that stands by has to import its libraries."""
+    """Seconds in which a standby worker must have imported its libraries."""
     slow_steps: float = 20.0
     """Multiple of its slowest step after which a worker that uses no processor time hangs."""
     min_suspect_s: float = 2.0
     """Least seconds without processor time after which a worker hangs, however short its steps."""
     long_steps: float = 3.0
-    """Multiple of its longest step after which a worker hangs, by the processor time that its
-    busiest thread has had: neighbours on the same cores do not count."""
+    """Multiple of its longest step after which a worker hangs, in processor time of its busiest
+    thread, so that neighbours on the same cores do not count."""
     min_busy_s: float = 8.0
     """Least seconds of that processor time, however short its steps."""
     slow_start_steps: int = 16
-    """Steps after which a worker is as fast as it gets; before, it has twice the time."""
+    """Steps after which a worker has its full speed. Before, it has twice the time."""
     stopped_after_s: float = 1.0
-    """Seconds after which a worker that a signal has stopped hangs, working or not."""
+    """Seconds after which a worker that a signal has stopped hangs, with or without work."""
     stop_grace_s: float = 3.0
     """Seconds between asking a worker to stop and killing it."""
 
     def backoff(self, num_failures: int) -> float | None:
         """Return the seconds before the next start after so many failures in a row (at least 1).
 
-        None: the budget is spent.
+        None: the engine gives up.
         """
         if num_failures > self.max_failures:
             return None
@@ -70,14 +70,14 @@ class RestartPolicy:
 
         Args:
             deaths: workers that may have died of it since its last decode.
-            lone_deaths: those of them that nothing else can have died of.
-            is_short: whether the last one died since others had taken its memory; the request is
-                not to blame then, and may be sent again.
+            lone_deaths: deaths of which no other request can have been the cause.
+            is_short: whether the last worker died since other processes had taken its memory. The
+                request is not to blame then, and may be sent again.
         """
         return deaths >= self.max_deaths and (is_short or lone_deaths >= self.max_deaths - 1)
 
     def is_last_chance(self, num_failures: int) -> bool:
-        """Whether one more failure in a row ends the engine: a new pod is likelier to help."""
+        """Return whether one more failure in a row ends the engine: a new pod may help more."""
         return num_failures >= self.max_failures
 
     def busy_after_s(self, longest_step_s: float, num_steps: int) -> float:

@@ -23,7 +23,7 @@ class EndpointError(Exception):
 
 
 def endpoint(run_dir: Path, number: int) -> str:
-    """Return the path of the socket for the worker with this number; sockets of its ranks have
+    """Return the path of the socket of the worker with this number. Sockets of its ranks have
     longer names."""
     return f"{run_dir}/{_PREFIX}{number}.ipc"
 
@@ -36,9 +36,10 @@ def clear_endpoints(run_dir: Path) -> None:
 
 
 class ServerLink:
-    """One worker's connection; a new worker gets a new link, so nothing of an old one arrives.
+    """The connection to one worker. Each worker has its own link, so no message of an old one
+    arrives.
 
-    Messages to the worker are queued without limit and never block: there are at most a few for
+    Messages to the worker are queued without limit and never block, since there are only a few for
     each open request.
     """
 
@@ -55,11 +56,11 @@ class ServerLink:
         self._messages: deque[bytes] = deque()
         self._reader: asyncio.Future[None] | None = None
         self.failure: asyncio.Future[None] = self._loop.create_future()
-        """Has an exception once no message reaches the worker any more, though it lives."""
+        """Has an exception once messages no longer reach a worker that lives."""
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def post(self, message: ToWorker) -> None:
-        """Send a message, or queues it; it is lost if the worker dies before taking it."""
+        """Send or queue a message, which is lost if the worker dies before it reads it."""
         try:
             data = framed(self._encoder.encode(message))
         except Exception as error:
@@ -83,7 +84,7 @@ class ServerLink:
 
     def close(self) -> None:
         if self.failure.done():
-            self.failure.exception()  # whoever waited for it may have gone
+            self.failure.exception()  # The waiter may be gone, and asyncio would log the error.
         self._stop_listening()
         self._path.unlink(missing_ok=True)
         if self._socket is not None:
@@ -95,7 +96,7 @@ class ServerLink:
     def _accept(self) -> None:
         try:
             connected, _ = self._listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # the worker is gone again
             return
         self._stop_listening()
         connected.setblocking(False)
@@ -117,7 +118,7 @@ class ServerLink:
             return
         except OSError:
             data = b""
-        if not data:  # the worker has gone, which its process says
+        if not data:  # the worker is gone, which its process shows
             self._loop.remove_reader(connected.fileno())
             return
         self._messages.extend(self._frames.feed(data))
@@ -133,7 +134,7 @@ class ServerLink:
             del self._unsent[: connected.send(self._unsent)]
         except BlockingIOError:
             pass
-        except (BrokenPipeError, ConnectionResetError):  # the worker has gone
+        except (BrokenPipeError, ConnectionResetError):  # the worker is gone
             self._unsent.clear()
         except OSError as error:
             self._fail(error)
@@ -151,7 +152,7 @@ def _listener(path: str) -> socket.socket:
     """Return a socket that one worker may connect to.
 
     Raises:
-        EndpointError: it cannot be made.
+        EndpointError: the socket cannot be made.
     """
     if len(path.encode()) > MAX_PATH_BYTES:
         raise EndpointError(f"server.run_dir: {path} is longer than a socket's path may be")

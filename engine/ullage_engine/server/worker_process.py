@@ -66,8 +66,8 @@ class ChildProcess:
 class StandbyWorker:
     """A worker that imports its libraries and waits to take over.
 
-    Its standard input is a socket: it writes a byte when it has imported them, and goes on when it
-    reads a line.
+    Its standard input is a socket. The worker writes a byte when it has imported its libraries, and
+    goes on when it reads a line.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StandbyWorker:
             its_end.close()
 
     def failure(self) -> str:
-        """Return why it cannot take over; empty: it can, or is going to. Call it regularly."""
+        """Return why the worker cannot take over; empty: it can, or will. Call this regularly."""
         status = self._process.poll()
         if status is not None:
             return f"ended with status {status}"
@@ -99,13 +99,13 @@ class StandbyWorker:
         return ""
 
     def begin(self) -> ChildProcess:
-        """Let it go on as the worker."""
+        """Let the process go on as the worker."""
         with self._socket, contextlib.suppress(BrokenPipeError):
             self._socket.send(b"\n")
         return self._process
 
     async def close(self) -> None:
-        """Kill it, and return when it is gone: the kernel may take a while to free its memory."""
+        """Kill the process and wait for its end: the kernel may take a while to free its memory."""
         self._socket.close()
         self._process.kill()
         await self._process.wait()
@@ -176,24 +176,24 @@ class WorkerHandle:
         self.may_retry = True
         """Whether another start may do better."""
         self.is_blameless = False
-        """Whether the server ends it for an error of its own, of which no request is the cause."""
+        """Whether the server kills it for an error of its own, which no request caused."""
         self.is_unproven = False
         """Whether the start ended because it computed otherwise than a verified one."""
         self._logged = (("", 0), 0.0)
         self._detector = detector
         self._checked_at = self.started_at
         self._has_work = False
-        """Whether it had any when it was last looked at, or was sent some since."""
+        """Whether it had work at the last check, or was sent a request since."""
         self._submitted_at = self.started_at
-        """When it last got work after it had none."""
+        """Time when it last got work after it had none."""
         self._step_at = self.started_at
-        """When the server last heard of a step."""
+        """Time when the server last heard of a step."""
         self._is_step_known = False
-        """Whether the steps of the next report are in it already by a message of their own."""
+        """Whether steps of the next report have had messages of their own."""
         self._num_steps = 0
 
     def on_message(self, message: ToServer) -> None:
-        """Records that the worker is alive and, by some messages, that it makes progress."""
+        """Record that the worker is alive and, by some messages, that it makes progress."""
         now = time.monotonic()
         match message:
             case StepDone():
@@ -221,13 +221,13 @@ class WorkerHandle:
         self._step_at = now
 
     def on_submit(self) -> None:
-        """Record that it was sent a request: idle time before it is not part of the next step."""
+        """Record that the worker was sent a request, so that idle time before is not step time."""
         if not self._has_work:
             self._has_work = True
             self._submitted_at = time.monotonic()
 
     def check_health(self, has_work: bool) -> str:
-        """Return why the worker counts as hung; empty while it does not. Call it regularly."""
+        """Return why the worker counts as hung; empty: it does not. Call this regularly."""
         now = time.monotonic()
         elapsed = now - self._checked_at
         self._checked_at = now
@@ -241,13 +241,13 @@ class WorkerHandle:
         return self._detector.reason(is_loading=is_loading)
 
     def has_served(self, policy: RestartPolicy) -> bool:
-        """Whether the worker was of use, so that its end is the first failure in a row."""
+        """Return whether the worker has served, so that its end is the first failure in a row."""
         if self.ready_at is None:
             return False
         return self.served or time.monotonic() - self.ready_at > policy.stable_after_s
 
     def on_progress(self, loading: Loading) -> None:
-        """Log how far the start is: a rank's stages, their ends, and once a second."""
+        """Log the progress of a start: each stage of a rank, its end, and once a second."""
         stage, logged_at = self._logged
         loading_stage = loading.stage, loading.rank
         now = time.monotonic()
