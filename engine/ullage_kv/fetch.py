@@ -1,7 +1,7 @@
 """Blocks on their way from lower tiers to host memory.
 
-A `Fetch` is one caller's list of blocks. It has a `PendingBlock` for each block that a lower tier
-loads for it. Several fetches may share a pending block: no block is loaded twice at a time. All
+A `BlockFetch` is one caller's list of blocks. It has a `PendingBlock` for each block that a lower
+tier loads for it. Several fetches may share a pending block: no block is loaded twice at a time. All
 blocks that one tier loads together are a `TierLoad`.
 """
 
@@ -55,7 +55,7 @@ class TierLoad:
     """Done when every block has its result."""
 
 
-class Fetch:
+class BlockFetch:
     """The blocks of one call, and the result of each."""
 
     def __init__(self, loader: "Loader", keys: Sequence[bytes], ends_at: float) -> None:
@@ -177,7 +177,9 @@ class Loader:
         """Number of blocks that are being loaded."""
         return len(self._pending)
 
-    def load(self, fetch: Fetch, tier: LowerTier, places: Sequence[int], deadline_s: float) -> None:
+    def load(
+        self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int], deadline_s: float
+    ) -> None:
         """Begin to load the blocks at some places of a fetch from one tier."""
         load = self._reserve(fetch, tier, places)
         if not load.blocks:
@@ -194,7 +196,7 @@ class Loader:
         """Stop the alarms. The tiers must be closed, which ends all loads."""
         self.alarms.close()
 
-    def _reserve(self, fetch: Fetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
+    def _reserve(self, fetch: BlockFetch, tier: LowerTier, places: Sequence[int]) -> TierLoad:
         """Reserve a slot for each block that is not being loaded already; return those blocks."""
         load = TierLoad(tier.name, fetch.ends_at)
         with self._lock:

@@ -68,7 +68,7 @@ class Calls(NamedTuple):
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """The table's entry of a block."""
 
     slot: int
@@ -178,7 +178,7 @@ class SlotFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return digest
 
-    def enter(self, entries: Sequence[Entry]) -> None:
+    def enter(self, entries: Sequence[TableEntry]) -> None:
         """Write entries, by which blocks are read here and found by later processes.
 
         Raises:

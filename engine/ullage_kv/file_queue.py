@@ -27,7 +27,7 @@ The second argument is memory of the thread's own, of a slot's size. The work ca
 argument when the next thread may take its turn."""
 
 
-class Batch:
+class TransferBatch:
     """The results of one call's transfers. The first result of a transfer counts."""
 
     def __init__(self, num_transfers: int, on_done: Callable[[Sequence[Result]], None]) -> None:
@@ -96,13 +96,13 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._heap: list[tuple[float, int, Batch, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, TransferBatch, Callable[[], None]]] = []
         self._order = itertools.count()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="file-deadlines", daemon=True)
         self._thread.start()
 
-    def add(self, batch: Batch, deadline_s: float, on_expired: Callable[[], None]) -> None:
+    def add(self, batch: TransferBatch, deadline_s: float, on_expired: Callable[[], None]) -> None:
         """End a batch after a deadline; call `on_expired` if any of its transfers was open."""
         at = time.monotonic() + deadline_s
         with self._condition:
@@ -125,7 +125,7 @@ class Deadlines:
             if ended.expire(Result(Status.TIMEOUT, NAME)):
                 on_expired()
 
-    def _next(self) -> tuple[Batch, Callable[[], None]] | None:
+    def _next(self) -> tuple[TransferBatch, Callable[[], None]] | None:
         with self._condition:
             while not self._is_closed:
                 wait_s = self._heap[0][0] - time.monotonic() if self._heap else None
@@ -139,7 +139,9 @@ class Deadlines:
 class Job:
     """Work for the transfers of one call, which threads take one after the other."""
 
-    def __init__(self, work: Work, places: Iterable[int], batch: Batch | None = None) -> None:
+    def __init__(
+        self, work: Work, places: Iterable[int], batch: TransferBatch | None = None
+    ) -> None:
         """`batch`: gets the results; None: no caller waits for them."""
         self.work = work
         self.places = deque(places)

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from ullage_kv.file_io import FULL_ERRORS, Calls, Entry, FileTierError, Leftovers, SlotFile
-from ullage_kv.file_queue import NAME, Batch, Deadlines, Job, Lane
+from ullage_kv.file_io import FULL_ERRORS, Calls, FileTierError, Leftovers, SlotFile, TableEntry
+from ullage_kv.file_queue import NAME, Deadlines, Job, Lane, TransferBatch
 from ullage_kv.futures import done
 from ullage_kv.index import SlotIndex, SlotRef
 from ullage_kv.keys import CHAIN_BYTES
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import Breaker, TierCounter, TierStats, Transfer
+from ullage_kv.tier import CircuitBreaker, TierCounter, TierStats, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ class FileTier:
         self._clock = clock
         self._save_deadline_s = save_deadline_s
         self._counter = TierCounter()
-        self._load_breaker = Breaker(clock)
-        self._save_breaker = Breaker(clock)
+        self._load_breaker = CircuitBreaker(clock)
+        self._save_breaker = CircuitBreaker(clock)
         self._lock = threading.Lock()
         self._saving: dict[bytes, bool] = {}
         """Blocks that wait to be saved. True: the block was removed since."""
@@ -149,7 +149,7 @@ class FileTier:
 
     def load(self, transfers: Sequence[Transfer], deadline_s: float) -> "Future[list[Result]]":
         self._volume.index.touch([transfer.key for transfer in transfers])
-        batch = Batch(len(transfers), self._counter.loaded)
+        batch = TransferBatch(len(transfers), self._counter.loaded)
         if self._is_closed or not self._load_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
@@ -167,7 +167,7 @@ class FileTier:
         return batch.future
 
     def save(self, transfers: Sequence[Transfer]) -> "Future[list[Result]]":
-        batch = Batch(len(transfers), self._counter.saved)
+        batch = TransferBatch(len(transfers), self._counter.saved)
         if self._is_closed or not self._save_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
@@ -234,7 +234,7 @@ class FileTier:
 
     def _load(
         self,
-        batch: Batch,
+        batch: TransferBatch,
         transfers: Sequence[Transfer],
         places: Sequence[int],
         buffer: memoryview,
@@ -268,7 +268,7 @@ class FileTier:
 
     def _save(
         self,
-        batch: Batch,
+        batch: TransferBatch,
         transfers: Sequence[Transfer],
         places: Sequence[int],
         buffer: memoryview,
@@ -300,7 +300,7 @@ class FileTier:
     def _reserve(
         self,
         volume: _Volume,
-        batch: Batch,
+        batch: TransferBatch,
         transfers: Sequence[Transfer],
         places: Sequence[int],
         results: dict[int, Result],
@@ -321,14 +321,14 @@ class FileTier:
     def _save_blocks(
         self,
         volume: _Volume,
-        batch: Batch,
+        batch: TransferBatch,
         transfers: Sequence[Transfer],
         refs: dict[int, SlotRef],
         buffer: memoryview,
         results: dict[int, Result],
     ) -> None:
         """Write blocks to their slots, then their entries, and set their results."""
-        entries = dict[int, Entry]()
+        entries = dict[int, TableEntry]()
         try:
             for place, ref in refs.items():
                 transfer = transfers[place]
@@ -341,7 +341,7 @@ class FileTier:
                 if self._saving[transfer.key] or not batch.is_open(place):
                     results[place] = Result(Status.STALE, NAME)
                     continue
-                entries[place] = Entry(ref.slot, transfer.key, transfer.parent, digest)
+                entries[place] = TableEntry(ref.slot, transfer.key, transfer.parent, digest)
 
             volume.file.enter([*entries.values()])
             with self._lock:
@@ -415,6 +415,6 @@ class FileTier:
                 self._grow_at = now + _TRIM_S
             return 0
 
-    def _on_failure(self, breaker: Breaker, error: str) -> None:
+    def _on_failure(self, breaker: CircuitBreaker, error: str) -> None:
         if breaker.failed():
             log.warning("%s is left alone for a while: %s", self._volume.file, error)

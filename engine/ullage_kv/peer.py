@@ -22,7 +22,7 @@ from ullage_common.wire.channels import open_blocking_channel
 from ullage_common.wire.errors import from_rpc_error
 from ullage_common.wire.tls import Material, channel_credentials
 from ullage_kv.results import MISS, Result, Status
-from ullage_kv.tier import Breaker, Transfer
+from ullage_kv.tier import CircuitBreaker, Transfer
 
 REMOTE = "remote"
 """Name of the tier in the host memory of peers."""
@@ -70,13 +70,13 @@ class Identity:
     """Returns the newest certificate to show; None: peers speak plaintext."""
 
 
-class Peer:
+class PeerClient:
     """Another engine at one address; safe to use from several threads."""
 
     def __init__(self, address: str, server_name: str, own: Identity) -> None:
         """`server_name`: name that the peer's certificate must have."""
         self.address = address
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self.instance = ""
         """Identity of its process; empty: it has not answered yet."""
         self.free_blocks = 0

@@ -26,7 +26,7 @@ from ullage_common.wire.channels import NO_RECORDS, addresses, is_address
 from ullage_common.wire.tls import Material
 from ullage_kv.futures import all_done, done
 from ullage_kv.keys import CHAIN_BYTES
-from ullage_kv.peer import MAX_KEYS, REMOTE, Identity, Peer
+from ullage_kv.peer import MAX_KEYS, REMOTE, Identity, PeerClient
 from ullage_kv.results import MISS, Result, Status
 from ullage_kv.tier import TierCounter, TierStats, Transfer
 
@@ -161,7 +161,7 @@ class RemoteTier:
         self._resolve_s = resolve_s
         self._counter = TierCounter()
         self._hints = Hints()
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, PeerClient] = {}
         self._removed: OrderedDict[bytes, None] = OrderedDict()
         self._removed_chains = set[bytes]()
         self._is_distrusted = False
@@ -214,7 +214,7 @@ class RemoteTier:
         with self._lock:
             self._num_looks -= 1
 
-    def _ask(self, peer: Peer, keys: Sequence[bytes]) -> "Future[None]":
+    def _ask(self, peer: PeerClient, keys: Sequence[bytes]) -> "Future[None]":
         """Ask a peer which blocks it has, unless its circuit breaker is open; return a future that
         is done when the hints have the answer."""
         if not peer.breaker.allows():
@@ -233,7 +233,7 @@ class RemoteTier:
     def holds(self, keys: Sequence[bytes]) -> list[bool]:
         return [bool(self._holders(key)) for key in keys]
 
-    def _holders(self, key: bytes) -> list[Peer]:
+    def _holders(self, key: bytes) -> list[PeerClient]:
         """Return the peers that are said to have a block and whose circuit breaker is closed."""
         if self._is_removed(key):
             return []
@@ -329,8 +329,8 @@ class RemoteTier:
 
     def _best_peer(
         self, transfers: Sequence[Transfer], missing: Sequence[int], tried: set[str]
-    ) -> tuple[Peer | None, list[int]]:
-        held: dict[Peer, list[int]] = {}
+    ) -> tuple[PeerClient | None, list[int]]:
+        held: dict[PeerClient, list[int]] = {}
         for place in missing:
             for holder in self._holders(transfers[place].key):
                 if holder.address not in tried:
@@ -417,7 +417,7 @@ class RemoteTier:
                 self._hints.learn(address, there, [True] * len(there))
         return results
 
-    def _peer_for(self, transfer: Transfer) -> Peer | None:
+    def _peer_for(self, transfer: Transfer) -> PeerClient | None:
         """Return the peer with the block before this one, else the peer with the most free slots.
 
         If no peer has free slots, chains are shared out equally by rendezvous hashing.
@@ -428,12 +428,12 @@ class RemoteTier:
             usable = [peer for peer in usable if peer.address in before] or usable
         chain = transfer.key[:CHAIN_BYTES]
 
-        def rank(peer: Peer) -> tuple[int, int]:
+        def rank(peer: PeerClient) -> tuple[int, int]:
             return peer.free_blocks, xxhash.xxh3_64_intdigest(chain + peer.address.encode())
 
         return max(usable, key=rank, default=None)
 
-    def _usable(self) -> list[Peer]:
+    def _usable(self) -> list[PeerClient]:
         """Return the peers that are other processes and whose circuit breaker is closed."""
         return [
             peer
@@ -470,13 +470,13 @@ class RemoteTier:
 
     def _use(self, resolved: dict[str, set[str]]) -> None:
         """Connect to new addresses and drop those that are gone."""
-        peers = dict[str, Peer]()
+        peers = dict[str, PeerClient]()
         for target, current in resolved.items():
             host = target.rpartition(":")[0]
             server_name = self._server_name or ("" if is_address(host) else host)
             for address in current:
                 peer = self._peers.get(address) or peers.get(address)
-                peers[address] = peer or Peer(address, server_name, self._own)
+                peers[address] = peer or PeerClient(address, server_name, self._own)
         with self._lock:
             before = self._peers
             self._peers = {} if self._closing.is_set() else peers

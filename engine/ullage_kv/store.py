@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ullage_kv.arena import Arena
-from ullage_kv.fetch import Fetch, Loader, parts_of
+from ullage_kv.fetch import BlockFetch, Loader, parts_of
 from ullage_kv.futures import all_done, done
 from ullage_kv.index import Lease, SlotIndex, SlotRef
 from ullage_kv.results import HOST, MISS, Result, Status
@@ -140,7 +140,7 @@ class Store:
         deadline_s: float,
     ) -> list[Result]:
         """Copy from the slots that are pinned, and fetch and pin the others."""
-        fetch = Fetch(self._loader, keys, self._clock() + deadline_s)
+        fetch = BlockFetch(self._loader, keys, self._clock() + deadline_s)
         fetching = []
         if None in refs:
             wait([self.look(keys)], max(0.0, deadline_s))
@@ -272,7 +272,7 @@ class Store:
             A future that is done within `deadline_s` seconds, with HIT and the tier that had the
             block, or the reason why the block is not in host memory.
         """
-        return Fetch(self._loader, keys, self._clock() + deadline_s).run()
+        return BlockFetch(self._loader, keys, self._clock() + deadline_s).run()
 
     # for those that write and read slots themselves ----------------------------------------------
 

@@ -192,7 +192,7 @@ class TierCounter:
             )
 
 
-class Breaker:
+class CircuitBreaker:
     """A circuit breaker: stops the calls to what keeps failing, and probes it now and then.
 
         closed ──failures in a row──► open ──pause over──► half-open, one probe ──success──► closed

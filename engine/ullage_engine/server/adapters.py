@@ -53,7 +53,7 @@ class WorkerEndedError(Exception):
     """The worker ended before it answered."""
 
 
-class Worker(Protocol):
+class AdapterWorker(Protocol):
     """The worker process, as this module sees it."""
 
     async def add_adapter(self, message: AddAdapter) -> str:
@@ -129,7 +129,7 @@ class AdapterSet:
         self,
         config: EngineConfig,
         engine_status: EngineStatus,
-        worker: Worker,
+        worker: AdapterWorker,
         find: Callable[[AdapterSection, int, Digests], AdapterVersion] = find_adapter,
     ) -> None:
         self._config = config

@@ -422,7 +422,7 @@ class EngineApp:
             ) from error
 
     async def _follow_health(self) -> None:
-        """Publish health. Readiness falls with every worker, liveness only if a new pod may help."""
+        """Publish health. Readiness falls with every worker, liveness if only a new pod helps."""
         while True:
             await self._health.set_ready(
                 self._engine_status.is_ready and not self._engine_status.draining

@@ -35,7 +35,7 @@ class HealthScore:
         self._since = now
 
 
-class StepLimits:
+class StepTolerances:
     """The longest steps, in seconds, that the open requests accept."""
 
     def __init__(self) -> None:
@@ -91,13 +91,13 @@ class EngineStatus:
         self.adapters: tuple[AdapterState, ...] = ()
         self.draining = False
         self.worker_restarts = 0
-        """Number of workers that ended by themselves."""
+        """Number of workers that ended without being stopped."""
         self.live = True
         """Whether another worker may help. False: only a new pod can."""
         self.not_ready_reason = ""
         """Why no worker serves and none will be started; empty while one does or will."""
         self.created = int(time.time())
-        self.step_limits = StepLimits()
+        self.step_limits = StepTolerances()
         self.throttle_reasons: frozenset[str] = frozenset()
         """Why boost is off; empty while it is not."""
         self.tiers: Callable[[], list[TierStats]] = list

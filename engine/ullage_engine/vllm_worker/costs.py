@@ -3,7 +3,7 @@
 from ullage_common.request_cost import MemoryProfile, most_tokens, sample_blocks
 from ullage_engine.protocol.messages import EngineRequest
 from ullage_engine.scheduler.sequence import shared_tokens
-from ullage_engine.vllm_worker.sequence import EngineLimits, Sequence
+from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence
 
 
 class BlockCosts:
@@ -30,11 +30,11 @@ class BlockCosts:
             longest = min(longest, most)
         return longest
 
-    def charged_blocks(self, sequence: Sequence) -> int:
+    def charged_blocks(self, sequence: VllmSequence) -> int:
         """Return the blocks of the tokens that a sequence is charged for."""
         return self.num_blocks(sequence, sequence.charged_tokens)
 
-    def num_blocks(self, sequence: Sequence, num_tokens: int, *, resumed: bool = False) -> int:
+    def num_blocks(self, sequence: VllmSequence, num_tokens: int, *, resumed: bool = False) -> int:
         """Return the blocks of a sequence of so many tokens, less those of its parent that it is
         going to share.
 

@@ -33,9 +33,9 @@ from ullage_engine.vllm_worker.costs import BlockCosts
 from ullage_engine.vllm_worker.interface import Core, CoreOutput
 from ullage_engine.vllm_worker.reservations import Reservations
 from ullage_engine.vllm_worker.run_queue import RunQueue
-from ullage_engine.vllm_worker.sequence import EngineLimits, Sequence, no_beams
+from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence, no_beams
 from ullage_engine.vllm_worker.step_metrics import StepMetrics
-from ullage_engine.vllm_worker.tiers import TierTransfers
+from ullage_engine.vllm_worker.tiers import ConnectorTransfers
 
 _QUEUE_BATCHES = 4
 """Size of the waiting queue in batches. Later requests are better queued by the router."""
@@ -55,7 +55,7 @@ class VllmEngine:
         limits: EngineLimits,
         reservations: Reservations,
         clock: Callable[[], float] = time.perf_counter,
-        tiers: TierTransfers | None = None,
+        tiers: ConnectorTransfers | None = None,
     ) -> None:
         """
         Args:
@@ -275,7 +275,7 @@ class VllmEngine:
             num_cached_tokens=num_cached,
         )
 
-    def _fail(self, sequence: Sequence, output: CoreOutput) -> None:
+    def _fail(self, sequence: VllmSequence, output: CoreOutput) -> None:
         """Give up a sequence that vLLM has given up."""
         self._queue.remove(sequence)
         self._core.forget(output.request_id)
@@ -301,7 +301,7 @@ class VllmEngine:
         self._queue.start_deferred()
         return None
 
-    def _group(self, requests: list[EngineRequest]) -> list[Sequence]:
+    def _group(self, requests: list[EngineRequest]) -> list[VllmSequence]:
         """Make the sequences of one arrival.
 
         All but the first are children of the first if they have a common prefix that vLLM keeps.
@@ -313,7 +313,7 @@ class VllmEngine:
             requests = [structs.replace(each, cache_salt=salt, session_id="") for each in requests]
 
         group = [
-            Sequence(
+            VllmSequence(
                 request=request,
                 arrival=self._num_submitted,
                 serial=serial,
@@ -334,7 +334,9 @@ class VllmEngine:
                 child.parent = parent
         return group
 
-    def _never_fits(self, requests: list[EngineRequest], group: list[Sequence]) -> Rejected | None:
+    def _never_fits(
+        self, requests: list[EngineRequest], group: list[VllmSequence]
+    ) -> Rejected | None:
         has_output = any(each.num_output for each in group)
         new = 0 if requests[0].embed else 1
         least = [
@@ -346,7 +348,7 @@ class VllmEngine:
         longest = self._limits.max_model_len + (1 - new)
         return refuse_never_fits(requests, self._profile, longest, needed_bytes)
 
-    def _start_group(self, group: list[Sequence]) -> Rejected | None:
+    def _start_group(self, group: list[VllmSequence]) -> Rejected | None:
         """Give the first of new samples to vLLM and reserve the blocks of all of them.
 
         Returns:

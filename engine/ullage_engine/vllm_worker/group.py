@@ -64,7 +64,7 @@ _RETRY_S = 1.0
 """Seconds between a follower's attempts to join."""
 
 
-class Join(msgspec.Struct, frozen=True, tag=True):
+class NodeJoin(msgspec.Struct, frozen=True, tag="Join"):
     """A follower's only message."""
 
     revision: str
@@ -87,7 +87,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Roster:
+class NodeRoster:
     """The ranks that have joined a leader."""
 
     def __init__(self, revision: str, num_nodes: int) -> None:
@@ -100,7 +100,7 @@ class Roster:
         """Ranks that have not joined."""
         return [rank for rank in range(1, self._num_nodes) if rank not in self._joined]
 
-    def refusal(self, message: Join) -> str:
+    def refusal(self, message: NodeJoin) -> str:
         """Return why a follower cannot join; empty if it can."""
         if message.revision != self._revision:
             return f"the leader is of revision {self._revision!r}, and you of {message.revision!r}"
@@ -115,7 +115,7 @@ class Roster:
         self._joined.discard(rank)
 
 
-class Connection:
+class NodeConnection:
     """One end of a follower's connection. A message is a line of JSON."""
 
     def __init__(self, peer: socket.socket) -> None:
@@ -139,7 +139,7 @@ class Connection:
         """The address of the other end."""
         return _unmapped(self._socket.getpeername()[0])
 
-    def send(self, message: Join | Start | Refused) -> None:
+    def send(self, message: NodeJoin | Start | Refused) -> None:
         self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def receive(self) -> bytes | None:
@@ -175,8 +175,8 @@ class Leader:
         """`start`: message to all followers once all have joined."""
         self._listener = listener
         self._start = start
-        self._roster = Roster(revision, num_nodes)
-        self._ranks: dict[int, Connection] = {}
+        self._roster = NodeRoster(revision, num_nodes)
+        self._ranks: dict[int, NodeConnection] = {}
 
     def gather(self, on_wait: Callable[[list[int]], None]) -> str:
         """Wait until all followers have joined, and send them Start.
@@ -224,10 +224,12 @@ class Leader:
         for connection in self._ranks.values():
             connection.close()
 
-    def _on_event(self, selector: selectors.BaseSelector, connection: Connection | None) -> None:
+    def _on_event(
+        self, selector: selectors.BaseSelector, connection: NodeConnection | None
+    ) -> None:
         """Accept a connection, or read from one."""
         if connection is None:
-            connection = Connection(self._listener.accept()[0])
+            connection = NodeConnection(self._listener.accept()[0])
             selector.register(connection, selectors.EVENT_READ, connection)
             return
         if connection.fileno() < 0:  # closed: a newer connection has its rank
@@ -235,12 +237,12 @@ class Leader:
         try:
             data = connection.receive()
             if data is not None:
-                self._join(selector, connection, msgspec.json.decode(data, type=Join))
+                self._join(selector, connection, msgspec.json.decode(data, type=NodeJoin))
         except (OSError, msgspec.MsgspecError):
             self._drop(selector, connection)
 
     def _join(
-        self, selector: selectors.BaseSelector, connection: Connection, message: Join
+        self, selector: selectors.BaseSelector, connection: NodeConnection, message: NodeJoin
     ) -> None:
         if refusal := self._roster.refusal(message):
             log.warning("refused a follower at %s: %s", connection.peer_address, refusal)
@@ -253,7 +255,7 @@ class Leader:
         self._ranks[message.rank] = connection
         self._roster.join(message.rank)
 
-    def _drop(self, selector: selectors.BaseSelector, connection: Connection) -> None:
+    def _drop(self, selector: selectors.BaseSelector, connection: NodeConnection) -> None:
         for rank, joined in list(self._ranks.items()):
             if joined is connection:
                 del self._ranks[rank]
@@ -262,7 +264,7 @@ class Leader:
         connection.close()
 
 
-def _try_send(connection: Connection, message: Start | Refused) -> None:
+def _try_send(connection: NodeConnection, message: Start | Refused) -> None:
     try:
         connection.send(message)
     except OSError:
@@ -323,7 +325,7 @@ class Follower:
     def __init__(
         self,
         leader: tuple[str, int],
-        join: Join,
+        join: NodeJoin,
         command: Callable[[str, Start], Sequence[str]],
         environment: Mapping[str, str],
         health: FollowerHealth,
@@ -389,7 +391,7 @@ class Follower:
         log.info("asked to end: this node goes on until its leader ends")
         self._is_ending = True
 
-    def _join(self) -> tuple[Connection, Start]:
+    def _join(self) -> tuple[NodeConnection, Start]:
         """Return the connection to a leader that sent Start, and that message."""
         log.info("looking for the leader at %s:%d", *self._leader)
         for connection in self._attempts():
@@ -407,7 +409,7 @@ class Follower:
                 log.warning("the leader refuses this node: %s; trying again", answer.reason)
         raise AssertionError("attempts do not end")
 
-    def _attempts(self) -> Iterator[Connection]:
+    def _attempts(self) -> Iterator[NodeConnection]:
         while True:
             self._health.on_look()
             try:
@@ -415,10 +417,10 @@ class Follower:
             except OSError:  # the leader's name may not resolve yet
                 time.sleep(_RETRY_S)
                 continue
-            yield Connection(peer)
+            yield NodeConnection(peer)
             time.sleep(_RETRY_S)
 
-    def _compute(self, connection: Connection, start: Start) -> None:
+    def _compute(self, connection: NodeConnection, start: Start) -> None:
         """Run vLLM until it or the leader ends."""
         self._is_computing = True
         log.info("all nodes have joined; starting vLLM")
@@ -477,7 +479,7 @@ def announce_loaded() -> None:
         os.write(int(os.environ[LOADED_FD]), b"1")
 
 
-def _wait_for_answer(connection: Connection, health: FollowerHealth) -> Start | Refused:
+def _wait_for_answer(connection: NodeConnection, health: FollowerHealth) -> Start | Refused:
     """Wait for the leader's answer as long as the connection lasts.
 
     Raises:
@@ -526,7 +528,7 @@ def follow(arguments: Sequence[str]) -> int:
     command += ["--config", str(options.config)]
     follower = Follower(
         (host, config.group.join_port),
-        Join(os.environ.get(REVISION, ""), rank),
+        NodeJoin(os.environ.get(REVISION, ""), rank),
         lambda address, start: [
             *command,
             *("--leader", address, "--rank-bytes", str(start.rank_bytes)),

@@ -41,7 +41,7 @@ class Taken(msgspec.Struct, frozen=True):
     """Tokens of the largest block. Models with states compute whole blocks."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class MemoryLimits(msgspec.Struct, frozen=True):
     """The most memory that the next worker takes."""
 
     kv_bytes: int | None = None
@@ -50,14 +50,14 @@ class Limits(msgspec.Struct, frozen=True):
     chunk_tokens: int | None = None
 
 
-def lowered(limits: Limits, taken: Taken) -> Limits:
+def lowered(limits: MemoryLimits, taken: Taken) -> MemoryLimits:
     """Return the limits of the worker after one that took `taken` and ran out of memory."""
     kv_bytes = max(int(taken.kv_bytes * _POOL_SHARE), min(taken.least_kv_bytes, taken.kv_bytes))
     chunk_tokens = limits.chunk_tokens
     if taken.chunk_tokens:
         least = max(_LEAST_CHUNK_TOKENS, taken.least_chunk_tokens)
         chunk_tokens = max(taken.chunk_tokens // 2, min(least, taken.chunk_tokens))
-    return Limits(
+    return MemoryLimits(
         kv_bytes=kv_bytes,
         reserve_bytes=limits.reserve_bytes + taken.kv_bytes - kv_bytes,
         chunk_tokens=chunk_tokens,
@@ -68,7 +68,7 @@ class _History(msgspec.Struct):
     """The content of the file."""
 
     server: str = ""
-    limits: Limits = Limits()
+    limits: MemoryLimits = MemoryLimits()
     taken: Taken | None = None
     """The memory of the latest worker; None: it ended before that was known."""
     ran_out_at: float = 0.0
@@ -110,14 +110,14 @@ class OomBackoff:
             # The server counts it.
             self._ran_out("the kernel killed a worker")
         if clock() - self._history.ran_out_at > _FORGIVEN_S:
-            self._history.limits = Limits()
+            self._history.limits = MemoryLimits()
         self._history.taken = None
         self._history.is_running = True
         self._history.num_kills = num_kills
         self._write()
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> MemoryLimits:
         """What this worker may take."""
         return self._history.limits
 

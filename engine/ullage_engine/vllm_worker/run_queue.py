@@ -17,7 +17,7 @@ from ullage_engine.vllm_worker.adapters import Adapters
 from ullage_engine.vllm_worker.costs import BlockCosts
 from ullage_engine.vllm_worker.interface import AdapterError, Core, InvalidRequestError
 from ullage_engine.vllm_worker.reservations import Reservations
-from ullage_engine.vllm_worker.sequence import EngineLimits, Sequence, rank_of
+from ullage_engine.vllm_worker.sequence import EngineLimits, VllmSequence, rank_of
 
 _MARGIN_TOKENS = 2
 """Tokens before the end of its charged length at which a sequence is charged for more."""
@@ -36,8 +36,8 @@ class RunQueue:
         adapters: Adapters,
         events: RequestEvents,
     ) -> None:
-        self.by_id: dict[str, Sequence] = {}
-        self.deferred: list[Sequence] = []
+        self.by_id: dict[str, VllmSequence] = {}
+        self.deferred: list[VllmSequence] = []
         """Sequences that wait for blocks or for an adapter's slot, the most important first."""
         self.failed: list[RequestFailed] = []
         """Requests given up, for the server."""
@@ -51,9 +51,9 @@ class RunQueue:
         self._reservations = reservations
         self._adapters = adapters
         self._events = events
-        self._growing: dict[str, Sequence] = {}
+        self._growing: dict[str, VllmSequence] = {}
         """Running sequences that are charged for less than they may become."""
-        self._shrinking: dict[str, Sequence] = {}
+        self._shrinking: dict[str, VllmSequence] = {}
         """Running sequences with blocks reserved that only their prompts needed."""
 
     @property
@@ -70,18 +70,18 @@ class RunQueue:
         wait only for blocks."""
         return self.num_spared_for(self._adapters.with_slots(self.by_id.values(), self.deferred))
 
-    def num_spared_for(self, waiting: Iterable[Sequence]) -> int:
+    def num_spared_for(self, waiting: Iterable[VllmSequence]) -> int:
         """Return the blocks that new requests may not take if these sequences wait for blocks."""
         num_blocks = sum(self._costs.charged_blocks(each) for each in waiting)
         return self._reservations.num_withheld + num_blocks
 
-    def slot_for(self, sequence: Sequence) -> str | None:
+    def slot_for(self, sequence: VllmSequence) -> str | None:
         """Return the adapter that gives its slot to the sequence's; see `Adapters.slot_for`."""
         return self._adapters.slot_for(sequence, self.by_id.values(), self.deferred)
 
     # start and end -------------------------------------------------------------------------------
 
-    def reserve_new(self, sequence: Sequence, spared: int) -> bool:
+    def reserve_new(self, sequence: VllmSequence, spared: int) -> bool:
         """Start a new sequence, or reserve the blocks of one that waits for its parent; return
         False where they do not fit beside `spared` ones."""
         if sequence in self.deferred:  # its parent has just failed
@@ -91,7 +91,7 @@ class RunQueue:
         num_blocks = self._costs.charged_blocks(sequence)
         return self._reservations.reserve(sequence.request_id, num_blocks, spared)
 
-    def defer(self, sequence: Sequence) -> None:
+    def defer(self, sequence: VllmSequence) -> None:
         """Let a sequence wait for blocks, by itself."""
         sequence.parent = None
         sequence.children = []
@@ -109,7 +109,7 @@ class RunQueue:
                 self.defer(first)
                 return
 
-    def start_children(self, parent: Sequence) -> None:
+    def start_children(self, parent: VllmSequence) -> None:
         """Start the samples that waited until vLLM has the blocks of their prompt."""
         children = parent.children
         parent.children = []
@@ -119,7 +119,7 @@ class RunQueue:
             if not self._start(child, is_cached=True):
                 self.defer(child)
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: VllmSequence) -> None:
         """Take a sequence back from vLLM for good, and keep its session's blocks."""
         if sequence.is_running:
             # Kept before it is dropped: its blocks are still its own.
@@ -127,21 +127,21 @@ class RunQueue:
             self._core.abort(sequence.request_id)
         self.remove(sequence)
 
-    def finish(self, sequence: Sequence, *, keeps_session: bool = False) -> None:
+    def finish(self, sequence: VllmSequence, *, keeps_session: bool = False) -> None:
         """Remove a sequence that vLLM has ended."""
         if keeps_session:
             self._keep_session(sequence)
         self._core.forget(sequence.request_id)
         self.remove(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: VllmSequence) -> None:
         """Drop a sequence and its reservation."""
         self._stop(sequence)
         if sequence in self.deferred:
             self.deferred.remove(sequence)
         self.by_id.pop(sequence.request_id, None)
 
-    def _start(self, sequence: Sequence, spared: int = 0, *, is_cached: bool = False) -> bool:
+    def _start(self, sequence: VllmSequence, spared: int = 0, *, is_cached: bool = False) -> bool:
         """Give a sequence to vLLM with all its blocks reserved; return False where they do not fit.
 
         Args:
@@ -168,7 +168,7 @@ class RunQueue:
         sequence.is_running = False
         return False
 
-    def _give(self, sequence: Sequence) -> bool:
+    def _give(self, sequence: VllmSequence) -> bool:
         """Give a sequence to vLLM; return True. A sequence that vLLM refuses has failed and does
         not run."""
         request = sequence.request
@@ -194,7 +194,7 @@ class RunQueue:
             self._growing[sequence.request_id] = sequence
         return True
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: VllmSequence) -> None:
         """Take a sequence back from vLLM, if it runs, and end its reservation. Samples that waited
         for it wait for blocks now."""
         if sequence.is_running:
@@ -216,14 +216,14 @@ class RunQueue:
             self._reservations.release(child.request_id)
             self.defer(child)
 
-    def _keep_session(self, sequence: Sequence) -> None:
+    def _keep_session(self, sequence: VllmSequence) -> None:
         key = sequence.session_key
         if key:
             self._reservations.keep_session(key, sequence.request_id)
 
     # blocks of running sequences -----------------------------------------------------------------
 
-    def on_token(self, sequence: Sequence) -> None:
+    def on_token(self, sequence: VllmSequence) -> None:
         """Record that vLLM has produced tokens of a sequence."""
         if not sequence.has_token:
             sequence.has_token = True
@@ -254,7 +254,7 @@ class RunQueue:
             if sequence.charged_tokens == sequence.final_tokens:
                 self._growing.pop(sequence.request_id, None)
 
-    def _make_room(self, sequence: Sequence) -> None:
+    def _make_room(self, sequence: VllmSequence) -> None:
         """Reserve the charged blocks of a sequence, preempting the least important sequences, which
         may be this one."""
         num_blocks = self._costs.charged_blocks(sequence)
@@ -265,7 +265,7 @@ class RunQueue:
             if victim is sequence:
                 return
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: VllmSequence) -> None:
         """Take a sequence's blocks. It goes on when it can have them again."""
         if sequence.is_running:
             sequence.num_preemptions += 1

@@ -58,7 +58,7 @@ log = logging.getLogger("ullage.engine.vllm")
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedVllm:
     """vLLM's engine with its ledger, profile and ranks."""
 
     engine: VllmEngine
@@ -156,7 +156,7 @@ def start(
     config: EngineConfig,
     report: Report,
     host_tier: HostTier | None = None,
-) -> Started:
+) -> StartedVllm:
     """Load the model, size the KV pool and return an engine that steps.
 
     Args:
@@ -183,7 +183,7 @@ def _start(
     host_tier: HostTier | None,
     shared_memory: SharedMemory,
     backoff: OomBackoff,
-) -> Started:
+) -> StartedVllm:
     # The memory, the other nodes, and the model.
     memory = StartMemory(config, host_tier, backoff.limits)
     nodes = config.group.nodes
@@ -226,7 +226,7 @@ def _start(
         memory.attached()
 
     engine = VllmEngine(core, profile, limits, reservations, tiers=tiers)
-    started = Started(
+    started = StartedVllm(
         engine=engine,
         core=core,
         ledger=memory.ledger,

@@ -6,7 +6,7 @@ from ullage_engine.protocol.figures import Figures
 from ullage_engine.protocol.request_events import RequestEvents
 from ullage_engine.scheduler.estimates import ThroughputEstimator
 from ullage_engine.vllm_worker.interface import Blocks, CoreOutput
-from ullage_engine.vllm_worker.sequence import Sequence
+from ullage_engine.vllm_worker.sequence import VllmSequence
 
 
 class StepMetrics:
@@ -23,7 +23,7 @@ class StepMetrics:
         self._blocks = blocks
 
     def observe(
-        self, seconds: float, outputs: list[CoreOutput], sequences: Mapping[str, Sequence]
+        self, seconds: float, outputs: list[CoreOutput], sequences: Mapping[str, VllmSequence]
     ) -> None:
         """Count a step before its outputs are given to their sequences.
 
@@ -66,7 +66,7 @@ class StepMetrics:
             self.figures.observe_step(seconds, num_decodes + num_prompts, num_parts)
             self.events.note_step(seconds, num_parts, num_decodes + num_prompts, num_prompts)
 
-    def observe_prefix(self, sequence: Sequence, num_cached_tokens: int) -> int:
+    def observe_prefix(self, sequence: VllmSequence, num_cached_tokens: int) -> int:
         """Count the tokens of a prompt that the prefix cache had, once for each sequence; return
         the number that was counted."""
         if sequence.num_cached_tokens is None:
@@ -76,7 +76,7 @@ class StepMetrics:
             self.prefix_hit_tokens += sequence.num_cached_tokens
         return sequence.num_cached_tokens
 
-    def _note_start(self, sequence: Sequence, seconds: float) -> None:
+    def _note_start(self, sequence: VllmSequence, seconds: float) -> None:
         """Note the start of a sequence whose first part took so many seconds, with a step."""
         if sequence.is_new:
             self.figures.observe_start(sequence.request.accepted_at, seconds)

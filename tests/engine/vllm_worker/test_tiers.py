@@ -19,7 +19,7 @@ from ullage_engine.protocol.messages import (
     KvWanted,
     SamplingParams,
 )
-from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
+from ullage_engine.vllm_worker.tiers import ConnectorTransfers, Copies
 from ullage_kv import Arena, Result, Status, Store, TierStats, Transfer
 from ullage_kv.futures import done
 
@@ -60,7 +60,7 @@ class Device:
         self.cached = [None] * NUM_BLOCKS
         self.memory = [None] * NUM_BLOCKS
         self._answers.clear()
-        self.tiers = TierTransfers(SPACE, BLOCK, self.cached.__getitem__, lambda: self.now)
+        self.tiers = ConnectorTransfers(SPACE, BLOCK, self.cached.__getitem__, lambda: self.now)
 
     def lose_worker(self) -> None:
         self.broker.worker_lost()

@@ -1,9 +1,9 @@
 """vLLM's KV connector to the tiers of KV outside the device.
 
-vLLM makes one for its scheduler, in the worker's process, and one in the process of each rank. That
-of the scheduler answers by `TierTransfers`, once it is given one; those of ranks copy between the
-blocks of their device and the shared memory of the host tier. In its slots the parts of all tensor
-ranks lie one behind the other.
+vLLM makes one connector for its scheduler, in the worker's process, and one in the process of each
+rank. The scheduler's connector answers by `ConnectorTransfers`, once it has one. The connectors of
+ranks copy between the blocks of their device and the shared memory of the host tier. Each slot has
+the parts of all tensor ranks, one behind the other.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 
 from ullage_engine.pinned_memory import PinnedMemory
 from ullage_engine.vllm_worker.bindings.blocks import group_kind
-from ullage_engine.vllm_worker.tiers import Copies, TierTransfers
+from ullage_engine.vllm_worker.tiers import ConnectorTransfers, Copies
 from ullage_engine.worker.device import HostTier
 from ullage_kv import Arena
 
@@ -66,7 +66,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._tiers: TierTransfers | None = None
+        self._tiers: ConnectorTransfers | None = None
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, Request] = {}
         """Those that have not ended, by vLLM's names."""
@@ -79,7 +79,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # of the scheduler ----------------------------------------------------------------------------
 
-    def use(self, tiers: TierTransfers) -> None:
+    def use(self, tiers: ConnectorTransfers) -> None:
         """Answers by `tiers` from now on."""
         self._tiers = tiers
 

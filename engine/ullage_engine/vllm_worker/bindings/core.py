@@ -63,7 +63,7 @@ from ullage_engine.vllm_worker.interface import AdapterError, CoreOutput, Invali
 from ullage_engine.vllm_worker.proof import Probe
 from ullage_engine.vllm_worker.ranks import RESUMED
 from ullage_engine.vllm_worker.step_bound import longest_step_s
-from ullage_engine.vllm_worker.tiers import TiersRefusedError, TierTransfers
+from ullage_engine.vllm_worker.tiers import ConnectorTransfers, TiersRefusedError
 from ullage_engine.worker.device import HostTier, open_ledger
 from ullage_engine.worker.fingerprint import cpu_kind
 from ullage_engine.worker.grammar import Grammars
@@ -269,7 +269,7 @@ class VllmCore:
         self._num_adapters = 0
         """Adapters that were ever added: vLLM knows them by numbers."""
         self.blocks = VllmBlocks(self._scheduler, self._requests)
-        self._tiers: TierTransfers | None = None
+        self._tiers: ConnectorTransfers | None = None
         self._grammars = Grammars(lambda: load_vocabulary(self.vocab_size))
         grammars = self._scheduler.structured_output_manager
         grammars.backend = GrammarMasks(self.vocab_size)
@@ -421,14 +421,14 @@ class VllmCore:
         facts = [str(fact) for _, own in parts for fact in own]
         return sum(num_bytes for num_bytes, _ in parts), facts
 
-    def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> TierTransfers:
+    def use_tiers(self, space: bytes, block_tokens: int, block_bytes: int) -> ConnectorTransfers:
         """Keep blocks outside the device, too, under keys of the namespace `space`, in slots for
         so many bytes."""
         self._engine.engine_core.engine_core.model_executor.collective_rpc(
             cut_slots, args=(block_bytes,)
         )
         pool = self._scheduler.kv_cache_manager.block_pool
-        self._tiers = TierTransfers(space, block_tokens, partial(content_of, pool))
+        self._tiers = ConnectorTransfers(space, block_tokens, partial(content_of, pool))
         self._scheduler.connector.use(self._tiers)
         return self._tiers
 
