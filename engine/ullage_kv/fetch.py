@@ -1,8 +1,8 @@
 """Blocks on their way from lower tiers to host memory.
 
 A `BlockFetch` is one caller's list of blocks. It has a `PendingBlock` for each block that a lower
-tier loads for it. Several fetches may share a pending block: no block is loaded twice at a time. All
-blocks that one tier loads together are a `TierLoad`.
+tier loads for it. Several fetches may share a pending block, which is loaded once. All blocks that
+one tier loads together are a `TierLoad`.
 """
 
 import threading
