@@ -40,7 +40,7 @@ _TURN_SHARE = 1 / 64
 SAVE_DEADLINE_S = 30.0
 """Seconds after which a block that was not saved is given up."""
 _CLOSE_S = 5.0
-"""Seconds in which what waits to be saved is written when the tier is closed."""
+"""Seconds in which a tier that is closed writes the saves that wait."""
 _LOOK_S = 1.0
 """Seconds between two checks whether the files were removed."""
 _TRIM_S = 60.0
@@ -217,7 +217,7 @@ class FileTier:
         )
 
     def close(self) -> None:
-        """Write what waits to be saved, for 5 seconds at most; later calls are UNAVAILABLE."""
+        """Write the saves that wait, for 5 seconds at most. Later calls are UNAVAILABLE."""
         with self._lock:
             if self._is_closed:
                 return

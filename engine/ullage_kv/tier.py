@@ -193,7 +193,7 @@ class TierCounter:
 
 
 class CircuitBreaker:
-    """A circuit breaker: stops the calls to what keeps failing, and probes it now and then.
+    """A circuit breaker: stops the calls to a tier or peer that keeps failing, except for probes.
 
         closed ──failures in a row──► open ──pause over──► half-open, one probe ──success──► closed
                                        ▲                        │

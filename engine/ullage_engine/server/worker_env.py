@@ -100,7 +100,7 @@ def vllm_env(
 
 
 def launch_env(config: EngineConfig, environment: Callable[..., dict[str, str]]) -> dict[str, str]:
-    """Return what `worker_env` or `vllm_env` is for a configuration, on this node."""
+    """Return the environment of a configuration on this node, by `worker_env` or `vllm_env`."""
     threads = config.server.threads or max(1, usable_cores() // config.num_local_ranks)
     owns_cores = config.server.owns_cores
     nccl = config.parallelism.nccl

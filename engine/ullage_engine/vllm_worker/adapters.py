@@ -197,7 +197,7 @@ class Adapters:
                 yield each
 
     def _turns(self, holders: Iterable[VllmSequence]) -> Turns:
-        """`holders`: all sequences, of which those that run use their adapters."""
+        """`holders`: all sequences. The running ones use their adapters."""
         in_use = {each.request.adapter for each in holders if each.is_running}
         free = self._num_slots - len(self._loaded)
         return Turns(self._names, self._loaded, in_use, free)

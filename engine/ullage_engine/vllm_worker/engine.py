@@ -42,7 +42,7 @@ _QUEUE_BATCHES = 4
 
 
 class OutOfMemoryFault(Exception):
-    """An injected fault: what vLLM raises when a step runs out of memory."""
+    """An injected fault, in place of vLLM's error when a step runs out of memory."""
 
 
 class VllmEngine:

@@ -91,9 +91,10 @@ class OomBackoff:
         kills: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read what the workers before knew, and note that this one begins.
+        """Read the history of earlier workers, and record that this one begins.
 
         Args:
+            run_dir: folder of the file.
             server: the server's name among those that used the folder; empty: this process's
                 parent.
             kills: returns the number of processes that the kernel killed for memory so far; None:
@@ -118,26 +119,26 @@ class OomBackoff:
 
     @property
     def limits(self) -> MemoryLimits:
-        """What this worker may take."""
+        """The most memory that this worker may take."""
         return self._history.limits
 
     def took(self, taken: Taken) -> None:
-        """Note what this worker took."""
+        """Record the memory that this worker took."""
         self._history.taken = taken
         self._write()
 
     def on_failed_step(self, error: Exception) -> None:
-        """Note a step's error, which ends this worker; its exit status counts the shortage."""
+        """Record a step's error, which ends this worker. Its exit status counts a shortage."""
         self._on_error(error)
         self._write()
 
     def on_failed_start(self, error: Exception) -> None:
-        """Note an error of a start, which the next worker's reports count."""
+        """Record an error of a start. The next worker's reports count a shortage."""
         self._history.num_unreported += self._on_error(error)
         self._write()
 
     def take_unreported(self) -> int:
-        """Return the shortages before this worker that nobody has counted, which it does now."""
+        """Return the shortages before this worker that were not counted yet, and clear them."""
         num_events = self._history.num_unreported
         self._history.num_unreported = 0
         if num_events:

@@ -83,7 +83,7 @@ class RunQueue:
 
     def reserve_new(self, sequence: VllmSequence, spared: int) -> bool:
         """Start a new sequence, or reserve the blocks of one that waits for its parent; return
-        False where they do not fit beside `spared` ones."""
+        False if they do not fit together with `spared` ones."""
         if sequence in self.deferred:  # its parent has just failed
             return True
         if sequence.parent is None:

@@ -1,4 +1,4 @@
-"""Measures of vLLM's steps: their times, what they computed, and what the prefix cache saved."""
+"""Metrics of vLLM's steps: times, computed tokens, and hits of the prefix cache."""
 
 from collections.abc import Mapping
 

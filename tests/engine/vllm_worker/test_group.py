@@ -267,7 +267,7 @@ class Gathering:
 
     def join(self, rank: int, revision: str = "r1") -> socket.socket:
         return self.connect(
-            b'{"type":"NodeJoin","revision":"%s","rank":%d}\n' % (revision.encode(), rank)
+            b'{"type":"Join","revision":"%s","rank":%d}\n' % (revision.encode(), rank)
         )
 
     def wait(self) -> None:
@@ -345,7 +345,7 @@ def test_a_worker_that_leads_says_that_it_waits(monkeypatch: pytest.MonkeyPatch)
         loading.append(message)
         if not peers:
             peers.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
-            peers[0].sendall(b'{"type":"NodeJoin","revision":"r1","rank":1}\n')
+            peers[0].sendall(b'{"type":"Join","revision":"r1","rank":1}\n')
 
     with pytest.MonkeyPatch.context() as patch:
         # The test's own process is not to end with its follower.
