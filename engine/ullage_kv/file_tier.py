@@ -153,6 +153,7 @@ class FileTier:
         if self._is_closed or not self._load_breaker.allows():
             batch.expire(Result(Status.UNAVAILABLE, NAME))
             return batch.future
+
         job = Job(partial(self._load, batch, transfers), range(len(transfers)), batch)
         asked_at = time.monotonic()
 
@@ -173,6 +174,7 @@ class FileTier:
             return batch.future
         on_expired = partial(self._on_failure, self._save_breaker, "no answer to saves in time")
         self._deadlines.add(batch, self._save_deadline_s, on_expired)
+
         places = dict[bytes, int]()
         with self._lock:
             for place, transfer in enumerate(transfers):
@@ -185,6 +187,7 @@ class FileTier:
             for place in refused:
                 del self._saving[transfers[place].key]
             queued = {*places.values()}.difference(refused)
+
         for place in {*range(len(transfers))} - queued:
             batch.finish(place, Result(Status.BUSY, NAME))
         return batch.future
@@ -248,6 +251,7 @@ class FileTier:
         if ref is None:
             batch.finish(place, MISS)
             return
+
         try:
             with self._counter.reading:
                 is_whole = volume.file.read(ref.slot, buffer)
@@ -257,6 +261,7 @@ class FileTier:
             return
         finally:
             volume.lease.unpin(ref)
+
         self._answered_at = time.monotonic()
         if not is_whole:
             log.warning("%s: a block in slot %d is damaged and dropped", volume.file, ref.slot)

@@ -149,6 +149,7 @@ class PeerClient:
         finally:
             with self._lock:
                 self.num_reads -= 1
+
         results = arriving.results(MISS)
         if damaged := next((each for each in results if each.status is Status.CORRUPT), None):
             self._fail(_WrongAnswer(damaged.error))
@@ -179,6 +180,7 @@ class PeerClient:
                 if not pinned:
                     arriving.refuse(places)
                     return
+
                 keys = [transfers[place].key for place in pinned]
                 request = pb.ReadRequest(lease=answer.lease, keys=keys)
                 arriving.take(pinned, stub.Read(request, timeout=_remaining_s(ends_at)))
@@ -212,11 +214,13 @@ class PeerClient:
             ),
             timeout=timeout_s,
         )
+
         is_committed = False
         try:
             self.instance = answer.instance
             if self.is_self or len(answer.rooms) != len(transfers):
                 raise _WrongAnswer("it is this engine itself, or answers for other blocks")
+
             reserved = []
             for number, room in enumerate(answer.rooms):
                 results[number] = Result(_ROOMS.get(room, Status.ERROR), REMOTE)
@@ -224,6 +228,7 @@ class PeerClient:
                     reserved.append(number)
             if not reserved:
                 return
+
             self.free_blocks = max(0, self.free_blocks - len(reserved))
             stub.Write(_chunks(answer.lease, transfers, reserved), timeout=_remaining_s(ends_at))
             written = [_written(number, transfers[number]) for number in reserved]

@@ -159,6 +159,7 @@ class RemoteTier:
         self._server_name = server_name
         self._look_s = deadline_s / LOOK_SHARE if look_s is None else look_s
         self._resolve_s = resolve_s
+
         self._counter = TierCounter()
         self._hints = Hints()
         self._peers: dict[str, PeerClient] = {}
@@ -170,6 +171,7 @@ class RemoteTier:
         self._closing = threading.Event()
         self._num_loads = 0
         self._num_looks = 0
+
         self._loads = ThreadPoolExecutor(MAX_LOADS, "kv-remote")
         self._queue: deque[_Copies] = deque()
         self._queued: set[bytes] = set()
@@ -288,6 +290,7 @@ class RemoteTier:
                 return self._loads.submit(self._load, transfers, ends_at)
             else:
                 status = Status.BUSY
+
         results = [Result(status, self.name)] * len(transfers)
         self._counter.loaded(results)
         return done(results)
@@ -319,6 +322,7 @@ class RemoteTier:
                 for place in places:
                     results[place] = Result(Status.TIMEOUT, self.name)
                 return
+
             tried.add(peer.address)
             read = peer.read([transfers[place] for place in places], ends_at)
             for place, result in zip(places, read, strict=True):
@@ -404,6 +408,7 @@ class RemoteTier:
         for place, transfer in enumerate(transfers):
             if (peer := self._peer_for(transfer)) is not None:
                 places_of.setdefault(peer.address, []).append(place)
+
         with self._counter.writing:
             for address, places in places_of.items():
                 other = self._peers.get(address)

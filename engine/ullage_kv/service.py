@@ -220,6 +220,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         if not request.lease_ms:
             response.held.extend(store.index.contains(key) for key in request.keys)
             return response
+
         held = self._open_lease(store, context, request.lease_ms)
         room = self.leases.room(store.index, held.peer)
         for key in request.keys:
@@ -229,6 +230,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
             if (ref := held.lease.pin(key)) is not None:
                 held.pinned[key] = ref
             response.held.append(ref is not None)
+
         response.num_pinned = len(held.pinned)
         response.lease, response.lease_ms = self._grant(held, request.lease_ms)
         return response
@@ -283,6 +285,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
         _check_keys("blocks", [block.key for block in request.blocks])
         if not request.lease_ms:
             raise invalid("lease_ms", "lease_ms is 0; name the time in which you write")
+
         response = pb.ReserveResponse(instance=self.instance)
         held = self._open_lease(store, context, request.lease_ms)
         room = self.leases.room(store.index, held.peer)
@@ -298,6 +301,7 @@ class KVStoreService(kv_pb2_grpc.KVStoreServiceServicer):
             if reserved.ref is not None:
                 held.reserved[number] = NewBlock(block.key, parent, reserved.ref)
             response.rooms.append(_ROOMS.get(reserved.status, pb.ROOM_FULL))
+
         response.lease, response.lease_ms = self._grant(held, request.lease_ms)
         return response
 

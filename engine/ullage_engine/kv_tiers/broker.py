@@ -210,6 +210,7 @@ class KvBroker:
         first = beginning.first
         if first == len(tiers):
             return num_here
+
         beginning.num_prefetched = len(tiers) - first
         self._num_prefetched += beginning.num_prefetched
         longest_s = self._loads.longest_s(len(tiers) - num_here, starts_at - self._clock())
@@ -259,6 +260,7 @@ class KvBroker:
         beginning.first = self._loads.first(keys, tiers, num_here, windows, start_s)
         if beginning.tiers is not None:
             return
+
         beginning.tiers = tiers
         self._store.touch([*keys, *windows])
         self._note_slower(request_id, tiers[num_here : beginning.first])
@@ -480,6 +482,7 @@ class KvBroker:
                 self.not_loaded[tier, "unused"] += count
         if not num_blocks:
             return
+
         size = self._store.block_bytes
         self._store.was_read([Result(Status.HIT, HOST, size)] * len(pinned.refs))
         hits = pinned.beginning.hits

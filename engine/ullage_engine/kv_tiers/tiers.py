@@ -123,6 +123,7 @@ class KvTiers:
             if self.store is None:  # else peers read from it
                 self._arena.drop_pages()
             return
+
         if self._space != ready.kv_space:
             store = self.store
             self.store = None

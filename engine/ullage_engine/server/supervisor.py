@@ -241,6 +241,7 @@ class WorkerSupervisor:
         worker = self._worker
         if worker is None:
             return
+
         if worker.ready_at is not None:
             worker.link.post(Shutdown())
         else:  # a worker that is loading does not read messages yet
@@ -466,6 +467,7 @@ class WorkerSupervisor:
         if backoff is None:
             reason = worker.start_error or f"exit status {status}"
             raise GaveUpError(f"{self._num_failures} workers in a row ended early ({reason})")
+
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(backoff):
                 await self._stopping.wait()
